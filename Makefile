@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# torch is pinned first and constrains all that follows: any other order may pull gigabytes of CUDA.
+CONSTRAINTS := constraints.txt
+
+.PHONY: setup demo test lint bench clean help
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/.ready ## Install everything into .venv
+
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -r $(CONSTRAINTS)
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=1 for another seed)
+	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
+
+test: lint ## Lint, types, layers and all tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: setup ## Lint, format, types and import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/ty check src
+	$(BIN)/lint-imports
+
+bench: setup ## Compare speed with transformers and TRL (installs the `bench` extra)
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'
+	$(BIN)/python benchmarks/spine.py
+
+clean: ## Remove the environment and caches; runs stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
