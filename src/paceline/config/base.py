@@ -1,0 +1,48 @@
+"""The strict base every section of a run file derives from."""
+
+import tomllib
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+ImportPath = str
+"""`package.module:name`, or `path/to/file.py:name`."""
+
+
+class Section(BaseModel):
+    """A section of the run file. Unknown keys are errors; the docstring under a field is its help text.
+
+    Strict: `--group-size` without a value is true, which must not pass for 1. Sections given as objects are
+    copied, because a run fills in its own and two runs must not share them.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        revalidate_instances="always",
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+
+class Hook(Section):
+    """User code, named by import path."""
+
+    import_path: ImportPath
+    """`package.module:name`, or `path/to/file.py:name` relative to the working directory."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed on to the user's code."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _fits_a_run_file(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        try:
+            written = tomli_w.dumps(kwargs).encode().decode()
+        except (TypeError, ValueError):
+            written = ""
+        if tomllib.loads(written) != kwargs:
+            raise ValueError("kwargs are kept in the run file: use only what TOML can hold (no None, NaN or tuples)")
+        return kwargs

@@ -1,0 +1,147 @@
+"""Overrides from the command line: `--trainer.optimizer.lr 1e-3`, `--env.0.group_size=4`, `--no-resume`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.base import Section
+from paceline.config.document import COMMAND_LINE, Document, Origin
+from paceline.config.errors import ConfigError
+from paceline.config.fields import ROOT, KeyPath, Spot, spot_at, value_at
+from paceline.config.wording import either, toml_value
+
+
+@dataclass(frozen=True)
+class Override:
+    """One flag as typed, its keys, and the text of its value; None for a bare flag."""
+
+    flag: str
+    keys: tuple[str, ...]
+    text: str | None = None
+    negated: bool = False
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(COMMAND_LINE, self.flag)
+
+
+def apply(arguments: Sequence[str], document: Document) -> list[str]:
+    """Write the overrides into the document; what could not be placed comes back as sentences."""
+    overrides: list[Override] = []
+    problems: list[str] = []
+    rest = list(arguments)
+    while rest:
+        try:
+            overrides.append(_take(rest))
+        except ConfigError as error:
+            problems += error.problems
+    for override in sorted(overrides, key=_turn):
+        try:
+            path = _address(override, document)
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            document.put(path, _value(override, spot_at(path, document.table)), override.origin)
+    return problems
+
+
+def _turn(override: Override) -> tuple[int, bool]:
+    """Whole tables before their keys, and `type` before its siblings, however the flags were ordered."""
+    return len(override.keys), override.keys[-1] != "type"
+
+
+def _take(arguments: list[str]) -> Override:
+    """Take the next flag, and its value if one follows, off the arguments."""
+    argument = arguments.pop(0)
+    flag, equals, text = argument.partition("=")
+    negated = flag.startswith("--no-")
+    dotted = flag.removeprefix("--no-" if negated else "--")
+    keys = tuple(dotted.split("."))
+    if not flag.startswith("--") or not all(keys):
+        raise ConfigError([f"{COMMAND_LINE}: {argument}: expected a flag, such as --trainer.optimizer.lr 1e-3"])
+    if negated and equals:
+        raise ConfigError([f"{COMMAND_LINE}: {flag} takes no value: write {flag}, or --{dotted}={text}"])
+    if equals or negated:
+        return Override(flag, keys, text, negated)
+    follows = arguments and not arguments[0].startswith("--")
+    return Override(flag, keys, arguments.pop(0) if follows else None)
+
+
+def _value(override: Override, spot: Spot | None) -> Any:
+    if override.negated:
+        # `--no-steps` leaves `steps` out, so that a file's `steps` can make room for `--epochs`.
+        return None if spot and spot.optional else False
+    if override.text is None:
+        return True
+    value = toml_value(override.text)
+    if spot and spot.annotation is str and not isinstance(value, str):
+        return override.text  # `--name 42` is a name
+    return value
+
+
+def _address(override: Override, document: Document) -> KeyPath:
+    """The path an override means: kebab-case becomes snake_case, a list element's name its index."""
+    path: KeyPath = ()
+    spot: Spot | None = ROOT
+    rest = override.keys
+    while rest:
+        if spot and spot.is_list:
+            _write_default(path, spot, document)
+            index, taken = _element(rest, value_at(path, document.table), override)
+            path, rest = (*path, index), rest[taken:]
+        else:
+            key = rest[0] if spot and spot.is_open else rest[0].replace("-", "_")
+            path, rest = (*path, key), rest[1:]
+        spot = spot_at(path, document.table)
+    return path
+
+
+def _write_default(path: KeyPath, spot: Spot, document: Document) -> None:
+    """A list that no file wrote starts from its default, so that its elements can be edited."""
+    if value_at(path, document.table) is None:
+        document.put(path, [_plain(entry) for entry in spot.default or ()], Origin("default"))
+
+
+def _plain(entry: Any) -> Any:
+    if not isinstance(entry, Section):
+        return entry
+    return entry.model_dump(include={"type"}) | entry.model_dump(exclude_defaults=True)
+
+
+def _element(keys: tuple[str, ...], entries: Any, override: Override) -> tuple[int, int]:
+    """The index of the element `keys` begin with, and how many keys name it: a name may hold dots."""
+    if not isinstance(entries, list):
+        raise ConfigError([f"{COMMAND_LINE}: {override.flag}: the file holds no list there"])
+    if keys[0].isdecimal() and int(keys[0]) < len(entries):
+        return int(keys[0]), 1
+    for taken in range(len(keys), 0, -1):
+        if (index := _named(".".join(keys[:taken]), entries)) is not None:
+            return index, taken
+    raise ConfigError([f"{COMMAND_LINE}: {override.flag}: {_no_element(keys[0], entries)}"])
+
+
+def _named(name: str, entries: list[Any]) -> int | None:
+    """The one element of this name, or else of this type."""
+    for names in (_names(entries, "name", "type"), _names(entries, "type")):
+        matches = [i for i, known in enumerate(names) if _folded(known) == _folded(name)]
+        if len(matches) == 1:
+            return matches[0]
+    return None
+
+
+def _names(entries: list[Any], *keys: str) -> list[str]:
+    """What each element is called: the first of `keys` it has, or ""."""
+    tables = [entry if isinstance(entry, dict) else {} for entry in entries]
+    return [next((str(table[key]) for key in keys if table.get(key)), "") for table in tables]
+
+
+def _no_element(key: str, entries: list[Any]) -> str:
+    if not entries:
+        return "the list is empty: give it as a whole"
+    names = enumerate(_names(entries, "name", "type"))
+    known = either((f"{i} (`{name}`)" if name else str(i) for i, name in names), "and")
+    return f"the list has no element `{key}`: use an index or a name; there is {known}"
+
+
+def _folded(word: str) -> str:
+    return word.replace("-", "_")

@@ -1,0 +1,134 @@
+"""Errors as sentences for the user: where, what is wrong, what to write instead."""
+
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.config import wording
+from paceline.config.document import COMMAND_LINE, Document
+from paceline.config.fields import KeyPath, Spot, dotted, path_of, spot_at, value_at
+from paceline.config.suggest import nearest_keys
+from paceline.errors import PacelineError
+
+
+class ConfigError(PacelineError):
+    """A run file or command line that cannot be used. The message has one line per problem."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def explain(error: ValidationError, document: Document) -> list[str]:
+    """One sentence per problem that pydantic found, in its order."""
+    sentences: list[str] = []
+    for detail in error.errors(include_url=False):
+        sentences += EXPLAIN.get(detail["type"], _wrong_value)(detail, document)
+    # A union of plain values reports one problem per member, and all read alike here.
+    return list(dict.fromkeys(sentences))
+
+
+def _unknown_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
+    path = path_of(detail["loc"])
+    *at, key = path
+    table = document.with_types()
+    spot = spot_at(tuple(at), table)
+    section = spot.section(value_at(tuple(at), table)) if spot else None
+    siblings = list(section.model_fields) if section else []
+    yield (
+        f"{document.origin(path).place(path)}: there is no key `{key}` {_header(tuple(at), table)}; "
+        + (_other_type(path, spot) or _did_you_mean(path, siblings, document))
+    )
+
+
+def _header(at: KeyPath, table: dict) -> str:
+    if not at:
+        return "at the top level"
+    name = f"[[{at[0]}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
+    spot = spot_at(at, table)
+    chosen = value_at((*at, "type"), table)
+    return f"in {name} of type `{chosen}`" if spot and spot.is_choice else f"in {name}"
+
+
+def _other_type(path: KeyPath, spot: Spot | None) -> str | None:
+    """The key is right, but for another `type` of this section."""
+    *at, key = path
+    owners = [name for name, section in (spot.sections if spot else {}).items() if key in section.model_fields]
+    if not owners:
+        return None
+    return f"it belongs to {dotted((*at, 'type'))} = {wording.either(map(wording.given, owners))}"
+
+
+def _did_you_mean(path: KeyPath, siblings: list[str], document: Document) -> str:
+    dashes = "--" if document.origin(path).flag else ""
+    if likely := nearest_keys(path, siblings):
+        return f"did you mean {wording.either(wording.code(dashes + dotted(one) for one in likely))}?"
+    return f"the keys there are {wording.either(wording.code(siblings), 'and')}"
+
+
+def _missing_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
+    path = path_of(detail["loc"])
+    *at, key = path
+    if isinstance(key, int):
+        # A tuple that is too short; the list as a whole is what is wrong.
+        yield _mismatch(tuple(at), document)
+        return
+    blamed = (*at, "type") if (*at, "type") in document.origins else tuple(at)
+    place = document.origin(blamed).place(tuple(at))
+    spot = spot_at(path, document.with_types())
+    takes = spot.help.rstrip(".") or wording.expected(spot) if spot else "a value"
+    yield f"{place}: `{key}` is missing; it takes {takes}"
+
+
+def _unknown_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
+    at = path_of(detail["loc"])
+    path = (*at, "type")
+    spot = spot_at(at, document.table)
+    types = list(spot.sections) if spot else []
+    written = value_at(path, document.table)
+    near = get_close_matches(str(written), types, n=1)
+    hint = f"did you mean {wording.given(near[0])}? The" if near else "the"
+    yield (
+        f"{document.origin(path).place(path)}: there is no type {wording.given(written)}; {hint} types are "
+        + wording.either(wording.code(types), "and")
+    )
+
+
+def _missing_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
+    path = path_of(detail["loc"])
+    spot = spot_at(path, document.table)
+    types = map(wording.given, spot.sections if spot else ())
+    yield f"{document.origin(path).place(path)}: `type` is missing: add type = {wording.either(types)}"
+
+
+def _rule(detail: ErrorDetails, document: Document) -> Iterator[str]:
+    """A validator's own sentences. A rule over several keys is nobody's alone: name all who had a say."""
+    path = path_of(detail["loc"])
+    place = document.origin(path).place(path)
+    flags = any(origin.flag for origin in document.origins.values())
+    if not path and flags and not place.startswith(COMMAND_LINE):
+        place = f"{place} and {COMMAND_LINE}"
+    for sentence in str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines():
+        yield f"{place}: {sentence}"
+
+
+def _wrong_value(detail: ErrorDetails, document: Document) -> Iterator[str]:
+    yield _mismatch(path_of(detail["loc"]), document)
+
+
+def _mismatch(path: KeyPath, document: Document) -> str:
+    spot = spot_at(path, document.with_types()) or Spot.of(object)
+    value = value_at(path, document.table)
+    place = document.origin(path).place(path)
+    return f"{place}: expected {wording.expected(spot)}, got {wording.given(value)}{wording.advice(spot, value)}"
+
+
+EXPLAIN: dict[str, Callable[[ErrorDetails, Document], Iterator[str]]] = {
+    "extra_forbidden": _unknown_key,
+    "missing": _missing_key,
+    "union_tag_invalid": _unknown_type,
+    "union_tag_not_found": _missing_type,
+    "value_error": _rule,
+}

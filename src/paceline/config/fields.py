@@ -1,0 +1,155 @@
+"""A map of the run file, read off the models: what may stand at each place."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from paceline.config.base import Section
+from paceline.config.run import RunConfig
+
+KeyPath = tuple[str | int, ...]
+"""`("env", 0, "group_size")`: keys and list indices from the top of the file."""
+
+
+def is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def type_of(section: type[Section]) -> str:
+    """The word a section is chosen by, or "" where there is nothing to choose."""
+    field = section.model_fields.get("type")
+    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else ""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """What may stand at one place: a section, one of several told apart by `type`, a list, a value."""
+
+    annotation: Any
+    constraints: tuple[Any, ...] = ()
+    optional: bool = False
+    default: Any = None
+    help: str = ""
+
+    @classmethod
+    def of(cls, annotation: Any, constraints: Sequence[Any] = (), **about: Any) -> "Spot":
+        """Look through `Annotated[...]` and `... | None`, which say nothing about the shape."""
+        optional = False
+        while True:
+            args = get_args(annotation)
+            if get_origin(annotation) is Annotated:
+                notes = [note.metadata if isinstance(note, FieldInfo) else [note] for note in args[1:]]
+                annotation, constraints = args[0], [*constraints, *chain.from_iterable(notes)]
+            elif is_union(annotation) and NoneType in args:
+                optional = True
+                annotation = Union[tuple(arg for arg in args if arg is not NoneType)]  # noqa: UP007
+            else:
+                return cls(annotation, tuple(constraints), optional, **about)
+
+    @classmethod
+    def of_field(cls, field: FieldInfo) -> "Spot":
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        return cls.of(field.annotation, field.metadata, default=default, help=field.description or "")
+
+    @property
+    def sections(self) -> dict[str, type[Section]]:
+        """The sections that may stand here, by `type`; a plain section has the type "". Empty for values."""
+        options = get_args(self.annotation) if is_union(self.annotation) else (self.annotation,)
+        if not all(isinstance(option, type) and issubclass(option, Section) for option in options):
+            return {}
+        return {type_of(option): option for option in options}
+
+    @property
+    def is_choice(self) -> bool:
+        return "" not in self.sections and bool(self.sections)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.annotation) in (list, tuple)
+
+    @property
+    def is_open(self) -> bool:
+        """A table whose keys are the user's own."""
+        return self.annotation in (dict, Any) or get_origin(self.annotation) is dict
+
+    def default_type(self) -> str | None:
+        return type_of(type(self.default)) if self.is_choice and isinstance(self.default, Section) else None
+
+    def section(self, value: Any) -> type[Section] | None:
+        """The section that `value`, as written, stands for."""
+        if not self.is_choice:
+            return self.sections.get("")
+        written = value.get("type", self.default_type()) if isinstance(value, dict) else None
+        return self.sections.get(written) if isinstance(written, str) else None
+
+    def child(self, key: str | int, section: type[Section] | None) -> "Spot | None":
+        if section is not None:
+            field = section.model_fields.get(str(key))
+            return field and Spot.of_field(field)
+        if self.is_list and isinstance(key, int):
+            return Spot.of(get_args(self.annotation)[min(key, len(get_args(self.annotation)) - 1)])
+        return Spot.of(Any) if self.is_open else None
+
+
+ROOT = Spot.of(RunConfig)
+
+
+def spot_at(path: KeyPath, table: Any) -> Spot | None:
+    """What may stand at `path` of this table, or None where nothing may."""
+    spot: Spot | None = ROOT
+    for key in path:
+        if spot is None:
+            return None
+        spot = spot.child(key, spot.section(table))
+        table = value_at((key,), table)
+    return spot
+
+
+def value_at(path: KeyPath, table: Any) -> Any:
+    """What is written at `path`, or None."""
+    for key in path:
+        if isinstance(table, dict):
+            table = table.get(key)
+        elif isinstance(table, list) and isinstance(key, int) and key < len(table):
+            table = table[key]
+        else:
+            return None
+    return table
+
+
+def path_of(location: Sequence[str | int]) -> KeyPath:
+    """The path of a pydantic error location, which also names the union members it went through."""
+    spot: Spot | None = ROOT
+    path: KeyPath = ()
+    rest = list(location)
+    while rest and spot is not None and (spot.sections or spot.is_list):
+        section = spot.sections.get(str(rest.pop(0)) if spot.is_choice else "")
+        if rest:
+            path = (*path, rest.pop(0))
+            spot = spot.child(path[-1], section)
+    return path
+
+
+@cache
+def places() -> tuple[tuple[KeyPath, Spot], ...]:
+    """Every key of the run file, as it would be addressed; a list is represented by its element 0."""
+    return tuple(_below(ROOT, ()))
+
+
+def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:
+    for section in spot.sections.values():
+        for key, field in section.model_fields.items():
+            child = Spot.of_field(field)
+            yield (*path, key), child
+            yield from _below(child, (*path, key))
+    if spot.is_list:
+        yield from _below(Spot.of(get_args(spot.annotation)[0]), (*path, 0))
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,74 @@
+"""Reading and writing the run file."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from paceline.config import edit
+from paceline.config.document import Document, Origin
+from paceline.config.errors import ConfigError, explain
+from paceline.config.files import layers
+from paceline.config.run import ConfigWarning, RunConfig
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid config, and what is legal in it but probably not meant."""
+
+    config: RunConfig
+    warnings: list[str]
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a run file, all it includes, and overrides as the command line passes them.
+
+    `path=None` stands for an empty file. Every problem is reported at once, in one `ConfigError`.
+    """
+    document = Document()
+    if path is not None:
+        stack = layers(Path(path))
+        # Rules that span several keys are reported under the file the user named.
+        document.origins[()] = Origin(stack[-1][0])
+        for name, table in stack:
+            document.merge(table, Origin(name))
+    problems = edit.apply(overrides, document)
+    try:
+        loaded = _validate(document.with_types())
+    except ValidationError as error:
+        problems += explain(error, document)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _validate(table: dict[str, Any]) -> Loaded:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConfigWarning)
+        config = RunConfig.model_validate(table)
+    ours = [str(one.message) for one in caught if issubclass(one.category, ConfigWarning)]
+    for other in caught:
+        if not issubclass(other.category, ConfigWarning):
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    return Loaded(config, ours)
+
+
+def dump(config: RunConfig) -> str:
+    """The resolved run file. Loading it gives an equal config."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def schema() -> dict[str, Any]:
+    """The run file's JSON schema, for editors."""
+    described = RunConfig.model_json_schema()
+    include = {
+        "description": "Files to build upon, relative to this one; later ones win, this file wins over all.",
+        "type": "array",
+        "items": {"type": "string"},
+    }
+    described["properties"] = {"include": include, **described["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}

@@ -1,0 +1,39 @@
+"""The policy: which weights, which tokenizer, full fine-tuning or LoRA."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Lora(Section):
+    """Train low-rank adapters and leave the base frozen."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Module names that get an adapter."""
+
+
+class Model(Section):
+    """A Hugging Face causal language model: a local folder, a hub name, or `paceline:quickstart`."""
+
+    name: str = "paceline:quickstart"
+    """Folder, hub name, or `paceline:quickstart` for the tiny model that ships with the package."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; the model's own when left out."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's chat template."""
+    dtype: Dtype = "float32"
+    """Compute type of trainer and engine. Masters and moments are always float32."""
+    fp32_head: bool = False
+    """Compute logits in float32 whatever `dtype` says, alike in engine and trainer."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    lora: Lora | None = None
+    """Adapters to train; full fine-tuning when left out."""

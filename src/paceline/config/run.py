@@ -1,0 +1,200 @@
+"""The run file: one document that says everything a run needs."""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from paceline.config.algorithm import GRPO, AlgorithmConfig
+from paceline.config.base import Section
+from paceline.config.env import EnvConfig, ReverseText
+from paceline.config.inference import Engine, Sampling
+from paceline.config.model import Model
+from paceline.config.trainer import Trainer
+
+DEFAULT_STEPS = 100
+FOLDER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+class ConfigWarning(UserWarning):
+    """Legal, but probably not what was meant."""
+
+
+class Filters(Section):
+    """Groups that never reach the trainer."""
+
+    zero_advantage: bool = True
+    """Drop groups in which every advantage is zero; they carry no gradient. Off where `group_size` is 1."""
+
+
+class Eval(Section):
+    """Evaluation on the held-out split. It never touches training state."""
+
+    every: int = Field(default=10, ge=0)
+    """Batches between evaluations; 0 turns it off."""
+    concurrency: int = Field(default=8, ge=1)
+    """Episodes played at once."""
+    samples: int = Field(default=1, ge=1)
+    """Episodes per example; above 1, pass@k is reported too."""
+    examples: int | None = Field(default=None, ge=1)
+    """Use only the first n held-out examples."""
+    sampling: Sampling | None = None
+    """Sampling for evaluation; the run's `sampling` when left out."""
+
+
+class Checkpoint(Section):
+    """Resumable state. A run always leaves one at its end."""
+
+    every: int = Field(default=100, ge=0)
+    """Batches between checkpoints; 0 keeps only the last one."""
+    keep: int = Field(default=2, ge=1)
+    """Older checkpoints are deleted."""
+
+
+class Monitor(Section):
+    """What a run shows and keeps."""
+
+    rollouts: int = Field(default=4, ge=0)
+    """Rollouts per batch written to `rollouts.jsonl`."""
+    batches: int = Field(default=0, ge=0)
+    """Keep the last n shipped batches with all their streams."""
+    exporters: list[Literal["wandb", "tensorboard", "trackio"]] = Field(default_factory=list)
+    """Also send metrics there; each needs its extra installed."""
+    project: str = "paceline"
+    """Project name for the exporters."""
+
+
+class Breaker(Section):
+    """When failing rollouts stop the run instead of being dropped."""
+
+    consecutive: int = Field(default=5, ge=1)
+    """Failures in a row."""
+    window: int = Field(default=20, ge=1)
+    """Or half of this many latest rollouts."""
+
+
+class RunConfig(Section):
+    """A Paceline run. Every key has a default; a run file holds only what differs."""
+
+    schema_version: Literal[1] = 1
+    """Version of this file's layout."""
+    name: str = Field(default="run", json_schema_extra={"pattern": f"^{FOLDER_NAME}$"})
+    """The run directory is `<runs>/<name>`."""
+    runs: str = "runs"
+    """Folder that holds run directories."""
+    seed: int = Field(default=0, ge=0)
+    """Fixes row order and sampling noise."""
+    steps: int | None = Field(default=None, ge=1)
+    """Batches to train; 100 when neither this nor `epochs` is given."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the rows, instead of `steps`."""
+    batch_size: int = Field(default=128, ge=1)
+    """Rollouts trained between two publishes."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one example that are compared with one another."""
+    staleness: int = Field(default=1, ge=0)
+    """How many versions the sampler may ride ahead of the trainer; 0 is synchronous."""
+    on_stale: Literal["drop", "mask", "keep"] = "drop"
+    """A sample over the limit is dropped, trains only its fresh tokens, or trains all the same."""
+    max_inflight: int | None = Field(default=None, ge=1)
+    """Most rollouts played at once; (staleness + 1) batches when left out."""
+    deterministic: bool = False
+    """Fixed shapes and ticket order in the engine; at staleness 0 a run repeats bit for bit, at some cost."""
+    allow_truncated_sampling: bool = False
+    """Train although top-p or top-k bends the sampled distribution."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engine and trainer compute."""
+    placement: Literal["local"] = "local"
+    """`local`: engine and trainer in this process."""
+    resume: str | None = None
+    """`latest`, or the path of a checkpoint to go on from."""
+
+    model: Model = Model()
+    sampling: Sampling = Sampling()
+    engine: Engine = Engine()
+    trainer: Trainer = Trainer()
+    algo: AlgorithmConfig = GRPO()
+    env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseText()]
+    filters: Filters = Filters()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    monitor: Monitor = Monitor()
+    breaker: Breaker = Breaker()
+
+    @field_validator("name")
+    @classmethod
+    def _folder_name(cls, name: str) -> str:
+        if not re.fullmatch(FOLDER_NAME, name):
+            raise ValueError(
+                f"`{name}` cannot name the run directory: use letters, digits, `.`, `_` and `-`, "
+                "and start with a letter or digit"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _resolve(self) -> "RunConfig":
+        """Fill in what was left out, so that nobody looks twice later; then check what spans several keys."""
+        if self.steps is None and self.epochs is None:
+            self.steps = DEFAULT_STEPS
+        if self.max_inflight is None:
+            self.max_inflight = (self.staleness + 1) * self.batch_size
+        for env in self.env:
+            self._resolve_environment(env)
+        problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
+        if problems:
+            raise ValueError("\n".join(problems))
+        self._warn()
+        return self
+
+    def _resolve_environment(self, env: EnvConfig) -> None:
+        env.name = env.name or env.type
+        env.group_size = env.group_size or self.group_size
+        env.algo = env.algo or self.algo.model_copy(deep=True)
+        env.min_group_size = env.min_group_size or min(env.group_size, 2 if env.algo.group_relative else 1)
+
+    def _problems(self) -> Iterator[str]:
+        if self.steps is not None and self.epochs is not None:
+            yield "give either `steps` or `epochs`, not both"
+        for name, count in Counter(env.name for env in self.env).items():
+            if count > 1:
+                yield f"{count} environments are named `{name}`: give each its own `name`"
+        if self.sampling.temperature == 0:
+            yield "training at temperature 0 has no distribution to learn from: raise sampling.temperature"
+        elif self.sampling.truncates and not self.allow_truncated_sampling:
+            yield (
+                "training needs samples of the policy itself, but top_p or top_k bends the distribution: "
+                "remove them from [sampling], or set allow_truncated_sampling = true"
+            )
+
+    def _env_problems(self, env: EnvConfig) -> Iterator[str]:
+        assert self.max_inflight is not None
+        assert env.group_size is not None
+        assert env.min_group_size is not None
+        if self.batch_size % env.group_size:
+            yield (
+                f"batch_size = {self.batch_size} is not a multiple of group_size = {env.group_size} "
+                f"(environment `{env.name}`): a batch holds whole groups"
+            )
+        if env.min_group_size > env.group_size:
+            yield (
+                f"environment `{env.name}`: min_group_size = {env.min_group_size} is larger than "
+                f"group_size = {env.group_size}"
+            )
+        if self.max_inflight < env.group_size:
+            yield (
+                f"max_inflight = {self.max_inflight} cannot hold one group of `{env.name}` "
+                f"({env.group_size} rollouts): raise max_inflight or lower group_size"
+            )
+
+    def _warn(self) -> None:
+        for env in self.env:
+            if env.algo and env.algo.group_relative and env.group_size == 1:
+                warnings.warn(
+                    f"environment `{env.name}`: {env.algo.type} compares rollouts of one group, "
+                    "but group_size is 1, so every advantage is zero and nothing is learned",
+                    ConfigWarning,
+                    stacklevel=2,
+                )
