@@ -1,0 +1,136 @@
+"""What the trainer eats: one token sequence with parallel per-token streams."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ended = Literal["terminated", "truncated"]
+
+STREAM_DTYPES: Mapping[str, type] = {
+    "token_ids": np.int64,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "temperatures": np.float32,
+    "advantages": np.float32,
+    "rewards": np.float32,
+    "rl_weights": np.float32,
+    "ce_weights": np.float32,
+    "ref_kl_weights": np.float32,
+    "ref_logprobs": np.float32,
+    "base_logprobs": np.float32,
+}
+WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+
+
+class Ticket(NamedTuple):
+    """One draw of a dataset row. `number` orders tickets of all environments of a run."""
+
+    number: int
+    env: str
+    epoch: int
+    draw: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One token sequence. Every stream has its length; nothing here is a scalar advantage.
+
+    `loss_mask` marks the tokens the policy sampled. `logprobs` are as sampled, at the sampling temperature, 0.0 off the
+    mask; absent, the sampler was frozen and the ratio is 1. `versions` are -1 off the mask. Absent weight streams mean
+    rl weight 1.0 on the loss mask. The first token has nothing before it to be predicted from, so it never trains.
+    """
+
+    token_ids: NDArray
+    loss_mask: NDArray
+    versions: NDArray
+    temperatures: NDArray
+    logprobs: NDArray | None = None
+    advantages: NDArray | None = None
+    rewards: NDArray | None = None
+    rl_weights: NDArray | None = None
+    ce_weights: NDArray | None = None
+    ref_kl_weights: NDArray | None = None
+    ref_logprobs: NDArray | None = None
+    base_logprobs: NDArray | None = None
+
+    ended: Ended = "terminated"
+    env: str = ""
+    ticket: Ticket | None = None
+    rollout: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, dtype in STREAM_DTYPES.items():
+            stream = getattr(self, name)
+            if stream is not None:
+                object.__setattr__(self, name, np.ascontiguousarray(stream, dtype=dtype))
+        self._check()
+
+    def _check(self) -> None:
+        if len(self) == 0:
+            raise ValueError(f"{self.where}: a sample needs at least one token")
+        for name, stream in self.streams().items():
+            if stream.shape != (len(self),):
+                raise ValueError(
+                    f"{self.where}: stream `{name}` has shape {stream.shape}, but the sample has {len(self)} tokens"
+                )
+        for name in ("loss_mask", *WEIGHT_STREAMS):
+            stream = getattr(self, name)
+            if stream is not None and stream[0]:
+                raise ValueError(f"{self.where}: `{name}` trains the first token, which nothing precedes")
+        if np.any(self.versions[~self.loss_mask] != -1):
+            raise ValueError(f"{self.where}: `versions` must be -1 off the loss mask")
+        if self.logprobs is not None and np.any(self.versions[self.loss_mask] < 0):
+            raise ValueError(f"{self.where}: a token sampled by the policy needs its version")
+        if np.any(self.temperatures <= 0):
+            raise ValueError(f"{self.where}: `temperatures` must be positive")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def where(self) -> str:
+        """Names this sample in an error."""
+        number = "-" if self.ticket is None else self.ticket.number
+        return f"env `{self.env}`, ticket {number}, rollout {self.rollout}"
+
+    def streams(self) -> dict[str, NDArray]:
+        """The streams that are present, by name."""
+        return {name: value for name in STREAM_DTYPES if (value := getattr(self, name)) is not None}
+
+    def with_streams(self, **streams: NDArray | None) -> Self:
+        """A copy with some streams set, checked again."""
+        return replace(self, **streams)
+
+    def truncated_to(self, limit: int) -> Self:
+        """Every stream sliced alike; marked as truncated when something was cut."""
+        if len(self) <= limit:
+            return self
+        cut = {name: stream[:limit] for name, stream in self.streams().items()}
+        spans = tuple((start, min(end, limit)) for start, end in self.spans if start < limit)
+        return replace(self, **cut, spans=spans, ended="truncated")
+
+    @property
+    def rl(self) -> NDArray:
+        """Weight of each token in the rl component."""
+        if self.rl_weights is None:
+            return self.loss_mask.astype(np.float32)
+        return np.where(self.loss_mask, self.rl_weights, np.float32(0))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest token that trains; None if a frozen model sampled it or nothing trains."""
+        if self.logprobs is None:
+            return None
+        trained = self.loss_mask & (self.rl != 0)
+        if self.ref_kl_weights is not None:
+            trained = trained | (self.loss_mask & (self.ref_kl_weights != 0))
+        return int(self.versions[trained].min()) if trained.any() else None
+
+
+SCALAR_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in STREAM_DTYPES)
