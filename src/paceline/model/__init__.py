@@ -1,0 +1,35 @@
+"""What engine and trainer share: Hugging Face models, tokenizers, LoRA, attention, weights."""
+
+from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel
+from paceline.model.head import Head, token_logprobs
+from paceline.model.loading import (
+    ModelError,
+    attach_lora,
+    end_tokens,
+    load_model,
+    load_tokenizer,
+    resolve,
+    trainable,
+    twin,
+)
+from paceline.model.weights import Policy, WeightUpdate, fingerprint
+
+__all__ = [
+    "ATTENTION",
+    "PLAN",
+    "Head",
+    "ModelError",
+    "PackedPlan",
+    "Policy",
+    "UnsupportedModel",
+    "WeightUpdate",
+    "attach_lora",
+    "end_tokens",
+    "fingerprint",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+    "token_logprobs",
+    "trainable",
+    "twin",
+]

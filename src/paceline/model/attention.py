@@ -1,0 +1,157 @@
+"""One attention function for engine and trainer, registered with transformers.
+
+A forward pass is always one row of tokens, many sequences laid end to end. Which token may look at which is not a mask
+but a *plan*, handed through the model's keyword arguments: the trainer's plan attends inside each packed sequence, the
+engine's plan also reads and writes the KV cache. So both run the very same model code.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from paceline.errors import PacelineError
+
+ATTENTION = "paceline"
+PLAN = "paceline_plan"
+
+# What models hand through for other attention functions and what a plan does not need.
+_HARMLESS = {
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "cache_position",
+    "past_key_values",
+    "past_key_value",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "is_causal",
+    "is_decoding",
+    "num_items_in_batch",
+    "labels",
+    "deterministic",
+}
+
+
+class UnsupportedModel(PacelineError):
+    """A model that needs something the attention function does not do."""
+
+
+class Plan(Protocol):
+    """Who attends to whom in one forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """`q` is [T, heads, dim], `k` and `v` [T, kv heads, dim]; the result is like `q`."""
+        ...
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature over a plan."""
+    plan: Plan | None = kwargs.pop(PLAN, None)
+    if plan is None:
+        raise RuntimeError("a Paceline model was called without an attention plan")
+    for name, given in kwargs.items():
+        if given is not None and name not in _HARMLESS:
+            raise UnsupportedModel(f"{type(module).__name__} asks its attention for `{name}`, which is not supported")
+    if attention_mask is not None or dropout:
+        raise UnsupportedModel(f"{type(module).__name__} uses an attention mask or dropout, which is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return plan.attend(layer, q, k, v, scale, sliding_window)[None], None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Scaled dot product over [N, L, heads, dim]; causal where no mask is given; grouped heads allowed."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out.transpose(1, 2)
+
+
+def window_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """True where a query position may see a key position. A window of w sees w tokens, itself included."""
+    gap = queries[..., :, None] - keys[..., None, :]
+    return (gap >= 0) & (gap < window) if window else gap >= 0
+
+
+class PackedPlan:
+    """Sequences laid end to end, each attending to itself alone, causally.
+
+    Sequences of similar length share one padded call: the padding is on the right, where causality hides it from every
+    real token, so no mask is needed and nothing crosses from one sequence to another.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str) -> None:
+        self._buckets = [_Bucket(bucket, lengths, device) for bucket in similar_lengths(lengths)]
+        order = torch.cat([bucket.tokens for bucket in self._buckets])
+        self._restore = torch.empty_like(order)
+        self._restore[order] = torch.arange(len(order), device=order.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if len(self._buckets) == 1:
+            return self._buckets[0].attend(q, k, v, scale, window)
+        parts = [b.attend(*(x.index_select(0, b.tokens) for x in (q, k, v)), scale, window) for b in self._buckets]
+        return torch.cat(parts).index_select(0, self._restore)
+
+
+class _Bucket:
+    """Sequences padded to their longest."""
+
+    def __init__(self, members: list[int], lengths: list[int], device: torch.device | str) -> None:
+        starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        self.width = max(lengths[i] for i in members)
+        self.rows = len(members)
+        inside = [torch.arange(lengths[i]) for i in members]
+        self.tokens = torch.cat([starts[i] + span for i, span in zip(members, inside, strict=True)]).to(device)
+        self._places = torch.cat([row * self.width + span for row, span in enumerate(inside)]).to(device)
+        self._full = len(self._places) == self.rows * self.width
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        mask = None
+        if window and window < self.width:
+            positions = torch.arange(self.width, device=q.device)
+            mask = window_mask(positions, positions, window)
+        out = sdpa(self._pad(q), self._pad(k), self._pad(v), scale, mask).reshape(-1, *q.shape[1:])
+        return out if self._full else out.index_select(0, self._places)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        if not self._full:
+            x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self._places, x)
+        return x.view(self.rows, self.width, *x.shape[1:])
+
+
+def similar_lengths(lengths: list[int], waste: float = 0.3) -> list[list[int]]:
+    """Indices in groups whose shortest is at least (1 - waste) of their longest.
+
+    Fewer, larger calls pay for some padding: below about sixteen tokens everything shares one call.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not groups or lengths[index] < min((1 - waste) * longest, longest - 16):
+            groups.append([])
+            longest = lengths[index]
+        groups[-1].append(index)
+    return groups

@@ -1,0 +1,75 @@
+"""From hidden states to logits and log probabilities, alike in engine and trainer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+LOGIT_ELEMENTS = 1 << 25
+"""Most logits held at once: 128 MiB in float32."""
+
+
+class Head:
+    """The model's output layer with the scalings its own forward pass would apply.
+
+    Calling it apart from the decoder is what lets the trainer never hold the logits of a whole batch, and the engine
+    compute them only for the tokens it samples from.
+    """
+
+    def __init__(self, model: PreTrainedModel, fp32: bool = False) -> None:
+        config = model.config.get_text_config()
+        self._layer = model.get_output_embeddings()
+        self._fp32 = fp32
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._multiply: float = getattr(config, "logit_scale", None) or 1.0
+        self._divide: float = getattr(config, "logits_scaling", None) or 1.0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Float32 logits for [..., hidden]."""
+        if self._fp32:
+            bias = None if self._layer.bias is None else self._layer.bias.float()
+            logits = F.linear(hidden.float(), self._layer.weight.float(), bias)
+        else:
+            logits = self._layer(hidden).float()
+        logits = logits * (self._multiply / self._divide) if self._multiply != self._divide else logits
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    @property
+    def vocabulary(self) -> int:
+        return self._layer.weight.shape[0]
+
+
+def token_logprobs(
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log probability of each target under softmax(logits / T), and optionally the entropy (without gradient).
+
+    Works through the tokens in chunks whose logits are recomputed in the backward pass, so a batch's logits are never
+    all in memory.
+    """
+    rows = max(1, LOGIT_ELEMENTS // head.vocabulary)
+    if len(targets) <= rows:
+        return _chunk(head, hidden, targets, temperatures, entropy)
+    chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
+    if torch.is_grad_enabled():
+        done = [checkpoint(_chunk, head, h, t, T, entropy, use_reentrant=False) for h, t, T in chunks]
+    else:
+        done = [_chunk(head, h, t, T, entropy) for h, t, T in chunks]
+    logprobs, entropies = zip(*done, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def _chunk(
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    logits = head(hidden) / temperatures[:, None]
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    if not entropy:
+        return logprobs, None
+    with torch.no_grad():
+        expected = (torch.softmax(logits, -1) * logits).sum(-1)
+    return logprobs, normaliser.detach() - expected

@@ -1,0 +1,131 @@
+"""Hugging Face models and tokenizers, from a folder, a hub name, or the package itself."""
+
+import copy
+import importlib.resources
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from paceline.config.model import Model
+from paceline.errors import PacelineError
+from paceline.model.attention import ATTENTION, UnsupportedModel
+
+QUICKSTART = "paceline:quickstart"
+# Its bars for loading and saving would tear the live screen; phases are shown there instead.
+transformers_logging.disable_progress_bar()
+
+ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
+
+
+class ModelError(PacelineError):
+    """A model or tokenizer that cannot be used, as a sentence for the user."""
+
+
+def resolve(name: str) -> str:
+    """The folder or hub name behind a model name."""
+    if name == QUICKSTART:
+        return str(importlib.resources.files("paceline") / "quickstart")
+    if name.startswith("paceline:"):
+        raise ModelError(f"model `{name}`: the only model in the package is `{QUICKSTART}`")
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    path = Path(name).expanduser()
+    if looks_local and not path.is_dir():
+        raise ModelError(f"model `{name}`: no such folder; give a Hugging Face folder, a hub name or `{QUICKSTART}`")
+    return str(path) if path.is_dir() else name
+
+
+def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the run's chat template if it names one."""
+    source = resolve(config.tokenizer or config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ModelError(f"tokenizer `{source}` cannot be loaded: {_first_line(error)}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if config.chat_template:
+        path = Path(config.chat_template)
+        if not path.is_file():
+            raise ModelError(f"model.chat_template: no such file `{path}`")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The causal LM with Paceline's attention, ready for `attach_lora` or full fine-tuning."""
+    source = resolve(config.name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=ATTENTION,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model `{config.name}` cannot be loaded: {_first_line(error)}") from error
+    check_supported(model)
+    model.generation_config = copy.deepcopy(model.generation_config)
+    return model.to(device).eval()
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse by name what would run but compute something else."""
+    config = model.config.get_text_config()
+    kind = type(model).__name__
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ROPE_OF_WHOLE_BATCH:
+        raise UnsupportedModel(f"{kind}: rope type `{rope['rope_type']}` looks at the whole batch; not supported")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(f"{kind}: attention softcapping is not supported")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{kind}: transformers offers no attention interface for it")
+
+
+def attach_lora(model: PreTrainedModel, config: Model, seed: int) -> PreTrainedModel:
+    """Freeze the base and inject adapters in place; a no-op without a `lora` section."""
+    if config.lora is None:
+        return model
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapters = LoraConfig(
+            r=config.lora.rank,
+            lora_alpha=config.lora.alpha,  # ty: ignore[invalid-argument-type] - peft takes any number
+            lora_dropout=config.lora.dropout,
+            target_modules=config.lora.targets,
+            task_type="CAUSAL_LM",
+        )
+        inject_adapter_in_model(adapters, model)
+    return model
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A second module tree for the engine: own config, own trainable tensors, the frozen ones shared."""
+    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    clone = copy.deepcopy(model, shared)
+    for parameter in clone.parameters():
+        parameter.requires_grad_(False)
+    return clone.eval()
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name: what a weight update carries."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens that end a turn: the tokenizer's and those the model's generation config adds."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    extra: Iterable[int] = [configured] if isinstance(configured, int) else configured or ()
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys((*own, *extra)))
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
