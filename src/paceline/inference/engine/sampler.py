@@ -1,0 +1,81 @@
+"""From logits to tokens: one uniform number and one inverse CDF per token."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.inference.engine.noise import uniform
+
+BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How each row is sampled; one entry per row of the logits."""
+
+    temperatures: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    keys: Tensor
+    indices: Tensor
+    truncates: bool
+    """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
+
+
+class Drawn(NamedTuple):
+    tokens: Tensor
+    logprobs: Tensor
+    log_z: Tensor | None
+
+
+def sample(logits: Tensor, draw: Draw) -> Drawn:
+    """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
+    greedy = draw.temperatures == 0
+    logits = logits / torch.where(greedy, 1.0, draw.temperatures)[:, None]
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    probs = logprobs.exp()
+    log_z = None
+    if draw.truncates:
+        probs = keep_top(probs, draw.top_p, draw.top_k)
+        log_z = probs.sum(-1).log()
+    tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
+    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z)
+
+
+def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Zero what top-k and then top-p cut. The most probable token always stays."""
+    ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    limit = torch.where(top_k > 0, top_k, probs.shape[-1])[:, None]
+    ranked = ranked.masked_fill(rank >= limit, 0.0)
+    before = ranked.cumsum(-1) - ranked
+    ranked = ranked.masked_fill(before >= top_p[:, None] * ranked.sum(-1, keepdim=True), 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u.
+
+    In two levels, blocks and then tokens: one pass over the vocabulary instead of a long cumulative sum, and sums in
+    float64 where rounding would starve the tail of a large vocabulary.
+    """
+    blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    block, rest = _search(blocks.sum(-1), u, relative=True)
+    inside, _ = _search(blocks[torch.arange(len(probs), device=probs.device), block], rest, relative=False)
+    return (block * BLOCK + inside).clamp(max=probs.shape[-1] - 1)
+
+
+def _search(weights: Tensor, target: Tensor, relative: bool) -> tuple[Tensor, Tensor]:
+    """Index of the first cumulative weight above the target, and what of the target is left inside it."""
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[:, -1]
+    # Just under the total, so that rounding can never pick a weightless last entry.
+    target = torch.minimum(target * total if relative else target, total * (1 - 1e-12))
+    # Clamped for weights that are NaN and find no place: the engine refuses such tokens by their log probability.
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+    below = torch.where(index > 0, cumulative.gather(-1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    return index, target - below

@@ -1,0 +1,325 @@
+"""The engine's laws: what it samples, from which weights, whoever else is being served."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import VOCABULARY, tiny_model
+from paceline.config.inference import Engine as EngineConfig
+from paceline.inference import Completion, EmbeddedEngine, EngineError, GenerateRequest, RequestError, noise_key
+from paceline.inference.engine.cache import SlotCache
+from paceline.inference.engine.noise import uniform
+from paceline.inference.engine.sampler import Draw, inverse_cdf, keep_top, sample
+from paceline.inference.engine.scheduler import Scheduler
+from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+
+
+def requests(groups: int = 5, members: int = 3, seed: int = 0, **settings) -> list[GenerateRequest]:
+    rng = random.Random(seed)
+    out = []
+    for group in range(groups):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 20, 45])))
+        for member in range(members):
+            defaults = {"max_tokens": rng.randrange(1, 25), "temperature": rng.choice([0.6, 1.0, 1.7])}
+            noise = noise_key(seed, group, member)
+            out.append(GenerateRequest(prompt_ids=prompt, noise=noise, order=group, **(defaults | settings)))
+    return out
+
+
+def serve(model, work, deterministic=False, **config):
+    """Run `work(engine)` against a started engine."""
+
+    async def run():
+        engine = EmbeddedEngine(model, EngineConfig(threads=1, **config), deterministic=deterministic)
+        engine.start()
+        try:
+            return await asyncio.wait_for(work(engine), 60)
+        finally:
+            engine.close()
+
+    return asyncio.run(run())
+
+
+def complete(model, wanted: list[GenerateRequest], order: list[int] | None = None, **config) -> list[Completion]:
+    async def work(engine):
+        tasks = {i: asyncio.create_task(engine.generate(wanted[i])) for i in order or range(len(wanted))}
+        return [await tasks[i] for i in range(len(wanted))]
+
+    return serve(model, work, **config)
+
+
+async def until(condition) -> None:
+    """Poll the engine's thread; the test's own deadline bounds it."""
+    while not condition():  # noqa: ASYNC110 - another thread changes it
+        await asyncio.sleep(0.001)
+
+
+def trainer_logprobs(model, request: GenerateRequest, completion: Completion) -> torch.Tensor:
+    """The same tokens through the trainer's code path: packed attention, chunked head."""
+    ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
+    plan = PackedPlan([len(ids)], "cpu")
+    positions = torch.arange(len(ids))[None]
+    with torch.no_grad():
+        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN: plan})
+        temperatures = torch.full((len(ids) - 1,), request.temperature)
+        logprobs, _ = token_logprobs(Head(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+    return logprobs[len(request.prompt_ids) - 1 :]
+
+
+@pytest.mark.parametrize("config", [{}, {"prefill_tokens": 5, "max_running": 4}, {"max_running": 1}])
+def test_engine_logprobs_equal_trainer_logprobs(model, config):
+    """Continuous batching, chunked prefill and shared prompts change nothing: same tokens, same log probabilities."""
+    wanted = requests()
+    for request, completion in zip(wanted, complete(twin(model), wanted, **config), strict=True):
+        expected = trainer_logprobs(model, request, completion)
+        assert np.abs(expected.numpy() - np.array(completion.logprobs)).max() < 1e-4
+
+
+def test_a_request_does_not_depend_on_who_else_is_served(model):
+    """Alone or in a crowd, in any order of arrival, the same noise key draws the same tokens."""
+    wanted = requests()
+    crowd = complete(twin(model), wanted, order=random.Random(3).sample(range(len(wanted)), len(wanted)))
+    alone = [complete(twin(model), [request])[0] for request in wanted[::4]]
+    assert [c.token_ids for c in crowd[::4]] == [c.token_ids for c in alone]
+
+
+def test_deterministic_is_bit_for_bit_in_any_order(model):
+    wanted = requests(groups=8)
+    runs = [
+        complete(twin(model), wanted, random.Random(s).sample(range(24), 24), deterministic=True, max_running=7)
+        for s in range(3)
+    ]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_the_end_of_turn_token_is_kept(model):
+    ends = frozenset(range(0, VOCABULARY, 3))
+    for completion in complete(twin(model), requests(stop_token_ids=ends, max_tokens=30)):
+        stopped = [token in ends for token in completion.token_ids]
+        assert not any(stopped[:-1])
+        assert stopped[-1] == (completion.finish == "stop")
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) <= 30
+
+
+def test_a_common_prompt_is_computed_once(model):
+    """Members of a group copy the prompt's cache instead of computing it again."""
+    prompt = tuple(range(40))
+    wanted = [GenerateRequest(prompt_ids=prompt, max_tokens=4, noise=i) for i in range(16)]
+    computed = []
+
+    async def work(engine):
+        run = engine._runner.run
+        engine._runner.run = lambda chunks: (computed.extend(c.length for c in chunks), run(chunks))[1]
+        await asyncio.gather(*(engine.generate(request) for request in wanted))
+
+    serve(twin(model), work, max_running=16)
+    assert sum(computed) == len(prompt) + 15 + 16 * 3  # the leader's prompt, one token per follower, three steps each
+
+
+def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequest, Completion]:
+    """One request whose weights change after `when` sampled tokens, exactly between two steps."""
+    request = GenerateRequest(prompt_ids=(1, 2, 3, 4), max_tokens=20, noise=5)
+
+    async def work(engine):
+        step = engine._step
+
+        def stepping():
+            step()
+            if engine.tokens == when and engine._scheduler.version == 0:
+                engine._swap(WeightUpdate(1, dict(other.named_parameters())))
+
+        engine._step = stepping
+        return await engine.generate(request)
+
+    return request, serve(twin(model), work, on_swap=on_swap)
+
+
+@pytest.mark.parametrize("on_swap", ["keep", "recompute"])
+def test_a_swap_shows_in_the_next_token_and_never_in_an_earlier_one(on_swap):
+    old, new = tiny_model(0), tiny_model(1)
+    request, completion = swap_midway(old, new, on_swap)
+    assert completion.versions == [0] * 6 + [1] * 14
+    logprobs = np.array(completion.logprobs)
+    before = trainer_logprobs(old, request, completion).numpy()
+    after = trainer_logprobs(new, request, completion).numpy()
+    assert np.abs(before - logprobs)[:6].max() < 1e-4
+    assert np.abs(before - logprobs)[6:].max() > 0.1
+    assert completion.recomputed == (on_swap == "recompute")
+    # Recomputed, the tokens after the swap are exactly the new policy's; kept, they still see the old cache.
+    assert (np.abs(after - logprobs)[6:].max() < 1e-4) == (on_swap == "recompute")
+
+
+def test_a_prompt_is_never_shared_across_versions(model):
+    """A request admitted after a swap computes its prompt with the new weights, though the old cache is at hand."""
+    other = tiny_model(1)
+    request = GenerateRequest(prompt_ids=tuple(range(30)), max_tokens=60, noise=1)
+
+    async def work(engine):
+        first = asyncio.create_task(engine.generate(request))
+        await until(lambda: engine.tokens >= 3)
+        await engine.load_weights(WeightUpdate(1, dict(other.named_parameters())))
+        return await engine.generate(request), await first
+
+    second, first = serve(twin(model), work)
+    assert set(second.versions) == {1}
+    assert first.versions[0] == 0
+    assert np.abs(trainer_logprobs(other, request, second).numpy() - np.array(second.logprobs)).max() < 1e-4
+
+
+def test_the_engine_tells_which_weights_it_serves(model):
+    other = tiny_model(1)
+
+    async def work(engine):
+        before = await engine.policy()
+        await engine.load_weights(WeightUpdate(7, dict(other.named_parameters())))
+        return before, await engine.policy()
+
+    before, after = serve(twin(model), work)
+    assert (before.version, before.fingerprint) == (0, fingerprint(model.named_parameters()))
+    assert (after.version, after.fingerprint) == (7, fingerprint(other.named_parameters()))
+    assert before.fingerprint != after.fingerprint
+
+
+def test_fingerprint_sees_every_bit_and_every_place(model):
+    parameters = dict(model.named_parameters())
+    whole = fingerprint(parameters.items())
+    name, tensor = next(iter(parameters.items()))
+    for change in (lambda t: t.view(-1)[7].mul_(1 + 1e-6), lambda t: t.copy_(t.flip(0))):
+        changed = tensor.detach().clone()
+        change(changed)
+        assert fingerprint((parameters | {name: changed}).items()) != whole
+
+
+def test_bad_requests_are_refused_and_others_go_on(model):
+    async def work(engine):
+        for bad in ((), tuple(range(50)) * 3):
+            with pytest.raises(RequestError):
+                await engine.generate(GenerateRequest(prompt_ids=bad, max_tokens=2))
+        with pytest.raises(EngineError, match="does not have"):
+            await engine.load_weights(WeightUpdate(1, {"nobody": torch.zeros(1)}))
+        long = await engine.generate(GenerateRequest(prompt_ids=(1,) * 120, max_tokens=1000))
+        return long
+
+    assert len(serve(twin(model), work).token_ids) == 8  # the context of 128 ends it
+
+
+def test_cancelled_requests_leave_and_their_slots_are_used_again(model):
+    async def work(engine):
+        doomed = [asyncio.create_task(engine.generate(r)) for r in requests(max_tokens=100)]
+        await until(lambda: engine.tokens >= 5)
+        for task in doomed:
+            task.cancel()
+        await asyncio.gather(*doomed, return_exceptions=True)
+        kept = await engine.generate(GenerateRequest(prompt_ids=(1, 2), max_tokens=3))
+        await until(lambda: not engine._scheduler.running and not engine._scheduler.waiting)
+        return kept, len(engine._scheduler._free)
+
+    kept, free = serve(twin(model), work, max_running=4)
+    assert len(kept.token_ids) == 3
+    assert free == 4
+
+
+def test_not_finite_logits_fail_the_request_by_name(model):
+    broken = twin(model)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        complete(broken, requests(groups=1, members=1))
+
+
+def test_an_engine_that_breaks_fails_every_request_with_the_cause(model):
+    async def work(engine):
+        engine._runner.run = lambda chunks: 1 / 0
+        answers = await asyncio.gather(*(engine.generate(r) for r in requests()), return_exceptions=True)
+        with pytest.raises(EngineError, match="division by zero"):
+            await engine.generate(requests()[0])
+        return answers
+
+    assert all(isinstance(answer, EngineError) for answer in serve(twin(model), work))
+
+
+def draws(rows: int, **settings) -> Draw:
+    values = {"temperatures": 1.0, "top_p": 1.0, "top_k": 0} | settings
+    keys = torch.full((rows,), noise_key(11))
+    return Draw(
+        temperatures=torch.full((rows,), float(values["temperatures"])),
+        top_p=torch.full((rows,), float(values["top_p"])),
+        top_k=torch.full((rows,), int(values["top_k"])),
+        keys=keys,
+        indices=torch.arange(rows),
+        truncates=values["top_p"] < 1 or values["top_k"] > 0,
+    )
+
+
+def test_samples_follow_the_distribution():
+    """A chi-square test over 40,000 draws, at two temperatures and a vocabulary of more than one block."""
+    torch.manual_seed(0)
+    logits = torch.randn(300) * 2
+    for temperature in (0.7, 1.3):
+        tokens, logprobs, _ = sample(logits.expand(40_000, -1), draws(40_000, temperatures=temperature))
+        probs = torch.softmax(logits / temperature, -1)
+        counts = torch.bincount(tokens, minlength=300)
+        often = probs * 40_000 > 10
+        chi2 = ((counts - probs * 40_000) ** 2 / (probs * 40_000))[often].sum()
+        assert chi2 < often.sum() + 4 * (2 * often.sum()) ** 0.5
+        assert torch.allclose(logprobs, probs.log()[tokens], atol=1e-5)
+
+
+def test_truncation_keeps_exactly_the_top():
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+    assert keep_top(probs, torch.tensor([0.7]), torch.tensor([0])).tolist() == [
+        [0.0, pytest.approx(0.4), 0.0, pytest.approx(0.3)]
+    ]
+    assert keep_top(probs, torch.tensor([1.0]), torch.tensor([1])).count_nonzero() == 1
+    assert keep_top(probs, torch.tensor([1e-9]), torch.tensor([0])).count_nonzero() == 1
+    tokens, logprobs, log_z = sample(probs.log().expand(500, -1), draws(500, top_k=2))
+    assert set(tokens.tolist()) == {1, 3}
+    # Log probabilities stay those of the full vocabulary; what was cut is reported beside them.
+    assert torch.allclose(logprobs, probs[0].log()[tokens])
+    assert log_z.exp().tolist() == pytest.approx([0.7] * 500)
+
+
+def test_temperature_zero_is_greedy():
+    logits = torch.randn(50, 97)
+    assert sample(logits, draws(50, temperatures=0.0)).tokens.equal(logits.argmax(-1))
+
+
+def test_noise_is_a_pure_function_and_uniform():
+    keys = torch.tensor([noise_key(1, 2, 3), noise_key(1, 2, 4), noise_key(1, 2, 3)])
+    u = uniform(keys, torch.tensor([0, 0, 0]))
+    assert u[0] == u[2] != u[1]
+    many = uniform(torch.full((100_000,), noise_key(9)), torch.arange(100_000))
+    assert many.min() >= 0
+    assert many.max() < 1
+    assert abs(many.mean() - 0.5) < 0.005
+    assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.01
+
+
+def test_inverse_cdf_never_picks_what_has_no_mass():
+    probs = torch.zeros(3, 600)
+    probs[:, [3, 599]] = 0.5
+    edges = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert inverse_cdf(probs, edges).tolist() == [3, 599, 599]
+    probs[:, 599] = 0.0
+    assert inverse_cdf(probs, edges).tolist() == [3, 3, 3]
+
+
+def test_requests_queue_by_order_then_arrival(model):
+    """Older tickets first, whoever arrives first."""
+    cache = SlotCache(model.config, 1, 16, 16, torch.float32, "cpu")
+    scheduler = Scheduler(cache, prefill_tokens=100)
+    from concurrent.futures import Future
+
+    from paceline.inference.engine.scheduler import Sequence
+
+    for order in (5, 1, 3, 1):
+        request = GenerateRequest(prompt_ids=(1, order), max_tokens=2, order=order)
+        scheduler.add(Sequence(request, Future(), [1, order], limit=4))
+    served = []
+    while chunks := scheduler.schedule():
+        served.append(chunks[0].sequence.request.order)
+        scheduler.release(chunks[0].sequence)
+    assert served == [1, 1, 3, 5]
