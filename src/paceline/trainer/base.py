@@ -1,0 +1,49 @@
+"""What every trainer speaks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline.data import Sample
+from paceline.errors import PacelineError
+from paceline.model.weights import WeightUpdate
+
+
+class TrainerError(PacelineError):
+    """Training cannot go on, as a sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One trained batch."""
+
+    metrics: dict[str, float]
+    skipped: bool = False
+    """The gradient was not finite, so the weights did not change."""
+
+
+class Trainer(Protocol):
+    """Turns batches into policy versions. It knows no algorithm."""
+
+    version: int
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        """Train one batch; `version` is one higher afterwards."""
+        ...
+
+    async def weights(self) -> WeightUpdate:
+        """The trainable tensors of the current version."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Everything needed to go on from here."""
+        ...
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def export(self, folder: Path) -> None:
+        """A Hugging Face folder, adapters merged."""
+        ...
+
+    def close(self) -> None: ...

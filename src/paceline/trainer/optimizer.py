@@ -1,0 +1,93 @@
+"""AdamW over float32 masters, gradient clipping, and the learning rate's shape."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config import trainer as config
+
+
+class MasterAdamW:
+    """AdamW whose masters, moments and gradient sums are float32, whatever the model computes in.
+
+    A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
+    that sums over micro-batches are never rounded to the compute type.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], c: config.Optimizer, total_steps: int | None) -> None:
+        self._config = c
+        self._total = total_steps
+        self._parameters = dict(parameters)
+        self.masters = {name: _master(p) for name, p in self._parameters.items()}
+        self.steps = 0
+        self._adam = torch.optim.AdamW(
+            self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
+        )
+
+    def gather(self) -> None:
+        """Move fresh gradients into the masters'. Call after each backward pass."""
+        for name, parameter in self._parameters.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                grad = parameter.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                parameter.grad = None
+
+    def clip(self) -> Tensor:
+        """Scale the gradient down to its allowed norm; answers with the norm before."""
+        return nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update, then the masters rounded into the model."""
+        for group in self._adam.param_groups:
+            group["lr"] = self.lr
+        self._adam.step()
+        self.steps += 1
+        for name, parameter in self._parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+        self.zero()
+
+    def zero(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        c, step = self._config, self.steps
+        if step < c.warmup_steps:
+            return c.lr * (step + 1) / c.warmup_steps
+        if c.schedule == "constant" or not self._total:
+            return c.lr
+        done = min(1.0, (step - c.warmup_steps) / max(1, self._total - c.warmup_steps))
+        left = 1 - done if c.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters and moments by name, for a checkpoint."""
+        out = {f"master/{name}": master.detach() for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            state = self._adam.state.get(master, {})
+            out |= {f"{key}/{name}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+        return out
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        """Back to a checkpoint's masters, moments and step count."""
+        self.steps = steps
+        for name, master in self.masters.items():
+            master.copy_(tensors[f"master/{name}"])
+            self._parameters[name].copy_(master)
+            if f"exp_avg/{name}" in tensors:
+                self._adam.state[master] = {
+                    "step": torch.tensor(float(steps), device=master.device),
+                    "exp_avg": tensors[f"exp_avg/{name}"].to(master.device, copy=True),
+                    "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(master.device, copy=True),
+                }
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
