@@ -1,0 +1,74 @@
+"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.data import Row
+from paceline.errors import PacelineError
+from paceline.rollout import Message, Reply, Seat
+
+Split = Literal["train", "eval"]
+POLICY = "policy"
+"""The seat of a one-player task."""
+
+
+class EnvError(PacelineError):
+    """An environment that cannot be used, as a sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended for each seat."""
+
+    rewards: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def solo(cls, reward: float, **metrics: float) -> "Outcome":
+        """The outcome of a one-player episode."""
+        return cls({POLICY: reward}, metrics)
+
+    def __post_init__(self) -> None:
+        for seat, reward in self.rewards.items():
+            if isinstance(reward, str) or not math.isfinite(reward):
+                raise EnvError(f"the reward of seat `{seat}` is {reward!r}: a reward must be a finite number")
+
+
+class Environment(ABC):
+    """Examples and episodes. Subclass it, or `SingleTurn` for one question and one answer."""
+
+    actors: Sequence[str] = (POLICY,)
+    """Seats the policy plays."""
+
+    @abstractmethod
+    def examples(self, split: Split) -> Sequence[Row]:
+        """The rows of a split. Called once; the order must not change between runs."""
+
+    @abstractmethod
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        """Play one episode on a copy of a row. None drops it."""
+
+
+class SingleTurn(Environment):
+    """One prompt, one reply, one score."""
+
+    def prompt(self, example: Row) -> list[Message]:
+        return example["messages"]
+
+    @abstractmethod
+    def score(self, example: Row, reply: Reply) -> Outcome:
+        """Judge a reply."""
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        reply = await seats[POLICY].chat(self.prompt(example))
+        return self.score(example, reply)
+
+
+def number(value: Any, where: str) -> float:
+    """A reward a user's code returned, as a float."""
+    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+        return float(value)
+    raise EnvError(f"{where} returned {value!r}: return a number, a bool, or None to drop the episode")

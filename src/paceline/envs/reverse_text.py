@@ -1,0 +1,35 @@
+"""Reverse a made-up word."""
+
+from collections.abc import Sequence
+
+from paceline.config.env import ReverseText as Config
+from paceline.data import Row
+from paceline.envs.base import Outcome, SingleTurn, Split
+from paceline.envs.words import words
+from paceline.rollout import Reply
+
+
+class ReverseText(SingleTurn):
+    """`reverse: planet` wants `tenalp`. Train and eval words differ, and both are absent from the quickstart model's
+    pretraining, so a rising score means that the skill was learned and not the words."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        count = self._config.train_examples if split == "train" else self._config.eval_examples
+        return [
+            {"messages": [{"role": "user", "content": f"reverse: {word}"}], "answer": word[::-1]}
+            for word in words(split, count, seed=0)
+        ]
+
+    def score(self, example: Row, reply: Reply) -> Outcome:
+        exact = reply.text == example["answer"]
+        partial = self._config.partial_credit * in_place(reply.text, example["answer"])
+        return Outcome.solo(1.0 if exact else partial, exact=float(exact))
+
+
+def in_place(given: str, wanted: str) -> float:
+    """Share of letters that stand where they should."""
+    hits = sum(a == b for a, b in zip(given, wanted, strict=False))
+    return hits / max(len(given), len(wanted), 1)

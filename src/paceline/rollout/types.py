@@ -1,0 +1,88 @@
+"""What an episode leaves behind: turns, rollouts, groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.data import Sample, Ticket
+from paceline.inference import Finish
+
+Message = dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One engine call, exactly as it happened."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+    temperature: float
+    log_z: list[float] | None = None
+    recomputed: bool = False
+    messages: list[Message] | None = None
+    """The conversation the prompt was rendered from; None for a prompt given as tokens."""
+    text: str = ""
+    """What was said, without the end-of-turn token."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """One actor's turns in one episode."""
+
+    ticket: Ticket
+    member: int
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def env(self) -> str:
+        return self.ticket.env
+
+    @property
+    def completion_length(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+    @property
+    def trajectory_length(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        return max((len(t.prompt_ids) + len(t.completion_ids) for t in self.turns), default=0)
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.turns) and self.turns[-1].finish == "length"
+
+    def record(self) -> dict:
+        """Something a person can read."""
+        conversation = list(self.turns[-1].messages or []) if self.turns else []
+        return {
+            "env": self.env,
+            "ticket": self.ticket.number,
+            "row": self.ticket.row,
+            "member": self.member,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "error": self.error,
+            "messages": [*conversation, *({"role": "assistant", "content": t.text} for t in self.turns[-1:])],
+            "tokens": self.completion_length,
+            "versions": sorted({v for t in self.turns for v in t.versions}),
+            "finish": self.turns[-1].finish if self.turns else None,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Rollouts that are compared with one another: those of one ticket that finished."""
+
+    ticket: Ticket
+    rollouts: list[Rollout]
+    places: int
+    """Rollouts it was started with, and what it counts in a batch whoever survived."""
+    failed: Sequence[Rollout] = ()
+
+    def samples(self) -> list[Sample]:
+        return [sample for rollout in self.rollouts for sample in rollout.samples]
