@@ -1,0 +1,28 @@
+"""What a run shows and keeps. Imports neither torch nor transformers."""
+
+from paceline.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
+from paceline.monitor.directory import RunDirectory, RunDirectoryError
+from paceline.monitor.exporters import MissingExtra, exporter
+from paceline.monitor.plain import PlainLines
+from paceline.monitor.plot import plot_rewards
+from paceline.monitor.recorder import Recorder, read_jsonl
+from paceline.monitor.screen import Screen, choose
+from paceline.monitor.summary import summary
+
+__all__ = [
+    "MissingExtra",
+    "Monitor",
+    "Monitors",
+    "PlainLines",
+    "Recorder",
+    "RunDirectory",
+    "RunDirectoryError",
+    "RunOutcome",
+    "RunPlan",
+    "Screen",
+    "choose",
+    "exporter",
+    "plot_rewards",
+    "read_jsonl",
+    "summary",
+]

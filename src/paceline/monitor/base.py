@@ -1,0 +1,148 @@
+"""What a run tells those who watch it: one small interface, and the fan-out to several of them."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is about to run. `start_step` is 0 for a fresh run, the checkpoint's step for a resumed one."""
+
+    name: str
+    directory: Path
+    total_steps: int | None
+    start_step: int
+    config: dict[str, Any]
+    envs: tuple[str, ...]
+    device: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended, and what it left behind."""
+
+    status: Literal["finished", "interrupted", "failed"]
+    step: int
+    message: str = ""
+    checkpoint: Path | None = None
+    export: Path | None = None
+
+
+class Monitor:
+    """Watches a run and does nothing; subclasses override what they need.
+
+    phase* -> begin -> (phase | step | rollouts | tickets | note)* -> end -> close
+
+    Phases and notes may come before `begin`, since a model is loaded before its size is known. Used as a
+    context manager a monitor is closed on every way out, also when nobody came as far as `end`.
+    """
+
+    essential: ClassVar[bool] = False
+    """Whether the run must stop when this monitor fails."""
+
+    def begin(self, plan: RunPlan) -> None:
+        """The run starts."""
+
+    def phase(self, text: str) -> None:
+        """Long work is under way: "loading model", "evaluating 37/128"."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A batch is finished. Steps count from 1; step 0 carries only `eval/*` of the untrained policy."""
+
+    def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Some of the step's rollouts, as JSON-able records."""
+
+    def tickets(self, records: Sequence[dict[str, Any]]) -> None:
+        """Tickets changed their state."""
+
+    def note(self, text: str) -> None:
+        """A warning or an event the user should see."""
+
+    def end(self, outcome: RunOutcome) -> None:
+        """The run is over."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of terminals, files and connections; safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Monitors(Monitor):
+    """Tells several monitors the same, in order.
+
+    A run outlives its spectators: one that fails is reported once through `note` and hears no more. An
+    essential monitor (the recorder) is part of the run, so its failure is the run's.
+    """
+
+    def __init__(self, *monitors: Monitor) -> None:
+        self._monitors = monitors
+        self._active = list(monitors)
+
+    def begin(self, plan: RunPlan) -> None:
+        self._tell(lambda monitor: monitor.begin(plan))
+
+    def phase(self, text: str) -> None:
+        self._tell(lambda monitor: monitor.phase(text))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell(lambda monitor: monitor.step(step, metrics))
+
+    def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        self._tell(lambda monitor: monitor.rollouts(step, records))
+
+    def tickets(self, records: Sequence[dict[str, Any]]) -> None:
+        self._tell(lambda monitor: monitor.tickets(records))
+
+    def note(self, text: str) -> None:
+        self._tell(lambda monitor: monitor.note(text))
+
+    def end(self, outcome: RunOutcome) -> None:
+        try:
+            self._tell(lambda monitor: monitor.end(outcome))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes all of them, the disabled ones too: they may still hold a file or a terminal."""
+        failures: list[Exception] = []
+        for monitor in self._monitors:
+            try:
+                monitor.close()
+            except Exception as error:
+                if monitor.essential:
+                    failures.append(error)
+                elif monitor in self._active:
+                    self._disable(monitor, error)
+        if failures:
+            raise failures[0]
+
+    def _tell(self, event: Callable[[Monitor], None]) -> None:
+        for monitor in tuple(self._active):
+            try:
+                event(monitor)
+            except Exception as error:
+                if monitor.essential:
+                    raise
+                self._disable(monitor, error)
+
+    def _disable(self, monitor: Monitor, error: Exception) -> None:
+        # Leave the list first: telling the others may disable a second one, but never this one again.
+        if monitor in self._active:
+            self._active.remove(monitor)
+            reason = str(error) or type(error).__name__
+            self.note(f"{type(monitor).__name__} failed and is off for the rest of this run: {reason}")
+
+
+def phase_kind(text: str) -> str:
+    """The phase without its counters: "evaluating 37/128" and "evaluating 38/128" are one kind."""
+    return re.sub(r"[\d.,/%]+", "", text).strip()

@@ -1,0 +1,112 @@
+"""Files that a crash cannot spoil: appended line by line, or replaced as a whole."""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 16
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: NaN and infinities become null, arrays lists, anything unknown text."""
+    match value:
+        case None | bool() | str() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy
+        return plain(value.tolist())
+    return str(value)
+
+
+def append_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append one line a record, in a single write. A write that fails leaves the file as it was."""
+    # Lone surrogates cannot be encoded; what backslashreplace makes of them happens to be their JSON escape.
+    lines = (json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    data = "".join(lines).encode("utf-8", "backslashreplace")
+    if not data:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        before = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
+                os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of an append-only file; none if there is no file yet.
+
+    A line is there once its newline is, so the torn last line of a killed process is skipped.
+    """
+    return [record for _, record in _lines(path)]
+
+
+def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Take out the records for which `keep` is false; the file is replaced at once or not at all."""
+    if not all(keep(record) for _, record in _lines(path)):
+        replace_file(path, (line for line, record in _lines(path) if keep(record)))
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut what follows the last newline, so that the next record starts on a line of its own."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a whole file; readers see the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield line, _record(path, number, line)
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number} is not a JSON object")
+    return record

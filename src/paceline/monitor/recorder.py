@@ -1,0 +1,84 @@
+"""Keeps what happened, as append-only JSON lines in the run directory."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from paceline.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
+from paceline.monitor.directory import RunDirectory
+from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, read_jsonl
+
+__all__ = ["Recorder", "read_jsonl"]
+
+
+class Recorder(Monitor):
+    """Writes `metrics.jsonl`, `rollouts.jsonl`, `tickets.jsonl` and `events.jsonl`.
+
+    Nothing is held open or buffered here, so there is nothing to lose and nothing to close. After a roll-back
+    the lines of the undone steps go: the checkpoint is the truth, and the files must tell the same story.
+    """
+
+    essential: ClassVar[bool] = True
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+        self._files = RunDirectory(directory)
+        self._clock = clock
+        self._kind = ""
+        files = self._files
+        for path in (files.metrics_file, files.rollouts_file, files.tickets_file, files.events_file):
+            drop_torn_line(path)
+
+    def begin(self, plan: RunPlan) -> None:
+        self._rewind(plan.start_step)
+        self._event(
+            "begin",
+            name=plan.name,
+            start_step=plan.start_step,
+            total_steps=plan.total_steps,
+            device=plan.device,
+            parameters=plan.parameters,
+        )
+
+    def phase(self, text: str) -> None:
+        # A counter that moves is no event; a new kind of work is.
+        if (kind := phase_kind(text)) != self._kind:
+            self._kind = kind
+            self._event("phase", text=text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        append_jsonl(self._files.metrics_file, [{"step": step, "time": self._clock(), **metrics}])
+
+    def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        append_jsonl(self._files.rollouts_file, ({"step": step, **record} for record in records))
+
+    def tickets(self, records: Sequence[dict[str, Any]]) -> None:
+        append_jsonl(self._files.tickets_file, records)
+
+    def note(self, text: str) -> None:
+        self._event("note", text=text)
+
+    def end(self, outcome: RunOutcome) -> None:
+        self._event(
+            "end",
+            status=outcome.status,
+            step=outcome.step,
+            message=outcome.message,
+            checkpoint=outcome.checkpoint,
+            export=outcome.export,
+        )
+
+    def _event(self, event: str, **fields: Any) -> None:
+        append_jsonl(self._files.events_file, [{"time": self._clock(), "event": event, **fields}])
+
+    def _rewind(self, start_step: int) -> None:
+        def kept(record: dict[str, Any]) -> bool:
+            # A fresh start evaluates the untrained policy again, so not even step 0 of an earlier try stays.
+            return 0 < start_step >= record.get("step", 0)
+
+        def kept_ticket(record: dict[str, Any]) -> bool:
+            return record.get("state") != "trained" or record.get("step", 0) <= start_step
+
+        filter_jsonl(self._files.metrics_file, kept)
+        filter_jsonl(self._files.rollouts_file, kept)
+        filter_jsonl(self._files.tickets_file, kept_ticket)

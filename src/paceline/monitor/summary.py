@@ -1,0 +1,74 @@
+"""The three lines a run ends with."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.monitor.base import RunOutcome
+from paceline.monitor.directory import RunDirectory
+from paceline.monitor.history import Curve, History
+from paceline.monitor.text import amount, one_line, score, seconds
+
+_TRAIN: Final = "paceline train"
+
+
+def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory: Path) -> list[str]:
+    """What was reached, where things are, and what to do next: one line each."""
+    files = RunDirectory(directory)
+    lines = [_reached(History.of(metrics), metrics, outcome), _places(outcome, files), _next(outcome, files)]
+    return [one_line(line) for line in lines]
+
+
+def _reached(history: History, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
+    results = "; ".join(f"{env}: {_result(history, env)}" for env in history.envs)
+    if history.trained:
+        results += f" over {amount(history.step, 'step')} in {seconds(history.seconds or _between(metrics))}"
+    else:
+        results = f"{results}; no batch was trained" if results else "no batch was trained"
+    if outcome.status == "finished":
+        return results
+    cause = f": {outcome.message}" if outcome.message else ""
+    return f"{results}; {outcome.status} at step {outcome.step}{cause}"
+
+
+def _result(history: History, env: str) -> str:
+    """Exact matches, or the held-out reward where there are none, then the reward in training."""
+    parts = []
+    if exact := history.exact.get(env):
+        parts.append(f"exact {_course(exact)} on held-out rows")
+    elif held_out := history.held_out.get(env):
+        parts.append(f"reward {_course(held_out)} on held-out rows")
+    if rewards := history.rewards.get(env):
+        parts.append(f"{'in training' if parts and not exact else 'reward'} {_course(rewards)}")
+    return ", ".join(parts)
+
+
+def _course(curve: Curve) -> str:
+    first, last = curve[0][1], curve[-1][1]
+    return score(last, 2) if len(curve) == 1 else f"{score(first, 2)} -> {score(last, 2)}"
+
+
+def _between(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Time from the first line to the last; only for runs that did not time their steps."""
+    return metrics[-1].get("time", 0.0) - metrics[0].get("time", 0.0)
+
+
+def _places(outcome: RunOutcome, files: RunDirectory) -> str:
+    places = [f"run {files.root}"]
+    if files.plot.exists():
+        places.append(f"curve {files.plot}")
+    if outcome.export is not None:
+        places.append(f"model {outcome.export}")
+    elif outcome.checkpoint is not None:
+        places.append(f"checkpoint {outcome.checkpoint}")
+    return ", ".join(places)
+
+
+def _next(outcome: RunOutcome, files: RunDirectory) -> str:
+    command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
+    if outcome.status == "finished":
+        return f"to train on: {command} --resume latest --steps {2 * max(1, outcome.step)}"
+    if outcome.checkpoint is not None:
+        return f"to go on from {outcome.checkpoint.name}: {command} --resume latest"
+    return f"to start again (no checkpoint was saved): {command} --overwrite"

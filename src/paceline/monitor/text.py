@@ -1,0 +1,58 @@
+"""Numbers as people read them."""
+
+from collections.abc import Mapping
+
+
+def count(value: float) -> str:
+    """842, 4.1k, 135M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999_950 would round up to "1000k".
+        if abs(value) >= 0.9995 * size:
+            scaled = value / size
+            return f"{scaled:.0f}{letter}" if abs(scaled) >= 99.95 else f"{scaled:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def score(value: float, digits: int = 3) -> str:
+    """A reward: 0.612, -3.250, 12345."""
+    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def change(first: float, last: float, digits: int = 3) -> str:
+    """+0.372. A difference that rounds to nothing has no sign."""
+    text = score(last - first, digits)
+    return text.lstrip("-") if float(text) == 0 else f"{float(text):+.{digits}f}"
+
+
+def seconds(value: float) -> str:
+    """0.31 s, 21 s, 4 min 10 s, 3 h 05 min."""
+    if value < 9.995:
+        return f"{value:.2f} s"
+    whole = round(value)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 2 * 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def clock(value: float) -> str:
+    """0:07, 12:40, 3:05:00."""
+    minutes, second = divmod(max(0, round(value)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def amount(value: float, unit: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count(value)} {unit}" + ("" if value == 1 else "s")
+
+
+def reasons(dropped: Mapping[str, int], separator: str = ", ") -> str:
+    """12 zero advantage, 3 stale."""
+    shown = sorted(((number, reason) for reason, number in dropped.items() if number), reverse=True)
+    return separator.join(f"{number} {reason.replace('_', ' ')}" for number, reason in shown)
+
+
+def one_line(value: str) -> str:
+    return " ".join(value.split())
