@@ -1,0 +1,89 @@
+"""The `local` placement: engine and trainer in this process."""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from paceline.config import RunConfig
+from paceline.config.inference import Sampling
+from paceline.envs import Environment
+from paceline.errors import PacelineError
+from paceline.inference import EmbeddedEngine, Pool
+from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, twin
+from paceline.orchestrator import Course, lay_out
+from paceline.rollout import Renderer, Voice
+from paceline.trainer import TorchTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Engine and trainer with separate module trees and, under LoRA, one frozen base between them."""
+
+    pool: Pool
+    trainer: TorchTrainer
+    tokenizer: PreTrainedTokenizerBase
+    courses: dict[str, Course]
+    voice: Callable[[Sampling], Voice]
+    device: str
+    parameters: int
+
+
+@contextmanager
+def local(
+    config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
+) -> Generator[Local]:
+    """Build the parts, and take them down again whatever happens."""
+    device = pick_device(config.device)
+    config = share_cores(config)
+    phase("preparing environments")
+    courses = lay_out(config, environments)
+    phase(f"loading model {config.model.name}")
+    tokenizer = load_tokenizer(config.model)
+    model = attach_lora(load_model(config.model, device), config.model, config.seed)
+    ends = end_tokens(tokenizer, model)
+    renderer = Renderer(tokenizer, ends)
+    engine = EmbeddedEngine(
+        twin(model), config.engine, deterministic=config.deterministic, fp32_head=config.model.fp32_head
+    )
+    trainer = TorchTrainer(
+        model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
+    )
+    pool = Pool([engine])
+
+    def voice(sampling: Sampling) -> Voice:
+        return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)))
+
+    try:
+        engine.start()
+        parameters = sum(p.numel() for p in model.parameters())
+        yield Local(pool, trainer, tokenizer, courses, voice, device, parameters)
+    finally:
+        engine.close()
+        trainer.close()
+
+
+def pick_device(wanted: str) -> str:
+    """`auto` takes the GPU if there is one."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise PacelineError('device = "cuda", but torch sees no GPU here: set device = "cpu" or "auto"')
+    return wanted
+
+
+def share_cores(config: RunConfig) -> RunConfig:
+    """Engine and trainer take turns at staleness 0, so each gets all cores; beyond, they run at once and split them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    engine = cores if config.staleness == 0 else max(1, cores // 2)
+    trainer = cores if config.staleness == 0 else max(1, cores - engine)
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"threads": config.engine.threads or engine}),
+            "trainer": config.trainer.model_copy(update={"threads": config.trainer.threads or trainer}),
+        }
+    )

@@ -1,0 +1,23 @@
+"""The conductor: gate, dispatcher, loop, evaluation, resume."""
+
+from paceline.orchestrator.breaker import Breaker, RunStopped
+from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
+from paceline.orchestrator.clock import Clock, DeadlineError, RealClock
+from paceline.orchestrator.course import Course, lay_out
+from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.loop import Conductor, Parts
+
+__all__ = [
+    "Breaker",
+    "CheckpointError",
+    "Checkpoints",
+    "Clock",
+    "Conductor",
+    "Course",
+    "DeadlineError",
+    "Gate",
+    "Parts",
+    "RealClock",
+    "RunStopped",
+    "lay_out",
+]

@@ -1,0 +1,101 @@
+"""Checkpoints: one atomic folder each, the newest named by `latest`."""
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from paceline.orchestrator.breaker import RunStopped
+
+LATEST = "latest"
+STATE = "state.json"
+
+
+class CheckpointError(RunStopped):
+    """A checkpoint that cannot be written or read, as a sentence for the user."""
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run. What is there is whole: a checkpoint appears by one rename or not at all."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    async def save(self, step: int, state: dict, trainer: Callable[[Path], Awaitable[None]]) -> Path:
+        """Write a checkpoint, point `latest` at it, delete the oldest ones."""
+        final = self._folder / f"step-{step:06d}"
+        draft = self._folder / f".{final.name}.tmp"
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            await trainer(draft)
+            (draft / STATE).write_text(json.dumps(state), encoding="utf-8")
+            _flush(draft)
+            self._swap_in(draft, final)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final} could not be written ({error.strerror or error}); {self._what_is_left()}"
+            ) from error
+        self._prune()
+        return final
+
+    def find(self, resume: str) -> tuple[Path, dict]:
+        """The checkpoint behind `latest` or a path, with the orchestrator's state."""
+        path = self._newest() if resume == LATEST else Path(resume)
+        if not (path / STATE).is_file():
+            raise CheckpointError(f"resume = `{resume}`: no checkpoint at {path}; {self._what_is_left()}")
+        path = path.resolve()
+        return path, json.loads((path / STATE).read_text(encoding="utf-8"))
+
+    def all(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        return sorted(path for path in self._folder.glob("step-*") if (path / STATE).is_file())
+
+    def forget_after(self, step: int) -> None:
+        """Remove what a roll-back to `step` undoes, and whatever a killed run left half written."""
+        for path in [p for p in self.all() if p.name > f"step-{step:06d}"] + list(self._folder.glob(".*.tmp")):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+
+    def _newest(self) -> Path:
+        """What `latest` names; should a crash have left it dangling, the newest whole checkpoint."""
+        link = self._folder / LATEST
+        return link if (link / STATE).is_file() else next(reversed(self.all()), link)
+
+    def _swap_in(self, draft: Path, final: Path) -> None:
+        if final.exists():
+            replaced = self._folder / f".{final.name}.replaced.tmp"
+            final.replace(replaced)
+            draft.replace(final)
+            shutil.rmtree(replaced)
+        else:
+            draft.replace(final)
+        self._point_at(final)
+
+    def _point_at(self, final: Path) -> None:
+        link = self._folder / f".{LATEST}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(self._folder / LATEST)
+
+    def _prune(self) -> None:
+        for old in self.all()[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _what_is_left(self) -> str:
+        whole = self.all()
+        if not whole:
+            return "there is no earlier checkpoint"
+        return f"the checkpoint {whole[-1]} is whole: free some space or go on with --resume latest"
+
+
+def _flush(folder: Path) -> None:
+    """Everything on disk before the rename that makes it count."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

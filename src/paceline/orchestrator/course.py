@@ -1,0 +1,72 @@
+"""One environment's place in a run: its rows, its cursor, its algorithm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.algorithms import Algorithm, build_algorithm
+from paceline.config import RunConfig
+from paceline.config.env import EnvConfig
+from paceline.data import Cursor, Row, Ticket
+from paceline.envs import EnvError, Environment, build_environment
+
+
+@dataclass(slots=True)
+class Course:
+    """An environment on its way through a run."""
+
+    config: EnvConfig
+    environment: Environment
+    algorithm: Algorithm
+    rows: Sequence[Row]
+    eval_rows: Sequence[Row]
+    cursor: Cursor
+    draws: int | None = None
+    """Tickets to draw in all; None is no end."""
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def group_size(self) -> int:
+        assert self.config.group_size is not None
+        return self.config.group_size
+
+    @property
+    def exhausted(self) -> bool:
+        return self.draws is not None and self.cursor.draws >= self.draws
+
+    @property
+    def share(self) -> float:
+        """Places drawn so far over the weight: the environment with the least is next."""
+        return self.cursor.draws * self.group_size / self.config.weight
+
+    def draw(self, number: int) -> Ticket:
+        epoch, draw, row = self.cursor.draw()
+        return Ticket(number, self.name, epoch, draw, row)
+
+
+def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, Course]:
+    """The run's courses by name. `given` environments replace those the run file names."""
+    given = given or {}
+    unknown = given.keys() - {env.name for env in config.env}
+    if unknown:
+        raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
+    return {env.name: _course(env, config, given.get(env.name)) for env in config.env}
+
+
+def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Course:
+    environment = given or build_environment(env)
+    rows = environment.examples("train")
+    if not rows:
+        raise EnvError(f"environment `{env.name}` has no training rows")
+    assert env.algo is not None
+    return Course(
+        config=env,
+        environment=environment,
+        algorithm=build_algorithm(env.algo),
+        rows=rows,
+        eval_rows=environment.examples("eval"),
+        cursor=Cursor(len(rows), config.seed, env.name),
+        draws=None if config.epochs is None else config.epochs * len(rows),
+    )

@@ -1,0 +1,223 @@
+"""Keeps the sampler riding: draws tickets while the gate has room, and judges what comes back.
+
+    ticket -> group in flight -> credit -> filters -> buffer -> batch
+
+Refill happens whenever something completes, also while the trainer is busy, because completion runs on the event loop
+and training does not.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.config import RunConfig
+from paceline.data import Ledger, Ticket
+from paceline.orchestrator.breaker import Breaker
+from paceline.orchestrator.course import Course
+from paceline.orchestrator.episodes import Player
+from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.staleness import fresh_enough
+from paceline.rollout import Group
+
+PATIENCE = 4
+"""Batches' worth of groups that may be dropped in a row before the user is told."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened since the last batch shipped."""
+
+    resolved: list[Group] = field(default_factory=list)
+    """Groups that finished, before any filter."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups, by reason."""
+    failed_rollouts: int = 0
+    stale_samples: int = 0
+
+
+class Dispatcher:
+    """Owns everything between a ticket and a batch. All of it runs on the event loop; nothing here is locked."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        courses: dict[str, Course],
+        player: Player,
+        gate: Gate,
+        ledger: Ledger,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._config = config
+        self._courses = courses
+        self._player = player
+        self._gate = gate
+        self._ledger = ledger
+        self._warn = warn
+        self._breaker = Breaker(config.breaker)
+        self._drops_in_a_row = 0
+        self._tasks: set[asyncio.Task[Group]] = set()
+        self._buffer: dict[Ticket, Group] = {}
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self.tally = Tally()
+
+    # -- drawing ----------------------------------------------------------------------------------------------------
+
+    def refill(self) -> None:
+        """Start groups while the gate has room."""
+        while not self._stopped and (course := self._next_course()) is not None:
+            if not self._ledger.waiting:
+                self._ledger.draw(course.draw(self._ledger.drawn))
+            ticket = self._ledger.start()
+            self._gate.start(course.group_size)
+            task = asyncio.create_task(self._player.group(course, ticket), name=f"ticket {ticket.number}")
+            self._tasks.add(task)
+            task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
+
+    def _next_course(self) -> Course | None:
+        """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""
+        room = self._gate.capacity
+        if self._ledger.waiting:
+            course = self._courses[self._ledger.waiting[0].env]
+            return course if course.group_size <= room else None
+        fits = [c for c in self._courses.values() if c.group_size <= room and not c.exhausted]
+        return min(fits, key=lambda c: c.share, default=None)
+
+    # -- judging ----------------------------------------------------------------------------------------------------
+
+    def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
+        """A group came back. Whatever goes wrong from here on stops the run with its cause."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        try:
+            self._judge(task.result())
+            self.refill()
+        except Exception as error:
+            self._failure = self._failure or error
+        self._changed.set()
+
+    def _judge(self, group: Group) -> None:
+        self._count_failures(group)
+        self.tally.resolved.append(group)
+        course = self._courses[group.ticket.env]
+        reason = self._why_not(group, course)
+        if reason is not None:
+            self._gate.reject(group.places)
+            self._ledger.drop(group.ticket, reason)
+            self.tally.dropped[reason] += 1
+            self._count_drop(reason)
+            return
+        self._drops_in_a_row = 0
+        self._gate.accept(group.places)
+        self._ledger.buffer(group.ticket)
+        self._buffer[group.ticket] = group
+
+    def _count_drop(self, reason: str) -> None:
+        """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row % (PATIENCE * self._config.batch_size // self._smallest()) == 0:
+            self._warn(
+                f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: "
+                "make the task easier, raise group_size, or let the reward tell rollouts apart"
+            )
+
+    def _why_not(self, group: Group, course: Course) -> str | None:
+        """Credit the group; the reason if it must not train."""
+        assert course.config.min_group_size is not None
+        if len(group.rollouts) < course.config.min_group_size:
+            return "group_too_small"
+        course.algorithm.assign(group)
+        if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
+            return "zero_advantage"
+        return None if self._age(group) else "stale"
+
+    def _age(self, group: Group) -> bool:
+        """Drop or mask what is too old by now; False if nothing is left."""
+        limit, how, version = self._config.staleness, self._config.on_stale, self._gate.version
+        for rollout in group.rollouts:
+            aged = [fresh_enough(sample, version, limit, how) for sample in rollout.samples]
+            self.tally.stale_samples += aged.count(None)
+            rollout.samples = [sample for sample in aged if sample is not None]
+        return any(rollout.samples for rollout in group.rollouts)
+
+    def _count_failures(self, group: Group) -> None:
+        self.tally.failed_rollouts += len(group.failed)
+        for rollout in group.failed:
+            self._breaker.failure(rollout.error or "unknown")
+        for _ in group.rollouts:
+            self._breaker.success()
+
+    # -- shipping ---------------------------------------------------------------------------------------------------
+
+    async def next_batch(self) -> list[Group] | None:
+        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            self._drop_stale()
+            self.refill()
+            batch = self._oldest()
+            full = sum(group.places for group in batch) + self._smallest() > self._config.batch_size
+            if full or not self._tasks:
+                return self._ship(batch) if batch else None
+            if self._stopped:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _oldest(self) -> list[Group]:
+        """Buffered groups in ticket order, as many as fit into a batch."""
+        batch, room = [], self._config.batch_size
+        for ticket in sorted(self._buffer):
+            group = self._buffer[ticket]
+            if group.places <= room:
+                batch.append(group)
+                room -= group.places
+        return batch
+
+    def _smallest(self) -> int:
+        return min(course.group_size for course in self._courses.values())
+
+    def _drop_stale(self) -> None:
+        for ticket, group in list(self._buffer.items()):
+            if not self._age(group):
+                del self._buffer[ticket]
+                self._gate.give_back(group.places)
+                self._ledger.drop(ticket, "stale")
+                self.tally.dropped["stale"] += 1
+
+    def _ship(self, batch: list[Group]) -> list[Group]:
+        for group in batch:
+            del self._buffer[group.ticket]
+        return batch
+
+    def take_tally(self) -> Tally:
+        tally, self.tally = self.tally, Tally()
+        return tally
+
+    def stop(self) -> None:
+        """Draw nothing more and wake whoever waits for a batch."""
+        self._stopped = True
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Cancel what is in flight; its tickets wait for a resume."""
+        self._stopped = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def without_signal(group: Group) -> bool:
+    """No sample of the group would move a weight: every advantage is zero and nothing else trains."""
+    for sample in group.samples():
+        if sample.ce_weights is not None or sample.ref_kl_weights is not None or sample.rewards is not None:
+            return False
+        if sample.advantages is None or np.any(sample.advantages != 0):
+            return False
+    return True

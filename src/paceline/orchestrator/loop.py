@@ -1,0 +1,179 @@
+"""The loop: sample, score, train, publish, and again.
+
+Everything else in a run hangs on these lines. `staleness = 0` and `staleness = S` are the same loop: how far sampling
+rides ahead of training is the gate's business, and the dispatcher goes on sampling whenever this loop awaits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RunConfig
+from paceline.data import Ledger, Sample
+from paceline.inference import Pool
+from paceline.monitor import Monitor
+from paceline.orchestrator.checkpoint import Checkpoints
+from paceline.orchestrator.clock import Clock
+from paceline.orchestrator.course import Course
+from paceline.orchestrator.dispatcher import Dispatcher, Tally
+from paceline.orchestrator.episodes import EVAL, Player
+from paceline.orchestrator.evaluation import evaluate
+from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.metrics import batch_metrics
+from paceline.orchestrator.stopwatch import Stopwatch
+from paceline.rollout import Group, Voice
+from paceline.trainer import StepReport, Trainer
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a placement hands to the conductor."""
+
+    pool: Pool
+    trainer: Trainer
+    voice: Voice
+    eval_voice: Voice
+    courses: dict[str, Course]
+    monitor: Monitor
+    checkpoints: Checkpoints
+    clock: Clock
+
+
+class Conductor:
+    """Leads one run."""
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self._config = config
+        self._p = parts
+        self._ticket_records: list[dict] = []
+        self._ledger = Ledger(journal=self._ticket_records.append)
+        assert config.max_inflight is not None
+        self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps)
+        player = Player(parts.voice, parts.clock, config.seed)
+        self._dispatcher = Dispatcher(config, parts.courses, player, self._gate, self._ledger, parts.monitor.note)
+        self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
+        self._saved_at: int | None = None
+        self._stopping = False
+        self.step = 0
+
+    async def run(self) -> None:
+        """Train until the steps are done, the rows are used up, or somebody asks to stop."""
+        await self._begin()
+        try:
+            while not self._finished:
+                with self._watch.phase("sample"):
+                    batch = await self._dispatcher.next_batch()
+                if batch is None:
+                    break
+                with self._watch.phase("score"):
+                    samples = await self._score(batch)
+                with self._watch.phase("train"):
+                    report = await self._p.trainer.step(samples)
+                with self._watch.phase("publish"):
+                    await self._publish()
+                await self._settle(batch, samples, report)
+            await self._save()
+        finally:
+            await self._dispatcher.close()
+
+    def stop(self) -> None:
+        """End after the step under way, with a checkpoint."""
+        self._stopping = True
+        self._dispatcher.stop()
+
+    @property
+    def _finished(self) -> bool:
+        return self._stopping or (self._config.steps is not None and self.step >= self._config.steps)
+
+    async def _begin(self) -> None:
+        if self._config.resume:
+            await self._restore(self._config.resume)
+        await self._publish()
+        if self._config.eval.every and self.step == 0:
+            metrics = await self._evaluate()
+            self._p.monitor.step(0, metrics)
+        self._watch.restart()
+
+    async def _score(self, batch: Sequence[Group]) -> list[Sample]:
+        """Samples of the batch in ticket order, with each environment's reference scores."""
+        samples: list[Sample] = []
+        for group in batch:
+            samples += await self._p.courses[group.ticket.env].algorithm.score(group.samples())
+        return samples
+
+    async def _publish(self) -> None:
+        """Hand the engine the trainer's weights; the gate opens for the next version."""
+        update = await self._p.trainer.weights()
+        await self._p.pool.load_weights(update)
+        self._gate.publish(update.version)
+        if not self._stopping:
+            self._dispatcher.refill()
+
+    async def _settle(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
+        """The batch is trained and published: enter it in the books, report, evaluate, save."""
+        self.step += 1
+        for group in batch:
+            self._ledger.train(group.ticket, self.step, group.places)
+        tally = self._dispatcher.take_tally()
+        metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
+        metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
+        if report.skipped:
+            self._p.monitor.note(f"step {self.step}: the gradient was not finite, the batch was skipped")
+        last = self._config.steps == self.step
+        if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
+            metrics |= await self._evaluate()
+        self._record(batch, tally, metrics)
+        if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
+            await self._save()
+        self._watch.restart()
+
+    async def _evaluate(self) -> dict[str, float]:
+        with self._watch.phase("eval"):
+            player = Player(self._p.eval_voice, self._p.clock, self._config.seed, EVAL)
+            metrics = await evaluate(self._p.courses, player, self._config.eval, self._p.monitor.phase)
+        return metrics | {"time/eval": self._watch.seconds("eval")}
+
+    def _record(self, batch: Sequence[Group], tally: Tally, metrics: dict[str, float]) -> None:
+        monitor = self._p.monitor
+        monitor.step(self.step, metrics)
+        failed = [rollout for group in tally.resolved for rollout in group.failed]
+        shown = [rollout for group in batch for rollout in group.rollouts][: self._config.monitor.rollouts]
+        monitor.rollouts(self.step, [rollout.record() for rollout in [*shown, *failed[:1]]])
+        self._flush_tickets()
+
+    def _flush_tickets(self) -> None:
+        self._p.monitor.tickets(self._ticket_records)
+        self._ticket_records.clear()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        if self._saved_at == self.step:
+            return
+        self._p.monitor.phase("saving checkpoint")
+        courses = self._p.courses.values()
+        state = {
+            "step": self.step,
+            "ledger": self._ledger.state(),
+            "cursors": {course.name: course.cursor.state() for course in courses},
+            "algorithms": {course.name: course.algorithm.state() for course in courses},
+        }
+        await self._p.checkpoints.save(self.step, state, self._p.trainer.save)
+        self._saved_at = self.step
+        self._flush_tickets()
+
+    async def _restore(self, resume: str) -> None:
+        path, state = self._p.checkpoints.find(resume)
+        await self._p.trainer.load(path)
+        self.step = self._saved_at = state["step"]
+        self._ledger.load(state["ledger"])
+        self._gate.accepted = self._ledger.trained_places
+        for course in self._p.courses.values():
+            course.cursor.load(state["cursors"][course.name])
+            course.algorithm.load(state["algorithms"][course.name])
+        self._p.checkpoints.forget_after(self.step)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint."""
+        return next(reversed(self._p.checkpoints.all()), None)

@@ -1,0 +1,58 @@
+"""The numbers of one batch, under their public names."""
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from paceline.data import Sample
+from paceline.orchestrator.dispatcher import Tally
+from paceline.orchestrator.staleness import staleness
+from paceline.rollout import Group, Rollout
+
+
+def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, version: int) -> dict[str, float]:
+    """What was sampled, filtered and shipped. `reward/*` is before filters, `reward_trained/*` after."""
+    sampled = [rollout for group in tally.resolved for rollout in group.rollouts]
+    trained = [rollout for group in batch for rollout in group.rollouts]
+    ages = [staleness(sample, version) for sample in samples] or [0]
+    metrics = {
+        **_rewards("reward", sampled or trained, spread=True),
+        **_rewards("reward_trained", trained, spread=False),
+        **_lengths(sampled or trained),
+        "staleness/mean": fmean(ages),
+        "staleness/max": float(max(ages)),
+        "batch/rollouts": float(len(trained)),
+        "batch/samples": float(len(samples)),
+        "batch/tokens": float(sum(map(len, samples))),
+        "dropped/failed_rollouts": float(tally.failed_rollouts),
+        "dropped/stale_samples": float(tally.stale_samples),
+    }
+    for reason in ("zero_advantage", "group_too_small", "stale"):
+        metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
+    metrics["drop_ratio"] = tally.dropped.total() / max(1, len(tally.resolved))
+    return metrics
+
+
+def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for env in dict.fromkeys(rollout.env for rollout in rollouts):
+        of_env = [rollout for rollout in rollouts if rollout.env == env]
+        rewards = [rollout.reward or 0.0 for rollout in of_env]
+        out[f"{prefix}/{env}/mean"] = fmean(rewards)
+        if spread:
+            out[f"{prefix}/{env}/std"] = pstdev(rewards)
+            for name in sorted({name for rollout in of_env for name in rollout.metrics}):
+                out[f"metric/{env}/{name}"] = fmean(r.metrics[name] for r in of_env if name in r.metrics)
+    return out
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    log_z = [value for r in rollouts for t in r.turns for value in t.log_z or ()]
+    out = {
+        "length": fmean(r.completion_length for r in rollouts),
+        "trajectory_length": fmean(r.trajectory_length for r in rollouts),
+        "truncated_ratio": fmean(r.truncated for r in rollouts),
+        "turns": fmean(len(r.turns) for r in rollouts),
+    }
+    return out | ({"sampling/log_z": fmean(log_z)} if log_z else {})

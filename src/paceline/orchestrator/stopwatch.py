@@ -1,0 +1,52 @@
+"""Where a step's time went."""
+
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from paceline.orchestrator.clock import Clock
+
+PHASES = ("sample", "score", "train", "publish")
+
+
+class Stopwatch:
+    """Times the phases of a step, and how much of the training time the engine also decoded in."""
+
+    def __init__(self, clock: Clock, engine_busy: Callable[[], float]) -> None:
+        self._clock = clock
+        self._engine_busy = engine_busy
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._busy_in: dict[str, float] = defaultdict(float)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new step begins."""
+        self._start, self._busy_start = self._clock.now(), self._engine_busy()
+        self._seconds.clear()
+        self._busy_in.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        start, busy = self._clock.now(), self._engine_busy()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock.now() - start
+            self._busy_in[name] += self._engine_busy() - busy
+
+    def seconds(self, phase: str) -> float:
+        return self._seconds[phase]
+
+    def lap(self, sampled_tokens: int) -> dict[str, float]:
+        """The metrics of the step so far, evaluation not yet included."""
+        total = max(self._clock.now() - self._start, 1e-9)
+        wait, train = self._seconds["sample"], self._seconds["train"]
+        return {
+            **{f"time/{name}": self._seconds[name] for name in PHASES},
+            "time/step": total,
+            "tokens/s": sampled_tokens / total,
+            "wait_time_ratio": wait / max(wait + train, 1e-9),
+            "overlap_ratio": min(1.0, self._busy_in["train"] / max(train, 1e-9)),
+            "busy/trainer": train / total,
+            "busy/sampler": min(1.0, (self._engine_busy() - self._busy_start) / total),
+        }
