@@ -213,13 +213,13 @@ def test_the_including_file_wins_then_later_includes(write):
     bottom = "sampling = {max_tokens = 1, temperature = 0.5}"
     write(f"seed = 1\nsteps = 1\nbatch_size = 64\n{bottom}", "deep/a.toml")
     write('include = ["a.toml"]\nseed = 2\nsteps = 2\nsampling.max_tokens = 2', "deep/b.toml")
-    write("seed = 3\nmonitor.exporters = ['wandb', 'trackio']", "c.toml")
-    top = "sampling.max_tokens = 4\nmonitor.exporters = ['tensorboard']"
+    write("seed = 3\nrecord.exporters = ['wandb', 'trackio']", "c.toml")
+    top = "sampling.max_tokens = 4\nrecord.exporters = ['tensorboard']"
     path = write(f'include = ["deep/b.toml", "c.toml"]\n{top}')
     config = load(path).config
     assert (config.seed, config.steps, config.batch_size) == (3, 2, 64)
     assert (config.sampling.max_tokens, config.sampling.temperature) == (4, 0.5)
-    assert config.monitor.exporters == ["tensorboard"]
+    assert config.record.exporters == ["tensorboard"]
 
 
 def test_a_file_may_be_included_twice_but_not_in_a_circle(write):
@@ -321,8 +321,8 @@ def test_no_leaves_an_optional_key_out(write):
         (["--seed", "-1"], "command line: --seed: expected a whole number, at least 0, got -1"),
         (["--env.0.type", "custom"], "command line: --env.0.type: `import_path` is missing; it takes `pack"),
         (["--batch-size", "7"], "command line: batch_size = 7 is not a multiple of group_size = 8"),
-        (["--monitor.exporters", "wandb"], 'got "wandb"; write ["wandb"]'),
-        (["--monitor.exporters.0", "wandb"], "the list is empty: give it as a whole"),
+        (["--record.exporters", "wandb"], 'got "wandb"; write ["wandb"]'),
+        (["--record.exporters.0", "wandb"], "the list is empty: give it as a whole"),
     ],
 )  # fmt: skip
 def test_command_line_errors(arguments, sentence):

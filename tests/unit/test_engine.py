@@ -69,10 +69,13 @@ def trainer_logprobs(model, request: GenerateRequest, completion: Completion) ->
     return logprobs[len(request.prompt_ids) - 1 :]
 
 
-@pytest.mark.parametrize("config", [{}, {"prefill_tokens": 5, "max_running": 4}, {"max_running": 1}])
-def test_engine_logprobs_equal_trainer_logprobs(model, config):
+@pytest.mark.parametrize(
+    "config", [{}, {"prefill_tokens": 16, "max_running": 8}, {"prefill_tokens": 5, "max_running": 4}]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_engine_logprobs_equal_trainer_logprobs(model, config, seed):
     """Continuous batching, chunked prefill and shared prompts change nothing: same tokens, same log probabilities."""
-    wanted = requests()
+    wanted = requests(groups=8, seed=seed)
     for request, completion in zip(wanted, complete(twin(model), wanted, **config), strict=True):
         expected = trainer_logprobs(model, request, completion)
         assert np.abs(expected.numpy() - np.array(completion.logprobs)).max() < 1e-4

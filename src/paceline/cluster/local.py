@@ -14,7 +14,7 @@ from paceline.config.inference import Sampling
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, twin
+from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, small_products, twin
 from paceline.orchestrator import Course, lay_out
 from paceline.rollout import Renderer, Voice
 from paceline.trainer import TorchTrainer
@@ -61,7 +61,8 @@ def local(
     try:
         engine.start()
         parameters = sum(p.numel() for p in model.parameters())
-        yield Local(pool, trainer, tokenizer, courses, voice, device, parameters)
+        with small_products(model.dtype):
+            yield Local(pool, trainer, tokenizer, courses, voice, device, parameters)
     finally:
         engine.close()
         trainer.close()

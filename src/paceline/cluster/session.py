@@ -1,6 +1,8 @@
 """One run from its config to its last line: directory, monitors, parts, conductor, export."""
 
 import asyncio
+import contextlib
+import errno
 import signal
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -55,18 +57,24 @@ def train(
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         shown = [choose(screen)] if screen is not None else []
-        exporters = [exporter(kind, config.monitor.project) for kind in config.monitor.exporters]
-        monitor = stack.enter_context(Monitors(Recorder(path), *shown, *exporters))
+        exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
+        monitor = stack.enter_context(Monitors(Recorder(path, keep_batches=config.record.batches), *shown, *exporters))
         error: Exception | None = None
         try:
             outcome = asyncio.run(_train(config, directory, monitor, environments))
         except PacelineError as failure:
             outcome, error = _failed(directory, config, failure), failure
+        except OSError as failure:
+            if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            error = PacelineError(f"{path} cannot be written ({failure.strerror}): make room, then add --resume latest")
+            outcome = _failed(directory, config, error)
         # Before the run began, whatever lies in the directory is an older run's.
         metrics = read_jsonl(directory.metrics_file) if directory.begun else []
-        if any(line["step"] for line in metrics):
+        if outcome.status != "failed" and any(line["step"] for line in metrics):
             plot_rewards(metrics, directory.plot, config.name)
-        monitor.end(outcome)
+        with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
+            monitor.end(outcome)
         return RunResult(outcome, path, metrics, summary(metrics, outcome, path), error)
 
 

@@ -3,7 +3,7 @@
 from paceline.config import algorithm, env, inference, model, trainer
 from paceline.config.errors import ConfigError
 from paceline.config.load import Loaded, dump, load, schema
-from paceline.config.run import Breaker, Checkpoint, ConfigWarning, Eval, Filters, Monitor, RunConfig
+from paceline.config.run import Breaker, Checkpoint, ConfigWarning, Eval, Filters, Record, RunConfig
 
 __all__ = [
     "Breaker",
@@ -13,7 +13,7 @@ __all__ = [
     "Eval",
     "Filters",
     "Loaded",
-    "Monitor",
+    "Record",
     "RunConfig",
     "algorithm",
     "dump",

@@ -54,7 +54,7 @@ class Checkpoint(Section):
     """Older checkpoints are deleted."""
 
 
-class Monitor(Section):
+class Record(Section):
     """What a run shows and keeps."""
 
     rollouts: int = Field(default=4, ge=0)
@@ -121,7 +121,7 @@ class RunConfig(Section):
     filters: Filters = Filters()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
-    monitor: Monitor = Monitor()
+    record: Record = Record()
     breaker: Breaker = Breaker()
 
     @field_validator("name")

@@ -71,7 +71,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "save_steps": ("checkpoint.every",),
     "save_freq": ("checkpoint.every",),
     "save_total_limit": ("checkpoint.keep",),
-    "report_to": ("monitor.exporters",),
+    "report_to": ("record.exporters",),
     "algorithm": ("algo",),
     "adv_estimator": ("algo.type",),
     "environment": ("env",),

@@ -58,7 +58,7 @@ def _csv(path: Path) -> Iterator[Row]:
                     raise DataError(f"{path}:{reader.line_num}: a row must have as many fields as the header")
                 yield row
         except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
+            raise DataError(f"{path}:{reader.reader.line_num}: not valid CSV: {error}") from error
 
 
 def _object(text: str, where: str) -> Row:

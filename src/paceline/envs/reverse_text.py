@@ -24,8 +24,11 @@ class ReverseText(SingleTurn):
         ]
 
     def score(self, example: Row, reply: Reply) -> Outcome:
-        exact = reply.text == example["answer"]
-        partial = self._config.partial_credit * in_place(reply.text, example["answer"])
+        return self.grade(reply.text, example["answer"])
+
+    def grade(self, given: str, wanted: str) -> Outcome:
+        exact = given == wanted
+        partial = self._config.partial_credit * in_place(given, wanted)
         return Outcome.solo(1.0 if exact else partial, exact=float(exact))
 
 

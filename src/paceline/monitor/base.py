@@ -57,6 +57,9 @@ class Monitor:
     def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Some of the step's rollouts, as JSON-able records."""
 
+    def batch(self, step: int, data: bytes) -> None:
+        """A shipped batch with all its streams, encoded; only where the run file asks for them."""
+
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         """Tickets changed their state."""
 
@@ -99,6 +102,9 @@ class Monitors(Monitor):
 
     def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         self._tell(lambda monitor: monitor.rollouts(step, records))
+
+    def batch(self, step: int, data: bytes) -> None:
+        self._tell(lambda monitor: monitor.batch(step, data))
 
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         self._tell(lambda monitor: monitor.tickets(records))

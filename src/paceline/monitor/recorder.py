@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
 from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, read_jsonl
+from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, read_jsonl, replace_file
 
 __all__ = ["Recorder", "read_jsonl"]
 
@@ -21,8 +21,9 @@ class Recorder(Monitor):
 
     essential: ClassVar[bool] = True
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time, keep_batches: int = 0) -> None:
         self._files = RunDirectory(directory)
+        self._keep_batches = keep_batches
         self._clock = clock
         self._kind = ""
         files = self._files
@@ -51,6 +52,12 @@ class Recorder(Monitor):
 
     def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         append_jsonl(self._files.rollouts_file, ({"step": step, **record} for record in records))
+
+    def batch(self, step: int, data: bytes) -> None:
+        self._files.batches.mkdir(exist_ok=True)
+        replace_file(self._files.batches / f"step-{step:06d}.msgpack", [data])
+        for old in sorted(self._files.batches.glob("step-*.msgpack"))[: -self._keep_batches]:
+            old.unlink()
 
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         append_jsonl(self._files.tickets_file, records)
@@ -82,3 +89,6 @@ class Recorder(Monitor):
         filter_jsonl(self._files.metrics_file, kept)
         filter_jsonl(self._files.rollouts_file, kept)
         filter_jsonl(self._files.tickets_file, kept_ticket)
+        for path in self._files.batches.glob("step-*.msgpack"):
+            if path.stem > f"step-{start_step:06d}":
+                path.unlink()

@@ -37,7 +37,8 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint {final} could not be written ({error.strerror or error}); {self._what_is_left()}"
+                f"checkpoint {final} could not be written ({error.strerror or error}): make room, then go on with "
+                f"--resume latest; {self._what_is_left()}"
             ) from error
         self._prune()
         return final
@@ -88,7 +89,7 @@ class Checkpoints:
         whole = self.all()
         if not whole:
             return "there is no earlier checkpoint"
-        return f"the checkpoint {whole[-1]} is whole: free some space or go on with --resume latest"
+        return f"the newest whole checkpoint is {whole[-1]}"
 
 
 def _flush(folder: Path) -> None:

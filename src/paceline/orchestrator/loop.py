@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.data import Ledger, Sample
+from paceline.data import Ledger, Sample, encode
 from paceline.inference import Pool
 from paceline.monitor import Monitor
 from paceline.orchestrator.checkpoint import Checkpoints
@@ -122,7 +122,7 @@ class Conductor:
         last = self._config.steps == self.step
         if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
             metrics |= await self._evaluate()
-        self._record(batch, tally, metrics)
+        self._record(batch, samples, tally, metrics)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
             await self._save()
         self._watch.restart()
@@ -133,12 +133,16 @@ class Conductor:
             metrics = await evaluate(self._p.courses, player, self._config.eval, self._p.monitor.phase)
         return metrics | {"time/eval": self._watch.seconds("eval")}
 
-    def _record(self, batch: Sequence[Group], tally: Tally, metrics: dict[str, float]) -> None:
+    def _record(
+        self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float]
+    ) -> None:
         monitor = self._p.monitor
         monitor.step(self.step, metrics)
         failed = [rollout for group in tally.resolved for rollout in group.failed]
-        shown = [rollout for group in batch for rollout in group.rollouts][: self._config.monitor.rollouts]
+        shown = [rollout for group in batch for rollout in group.rollouts][: self._config.record.rollouts]
         monitor.rollouts(self.step, [rollout.record() for rollout in [*shown, *failed[:1]]])
+        if self._config.record.batches:
+            monitor.batch(self.step, encode(samples))
         self._flush_tickets()
 
     def _flush_tickets(self) -> None:

@@ -120,7 +120,8 @@ class CachedPlan:
         rows = rows.view(self._rows, kv_heads, heads // kv_heads, dim)
         if window not in self._masks:
             seen = window_mask(self._last[:, None], torch.arange(self._width, device=q.device), window)
-            self._masks[window] = seen[:, None]
+            # Additive, because a boolean mask would be converted again in every layer.
+            self._masks[window] = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
         out = F.scaled_dot_product_attention(
             rows, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self._masks[window], scale=scale
         )
@@ -138,6 +139,7 @@ class CachedPlan:
 def _last_positions(singles: Sequence[Span], rows: int, device: torch.device) -> Tensor:
     """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
     last = torch.zeros(rows, dtype=torch.long)
-    for span in singles:
-        last[span.slot] = span.start
+    last[torch.tensor([span.slot for span in singles], dtype=torch.long)] = torch.tensor(
+        [span.start for span in singles], dtype=torch.long
+    )
     return last.to(device)

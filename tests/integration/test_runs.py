@@ -1,0 +1,233 @@
+"""Real runs of the real command: learning, killing, resuming, stopping, refusing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
+SMALL = ["--batch-size", "32", "--eval.every", "0", "--engine.max-running", "32", "--engine.max-context", "64"]
+REPEATABLE = ["--staleness", "0", "--deterministic"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "paceline", *arguments]
+
+
+def paceline(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Run the command in `folder`, where its `runs/` will be."""
+    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder: Path, name: str = "quickstart") -> list[dict]:
+    return lines(folder / "runs" / name / "metrics.jsonl")
+
+
+def trained(folder: Path, name: str = "quickstart") -> list[tuple[int, int, int]]:
+    records = lines(folder / "runs" / name / "tickets.jsonl")
+    return [(r["step"], r["number"], r["row"]) for r in records if r["state"] == "trained"]
+
+
+@pytest.mark.parametrize("staleness", ["0", "2"])
+def test_the_quickstart_learns_and_overlaps_only_when_it_may(tmp_path, staleness):
+    done = paceline(tmp_path, "train", QUICKSTART, "--staleness", staleness)
+    assert done.returncode == 0, done.stderr
+    steps = metrics(tmp_path)
+    exact = [line["eval/reverse-text/exact"] for line in steps if "eval/reverse-text/exact" in line]
+    assert exact[0] <= 0.30
+    assert exact[-1] >= 0.80
+    overlap = max(line["overlap_ratio"] for line in steps[1:])
+    assert (overlap > 0.05) == (staleness != "0")
+    assert max(line["staleness/max"] for line in steps[1:]) <= int(staleness)
+    assert len(done.stdout.strip().splitlines()[-3:]) == 3
+    run = tmp_path / "runs" / "quickstart"
+    assert (run / "rewards.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "export" / "model.safetensors").is_file()
+    assert (run / "export" / "tokenizer.json").is_file()
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """kill -9, resume: the same rows in the same order, and on one machine the very same losses."""
+    arguments = ["train", QUICKSTART, *SMALL, *REPEATABLE, "--steps", "8", "--checkpoint.every", "2"]
+    assert paceline(tmp_path, *arguments, "--name", "whole").returncode == 0
+    with subprocess.Popen(command(*arguments), cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        file = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (file.exists() and file.read_text().count("\n") >= 5):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    killed_at = len(metrics(tmp_path))
+    done = paceline(tmp_path, *arguments, "--resume", "latest")
+    assert done.returncode == 0, done.stderr
+    assert killed_at >= 5
+    assert trained(tmp_path) == trained(tmp_path, "whole")
+    for ours, theirs in zip(metrics(tmp_path), metrics(tmp_path, "whole"), strict=True):
+        assert [ours[k] for k in ("step", "loss", "grad_norm")] == [theirs[k] for k in ("step", "loss", "grad_norm")]
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
+    arguments = ["train", QUICKSTART, *SMALL, "--steps", "400"]
+    with subprocess.Popen(command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step  3") or "step   3/" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "--resume latest" in rest.splitlines()[-1]
+    reached = metrics(tmp_path)[-1]["step"]
+    assert 3 <= reached < 400
+    done = paceline(tmp_path, *arguments, "--steps", str(reached + 2), "--resume", "latest")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, reached + 3))
+
+
+def test_a_second_run_into_the_same_directory_is_refused(tmp_path):
+    arguments = ["train", QUICKSTART, *SMALL, "--steps", "1"]
+    assert paceline(tmp_path, *arguments).returncode == 0
+    before = (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text()
+    refused = paceline(tmp_path, *arguments)
+    assert refused.returncode == 2
+    assert "already holds a run" in refused.stderr
+    # An overwrite that cannot even load its model must not cost the old run.
+    broken = paceline(tmp_path, *arguments, "--overwrite", "--model.name", "./nowhere")
+    assert broken.returncode == 1
+    assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text() == before
+    assert paceline(tmp_path, *arguments, "--overwrite").returncode == 0
+
+
+REWARDS = """
+async def raises(row, seat):
+    reply = await seat.chat(row["messages"])
+    return row["anwser"] == reply.text
+
+async def not_a_number(row, seat):
+    await seat.chat(row["messages"])
+    return float("nan")
+
+async def letters(row, seat):
+    reply = await seat.chat(row["messages"])
+    return reply.text.count("a") / 4
+"""
+
+
+@pytest.fixture
+def user(tmp_path):
+    """A user's folder: rewards, rows, and a run file over them."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    row = {"messages": [{"role": "user", "content": "copy: banana"}], "answer": "banana"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
+    (tmp_path / "run.toml").write_text(
+        "name = 'mine'\nbatch_size = 16\ngroup_size = 4\nsteps = 2\n[sampling]\nmax_tokens = 8\n"
+        "[[env]]\ntype = 'custom'\nname = 'mine'\nimport_path = 'rewards.py:letters'\ndataset = 'rows.jsonl'\n"
+    )
+    return tmp_path
+
+
+def test_a_function_of_the_users_own_trains(user):
+    done = paceline(user, "train", "run.toml")
+    assert done.returncode == 0, done.stderr
+    assert metrics(user, "mine")[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model.name", "./no-such-model"], "no such folder"),
+        (["--model.name", "nobody/knows-this"], "nobody/knows-this"),
+        (["--env.0.dataset", "rows.xyz"], "only .jsonl, .json and .csv"),
+        (["--env.0.dataset", "missing.jsonl"], "no such file"),
+        (["--env.0.dataset", "bad.jsonl"], "bad.jsonl:2"),
+        (["--env.0.import_path", "rewards.py:raises"], "KeyError: 'anwser'"),
+        (["--env.0.import_path", "rewards.py:not_a_number"], "finite number"),
+        (["--env.0.import_path", "rewards.py:nothing"], "has no `nothing`"),
+        (["--group-size", "5"], "not a multiple of group_size"),
+        (["--trainer.learning_rate", "1"], "trainer.optimizer.lr"),
+        (["--device", "cuda"], "sees no GPU"),
+        (["--resume", "latest"], "no checkpoint"),
+    ],
+)
+def test_bad_input_gets_one_sentence(user, arguments, sentence):
+    (user / "bad.jsonl").write_text('{"messages": []}\n{"messages": \n')
+    done = paceline(user, "train", "run.toml", *arguments)
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("paceline: ")
+
+
+LIBRARY = """
+import paceline
+from paceline.config import Eval
+from paceline.config.env import CustomEnv
+
+class Shout(paceline.SingleTurn):
+    def examples(self, split):
+        return [{"messages": [{"role": "user", "content": f"copy: {w}"}]} for w in ("abc", "bcd", "cde", "def")]
+
+    def score(self, example, reply):
+        return paceline.Outcome.solo(reply.text.count("e"))
+
+config = paceline.RunConfig(name="library", steps=2, batch_size=16, group_size=4, eval=Eval(every=0),
+                            env=[CustomEnv(name="shout", import_path="here:Shout")])
+result = paceline.train(config, environments={"shout": Shout()})
+print(result.outcome.status, result.metrics[-1]["step"])
+"""
+
+
+def test_fifteen_lines_of_python_do_what_a_run_file_does(tmp_path):
+    (tmp_path / "library.py").write_text(LIBRARY)
+    done = subprocess.run(
+        [sys.executable, "library.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "finished 2", done.stderr
+    assert (tmp_path / "runs" / "library" / "export" / "config.json").is_file()
+
+
+def test_check_prints_a_file_that_resolves_to_itself(tmp_path):
+    first = paceline(tmp_path, "check", QUICKSTART, "--staleness", "3")
+    (tmp_path / "resolved.toml").write_text(first.stdout)
+    second = paceline(tmp_path, "check", "resolved.toml")
+    assert first.returncode == second.returncode == 0
+    assert first.stdout == second.stdout
+    assert "staleness = 3" in first.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("extra", [["--model.lora.rank", "4"], ["--model.dtype", "bfloat16"]])
+def test_lora_and_bf16_run_end_to_end(tmp_path, extra):
+    done = paceline(tmp_path, "train", QUICKSTART, *SMALL, "--steps", "3", *extra)
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "quickstart" / "export")
+    fresh = [line["mismatch_kl"] for line in metrics(tmp_path) if "mismatch_kl" in line]
+    assert max(fresh) < (1e-6 if "lora" in extra[0] else 1e-2)
+
+
+def test_two_environments_share_a_batch_by_weight(tmp_path):
+    (tmp_path / "two.toml").write_text(
+        f"include = ['{os.path.relpath(QUICKSTART, tmp_path)}']\nname = 'two'\nsteps = 4\n"
+        "[[env]]\ntype = 'reverse-text'\nweight = 3\n[[env]]\ntype = 'arithmetic'\ngroup_size = 4\n"
+        "[env.algo]\ntype = 'max_rl'\n"
+    )
+    done = paceline(tmp_path, "train", "two.toml", *SMALL)
+    assert done.returncode == 0, done.stderr
+    drawn = [r for r in lines(tmp_path / "runs" / "two" / "tickets.jsonl") if r["state"] == "in flight"]
+    places = {"reverse-text": 8, "arithmetic": 4}
+    share = {env: sum(places[env] for r in drawn if r["env"] == env) for env in places}
+    assert 2.0 < share["reverse-text"] / share["arithmetic"] < 4.5

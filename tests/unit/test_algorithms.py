@@ -1,0 +1,238 @@
+"""Laws of credit: each algorithm against its formula in float64, and a user's own by import path."""
+
+import asyncio
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paceline.algorithms import Algorithm, AlgorithmError, build_algorithm, spread
+from paceline.config import algorithm as config
+from paceline.data import Sample, Ticket
+from paceline.orchestrator.dispatcher import without_signal
+from paceline.rollout import Group, Rollout, Turn, assemble
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+laws = settings(max_examples=80, deadline=None)
+TICKET = Ticket(4, "maze", 0, 4, 1)
+
+# Eighths are exact, so two rewards are equal or clearly apart; tenths are not, which is where a mean rounds.
+EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)
+REWARDS = st.lists(EIGHTHS, min_size=1, max_size=8)
+TENTHS = st.integers(-30, 30).map(lambda n: n / 10)
+
+
+def rollout(reward: float | None, lengths: tuple[int, ...] = (2, 1), member: int = 0) -> Rollout:
+    """One sample per length, each with that many sampled tokens after two of context."""
+    turns = [
+        Turn(
+            prompt_ids=[100 + i, 5],
+            completion_ids=list(range(n)),
+            logprobs=[-0.5] * n,
+            versions=[3] * n,
+            finish="stop",
+            temperature=1.0,
+        )
+        for i, n in enumerate(lengths)
+    ]
+    made = Rollout(ticket=TICKET, member=member, turns=turns, reward=reward)
+    made.samples = assemble(made)
+    return made
+
+
+def group(rewards, lengths: tuple[int, ...] = (2, 1)) -> Group:
+    rollouts = [rollout(reward, lengths, member) for member, reward in enumerate(rewards)]
+    return Group(ticket=TICKET, rollouts=rollouts, places=len(rollouts))
+
+
+def credited(settings: config.AlgorithmConfig, rewards: list[float]) -> list[float]:
+    """The advantage of each rollout, after checking that all its sampled tokens carry it and no other token does."""
+    judged = group(rewards)
+    build_algorithm(settings).assign(judged)
+    advantages = []
+    for member in judged.rollouts:
+        assert len(member.samples) == 2
+        (advantage,) = {float(a) for s in member.samples for a in s.advantages[s.loss_mask]}
+        for sample in member.samples:
+            np.testing.assert_array_equal(sample.advantages, np.where(sample.loss_mask, np.float32(advantage), 0))
+        advantages.append(advantage)
+    return advantages
+
+
+@laws
+@given(REWARDS, st.sampled_from(["none", "population", "sample"]), st.booleans())
+def test_grpo_is_the_distance_from_the_mean(rewards, std, positive_only):
+    mean = statistics.fmean(rewards)
+    deviation = {"none": lambda r: 1.0, "population": statistics.pstdev, "sample": statistics.stdev}[std]
+    spread_out = len(set(rewards)) > 1
+    expected = [(r - mean) / deviation(rewards) if spread_out else 0.0 for r in rewards]
+    if positive_only:
+        expected = [max(0.0, advantage) for advantage in expected]
+    advantages = credited(config.GRPO(std=std, positive_only=positive_only), rewards)
+    assert advantages == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@laws
+@given(REWARDS)
+def test_max_rl_is_the_distance_in_means(rewards):
+    mean = statistics.fmean(rewards)
+    expected = [(r - mean) / mean if mean > 0 else 0.0 for r in rewards]
+    assert credited(config.MaxRL(), rewards) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@laws
+@given(REWARDS)
+def test_reward_is_the_reward(rewards):
+    assert credited(config.Reward(), rewards) == rewards
+
+
+RELATIVE = [config.MaxRL(), *(config.GRPO(std=std) for std in ("none", "population", "sample"))]
+
+
+@laws
+@given(TENTHS, st.integers(1, 16), st.sampled_from(RELATIVE))
+def test_equal_rewards_earn_exactly_nothing(reward, size, settings):
+    judged = group([reward] * size)
+    build_algorithm(settings).assign(judged)
+    assert all(np.all(sample.advantages == 0) for sample in judged.samples())
+    assert without_signal(judged)
+
+
+# --- a user's own
+
+CODE = """
+from paceline import Algorithm
+
+def by_length(inputs, scale=1.0):
+    return inputs.broadcast([scale * r / n for r, n in zip(inputs.rewards, inputs.completion_lengths)])
+
+def ramp(inputs):
+    return [range(n) for n in inputs.completion_lengths]
+
+def short(inputs):
+    return [*inputs.broadcast(inputs.rewards)[:-1], [1.0]]
+
+def missing(inputs):
+    return inputs.broadcast(inputs.rewards)[:-1]
+
+def infinite(inputs):
+    return inputs.broadcast([float("inf")] * len(inputs.rollouts))
+
+class Constant(Algorithm):
+    def __init__(self, value):
+        self.value = value
+
+    def assign(self, group):
+        from paceline.algorithms import broadcast
+        for rollout in group.rollouts:
+            broadcast(rollout, self.value)
+
+class Stranger:
+    pass
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def custom(tmp_path_factory):
+    """Builds what a name in a user's file stands for."""
+    path = tmp_path_factory.mktemp("user") / "credit.py"
+    path.write_text(CODE)
+
+    def build(name: str, **kwargs) -> Algorithm:
+        return build_algorithm(config.Custom(import_path=f"{path}:{name}", kwargs=kwargs))
+
+    return build
+
+
+def test_a_credit_function_gets_rewards_lengths_and_its_arguments(custom):
+    judged = group([1.0, 0.5], lengths=(4, 1))
+    custom("by_length", scale=10.0).assign(judged)
+    for member, expected in zip(judged.rollouts, (2.0, 1.0), strict=True):
+        for sample in member.samples:
+            np.testing.assert_array_equal(sample.advantages, np.where(sample.loss_mask, expected, 0))
+
+
+@laws
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_a_credit_stream_runs_over_the_sampled_tokens_in_order(custom, lengths):
+    judged = group([1.0, 0.0], lengths=tuple(lengths))
+    custom("ramp").assign(judged)
+    for member in judged.rollouts:
+        said = np.concatenate([s.advantages[s.loss_mask] for s in member.samples])
+        np.testing.assert_array_equal(said, np.arange(sum(lengths)))
+        assert not any(s.advantages[~s.loss_mask].any() for s in member.samples)
+
+
+@laws
+@given(st.integers(0, 12))
+def test_a_misaligned_stream_names_env_rollout_and_both_lengths(given_length):
+    one = rollout(1.0, lengths=(3, 2), member=6)
+    if given_length == 5:
+        spread(one, [0.0] * given_length)
+        return
+    with pytest.raises(AlgorithmError) as caught:
+        spread(one, [0.0] * given_length)
+    for part in ("env `maze`", "ticket 4", "rollout 6", f"gave {given_length} advantages", "5 sampled tokens"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("short", "env `maze`, ticket 4, rollout 1: the algorithm gave 1 advantages for 3 sampled tokens"),
+        ("missing", "credit.py:missing: gave 1 lists for 2 rollouts"),
+        ("infinite", "env `maze`, ticket 4.*: advantages must be finite"),
+    ],
+)
+def test_unusable_credit_is_a_sentence(custom, name, sentence):
+    with pytest.raises(AlgorithmError, match=sentence):
+        custom(name).assign(group([1.0, 0.0]))
+
+
+def test_an_algorithm_class_by_path(custom):
+    algorithm, judged = custom("Constant", value=2.5), group([0.0, 1.0])
+    algorithm.observe(judged.rollouts[0])
+    algorithm.assign(judged)
+    assert all(np.all(s.advantages == np.where(s.loss_mask, 2.5, 0)) for s in judged.samples())
+    shipped = asyncio.run(algorithm.score(judged.samples()))
+    assert [s.token_ids.tolist() for s in shipped] == [s.token_ids.tolist() for s in judged.samples()]
+    algorithm.load(algorithm.state())
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("Stranger", "a class must derive from paceline.Algorithm"),
+        ("NUMBER", "neither a credit function nor an Algorithm class"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused(custom, name, sentence):
+    with pytest.raises(AlgorithmError, match=f"credit.py:{name}: {sentence}"):
+        custom(name)
+
+
+# --- what a group without signal is
+
+
+@laws
+@given(
+    st.lists(st.sampled_from([0.0, -0.0, 0.25, -1.0]), min_size=1, max_size=4),
+    st.sampled_from([None, "ce_weights", "ref_kl_weights", "rewards", "unassigned"]),
+    st.data(),
+)
+def test_a_group_lacks_signal_only_if_nothing_in_it_would_train(advantages, other, data):
+    assume(other != "unassigned" or not any(advantages))
+    judged = group(advantages)
+    build_algorithm(config.Reward()).assign(judged)
+    assert all(isinstance(sample, Sample) for sample in judged.samples())
+    if other is not None:
+        member = data.draw(st.sampled_from(judged.rollouts))
+        at = data.draw(st.integers(0, len(member.samples) - 1))
+        sample = member.samples[at]
+        stream = {"advantages": None} if other == "unassigned" else {other: np.arange(len(sample))}
+        member.samples[at] = sample.with_streams(**stream)
+    assert without_signal(judged) == (other is None and not any(advantages))
