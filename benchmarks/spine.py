@@ -12,13 +12,17 @@ Ratios count; absolute figures are this machine's. `make bench` installs what is
 import asyncio
 import contextlib
 import io
-import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+# Read by OpenMP when torch is loaded. Many runs share this process, and a team of threads that waits must not spin on a
+# core another one needs. It holds for both sides alike.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
@@ -33,7 +37,7 @@ from paceline.config.model import Model
 from paceline.data import Sample, Ticket
 from paceline.envs.reverse_text import ReverseText as Environment
 from paceline.inference import EmbeddedEngine, GenerateRequest
-from paceline.model import load_model, resolve
+from paceline.model import load_model, quick_handover, resolve, small_products
 from paceline.trainer import TorchTrainer
 
 QUICKSTART = "paceline:quickstart"
@@ -74,7 +78,8 @@ def engine_rate(work: list[tuple[list[int], int]]) -> float:
         assert tokens == sum(n for _, n in work)
         return tokens / (time.perf_counter() - start)
 
-    rate = asyncio.run(load())
+    with small_products(torch.float32), quick_handover():
+        rate = asyncio.run(load())
     engine.close()
     return rate
 
@@ -123,10 +128,11 @@ def _sample(rng: np.random.Generator, length: int, number: int) -> Sample:
 def packed_rate(batch: list[Sample]) -> float:
     c = trainer.Trainer(threads=THREADS, optimizer=trainer.Optimizer(lr=1e-6), loss=trainer.PPO())
     ours = TorchTrainer(load_model(Model(name=QUICKSTART)), c)
-    asyncio.run(ours.step(batch[:8]))
-    start = time.perf_counter()
-    asyncio.run(ours.step(batch))
-    seconds = time.perf_counter() - start
+    with small_products(torch.float32), quick_handover():
+        asyncio.run(ours.step(batch[:8]))
+        start = time.perf_counter()
+        asyncio.run(ours.step(batch))
+        seconds = time.perf_counter() - start
     ours.close()
     return sum(map(len, batch)) / seconds
 
@@ -176,6 +182,7 @@ def our_step_seconds() -> float:
             group_size=GROUP,
             staleness=0,
             model=Model(name=QUICKSTART),
+            engine=inference.Engine(threads=THREADS),
             sampling=Sampling(max_tokens=MAX_TOKENS),
             trainer=trainer.Trainer(optimizer=trainer.Optimizer(lr=LR, betas=(0.9, 0.999)), loss=trainer.PPO()),
             env=[ReverseText()],
@@ -242,7 +249,7 @@ def main() -> int:
     ours, peer = alternate(options.rounds, our_step_seconds, trl_step_seconds)
     rows.append(Row("synchronous GRPO step, 16 x 8", "s", ours, peer, "TRL GRPOTrainer", peer / ours, 2.0))
     lengths = [len(s) for s in batch]
-    extra = {"threads": THREADS, "trainer_lengths": json.loads(json.dumps([min(lengths), max(lengths)]))}
+    extra = {"threads": THREADS, "trainer_lengths": [min(lengths), max(lengths)]}
     return finish("spine", rows, options.json, **extra)
 
 

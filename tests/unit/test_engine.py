@@ -254,17 +254,18 @@ def draws(rows: int, **settings) -> Draw:
         keys=keys,
         indices=torch.arange(rows),
         truncates=values["top_p"] < 1 or values["top_k"] > 0,
+        greedy=values["temperatures"] == 0,
     )
 
 
 def test_samples_follow_the_distribution():
     """A chi-square test over 40,000 draws, at two temperatures and a vocabulary of more than one block."""
     torch.manual_seed(0)
-    logits = torch.randn(300) * 2
+    logits = torch.randn(1500) * 2
     for temperature in (0.7, 1.3):
         tokens, logprobs, _ = sample(logits.expand(40_000, -1), draws(40_000, temperatures=temperature))
         probs = torch.softmax(logits / temperature, -1)
-        counts = torch.bincount(tokens, minlength=300)
+        counts = torch.bincount(tokens, minlength=1500)
         often = probs * 40_000 > 10
         chi2 = ((counts - probs * 40_000) ** 2 / (probs * 40_000))[often].sum()
         assert chi2 < often.sum() + 4 * (2 * often.sum()) ** 0.5
@@ -302,12 +303,13 @@ def test_noise_is_a_pure_function_and_uniform():
 
 
 def test_inverse_cdf_never_picks_what_has_no_mass():
-    probs = torch.zeros(3, 600)
-    probs[:, [3, 599]] = 0.5
     edges = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert inverse_cdf(probs, edges).tolist() == [3, 599, 599]
-    probs[:, 599] = 0.0
-    assert inverse_cdf(probs, edges).tolist() == [3, 3, 3]
+    for size in (600, 3000):
+        probs = torch.zeros(3, size)
+        probs[:, [3, size - 1]] = 0.5
+        assert inverse_cdf(probs, edges).tolist() == [3, size - 1, size - 1]
+        probs[:, size - 1] = 0.0
+        assert inverse_cdf(probs, edges).tolist() == [3, 3, 3]
 
 
 def test_requests_queue_by_order_then_arrival(model):

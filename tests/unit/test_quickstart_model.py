@@ -31,8 +31,10 @@ def model():
     return AutoModelForCausalLM.from_pretrained(FOLDER, local_files_only=True).eval()
 
 
-def test_the_folder_is_small() -> None:
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 5_000_000
+def test_the_folder_is_small_and_holds_one_model() -> None:
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 5_000_000
+    assert [path.parent for path in files if path.suffix == ".safetensors"] == [FOLDER]
 
 
 def test_printable_text_makes_the_round_trip_exactly(tokenizer) -> None:

@@ -14,10 +14,13 @@ from paceline.config.inference import Sampling
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, small_products, twin
+from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products, twin
 from paceline.orchestrator import Course, lay_out
 from paceline.rollout import Renderer, Voice
 from paceline.trainer import TorchTrainer
+
+SMALL_MODEL = 20_000_000
+"""Parameters below which one core decodes as fast as several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,13 @@ def local(
 ) -> Generator[Local]:
     """Build the parts, and take them down again whatever happens."""
     device = pick_device(config.device)
-    config = share_cores(config)
     phase("preparing environments")
     courses = lay_out(config, environments)
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
     model = attach_lora(load_model(config.model, device), config.model, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    config = share_cores(config, parameters)
     ends = end_tokens(tokenizer, model)
     renderer = Renderer(tokenizer, ends)
     engine = EmbeddedEngine(
@@ -60,8 +64,7 @@ def local(
 
     try:
         engine.start()
-        parameters = sum(p.numel() for p in model.parameters())
-        with small_products(model.dtype):
+        with small_products(model.dtype), quick_handover():
             yield Local(pool, trainer, tokenizer, courses, voice, device, parameters)
     finally:
         engine.close()
@@ -77,10 +80,14 @@ def pick_device(wanted: str) -> str:
     return wanted
 
 
-def share_cores(config: RunConfig) -> RunConfig:
-    """Engine and trainer take turns at staleness 0, so each gets all cores; beyond, they run at once and split them."""
+def share_cores(config: RunConfig, parameters: int) -> RunConfig:
+    """Engine and trainer take turns at staleness 0, so each gets all cores; beyond, they run at once and split them.
+
+    A small model decodes on one core: its products are too short to be worth waking a second thread for.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     engine = cores if config.staleness == 0 else max(1, cores // 2)
+    engine = 1 if parameters < SMALL_MODEL else engine
     trainer = cores if config.staleness == 0 else max(1, cores - engine)
     return config.model_copy(
         update={

@@ -48,8 +48,12 @@ class MicroBatch:
 
 
 def pack(samples: Sequence[Sample], scales: Sequence[Scales], budget: int) -> list[MicroBatch]:
-    """Pack by first-fit-decreasing. A sample longer than the budget gets a micro-batch of its own."""
-    return [_join(members, samples, scales) for members in first_fit_decreasing([len(s) for s in samples], budget)]
+    """Pack by first-fit-decreasing. A sample longer than the budget gets a micro-batch of its own.
+
+    Inside a micro-batch samples keep their order, so that tries of one example lie side by side.
+    """
+    bins = first_fit_decreasing([len(s) for s in samples], budget)
+    return [_join(sorted(members), samples, scales) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:

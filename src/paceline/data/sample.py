@@ -1,6 +1,7 @@
 """What the trainer eats: one token sequence with parallel per-token streams."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, Self
 
@@ -24,6 +25,9 @@ STREAM_DTYPES: Mapping[str, type] = {
     "base_logprobs": np.float32,
 }
 WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+FIRST_IS_ZERO = {"loss_mask", *WEIGHT_STREAMS}
+NAMED_TOGETHER = {"loss_mask", "logprobs", "versions", "temperatures"}
+"""Streams that say how a token was sampled, and must agree with one another."""
 
 
 class Ticket(NamedTuple):
@@ -69,20 +73,23 @@ class Sample:
             stream = getattr(self, name)
             if stream is not None:
                 object.__setattr__(self, name, np.ascontiguousarray(stream, dtype=dtype))
-        self._check()
+        self._check(STREAM_DTYPES)
 
-    def _check(self) -> None:
+    def _check(self, names: Iterable[str]) -> None:
         if len(self) == 0:
             raise ValueError(f"{self.where}: a sample needs at least one token")
-        for name, stream in self.streams().items():
-            if stream.shape != (len(self),):
+        for name in names:
+            stream = getattr(self, name)
+            if stream is not None and stream.shape != (len(self),):
                 raise ValueError(
                     f"{self.where}: stream `{name}` has shape {stream.shape}, but the sample has {len(self)} tokens"
                 )
-        for name in ("loss_mask", *WEIGHT_STREAMS):
-            stream = getattr(self, name)
-            if stream is not None and stream[0]:
+            if stream is not None and name in FIRST_IS_ZERO and stream[0]:
                 raise ValueError(f"{self.where}: `{name}` trains the first token, which nothing precedes")
+        if not NAMED_TOGETHER.isdisjoint(names):
+            self._check_sampling()
+
+    def _check_sampling(self) -> None:
         if np.any(self.versions[~self.loss_mask] != -1):
             raise ValueError(f"{self.where}: `versions` must be -1 off the loss mask")
         if self.logprobs is not None and np.any(self.versions[self.loss_mask] < 0):
@@ -104,8 +111,14 @@ class Sample:
         return {name: value for name in STREAM_DTYPES if (value := getattr(self, name)) is not None}
 
     def with_streams(self, **streams: NDArray | None) -> Self:
-        """A copy with some streams set, checked again."""
-        return replace(self, **streams)
+        """A copy with some streams set; only what changed is checked again."""
+        clone = copy(self)
+        for name, stream in streams.items():
+            if stream is not None:
+                stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES[name])
+            object.__setattr__(clone, name, stream)
+        clone._check(streams)
+        return clone
 
     def truncated_to(self, limit: int) -> Self:
         """Every stream sliced alike; marked as truncated when something was cut."""

@@ -1,7 +1,7 @@
 """What engine and trainer share: Hugging Face models, tokenizers, LoRA, attention, weights."""
 
 from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel
-from paceline.model.cpu import small_products
+from paceline.model.cpu import quick_handover, small_products
 from paceline.model.head import Head, token_logprobs
 from paceline.model.loading import (
     ModelError,
@@ -29,6 +29,7 @@ __all__ = [
     "fingerprint",
     "load_model",
     "load_tokenizer",
+    "quick_handover",
     "resolve",
     "small_products",
     "token_logprobs",

@@ -37,6 +37,9 @@ class RealClock:
 
     async def within(self, seconds: float, what: str, work: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(work, seconds)
-        except TimeoutError:
-            raise DeadlineError(f"{what} took longer than {seconds:g} s") from None
+            async with asyncio.timeout(seconds) as limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"{what} took longer than {seconds:g} s") from error

@@ -58,6 +58,7 @@ class Dispatcher:
         self._warn = warn
         self._breaker = Breaker(config.breaker)
         self._drops_in_a_row = 0
+        self._aged_at = gate.version
         self._tasks: set[asyncio.Task[Group]] = set()
         self._buffer: dict[Ticket, Group] = {}
         self._changed = asyncio.Event()
@@ -184,6 +185,10 @@ class Dispatcher:
         return min(course.group_size for course in self._courses.values())
 
     def _drop_stale(self) -> None:
+        """Look again at what waits in the buffer, but only when a new version has made it older."""
+        if self._aged_at == self._gate.version:
+            return
+        self._aged_at = self._gate.version
         for ticket, group in list(self._buffer.items()):
             if not self._age(group):
                 del self._buffer[ticket]

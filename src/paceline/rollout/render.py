@@ -7,6 +7,9 @@ from transformers import PreTrainedTokenizerBase
 from paceline.errors import PacelineError
 from paceline.rollout.types import Message, Turn
 
+REMEMBERED = 4096
+"""Prompts kept rendered, so that a group renders its prompt once."""
+
 
 class RenderError(PacelineError):
     """A conversation the model's chat template cannot express, as a sentence for the user."""
@@ -19,12 +22,18 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(end_tokens)
+        self._rendered: dict[str, list[int]] = {}
         if tokenizer.chat_template is None:
             raise RenderError("the tokenizer has no chat template: name one with model.chat_template")
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The whole conversation and the opening of the reply."""
-        return self._encode(self._text(messages, reply=True))
+        """The whole conversation and the opening of the reply. All tries of one example ask for the same one."""
+        key = repr(messages)
+        if key not in self._rendered:
+            if len(self._rendered) >= REMEMBERED:
+                self._rendered.clear()
+            self._rendered[key] = self._encode(self._text(messages, reply=True))
+        return list(self._rendered[key])
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> list[int]:
         """A prompt that continues a recorded turn, or the whole conversation anew if it does not.

@@ -19,6 +19,7 @@ from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
 from paceline.trainer.loss import Loss, Sums, Tokens
 from paceline.trainer.optimizer import MasterAdamW
+from paceline.trainer.prefix import TreePlan, share_prefixes
 
 
 class TorchTrainer:
@@ -111,18 +112,27 @@ class TorchTrainer:
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
         device = self._model.device
         m = {name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in _STREAMS}
-        plan = PackedPlan(micro_batch.lengths.tolist(), device)
-        ids, positions = m["token_ids"][None], m["positions"][None]
-        out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: plan})
-        hidden = out.last_hidden_state[0]
+        hidden, where = self._hidden(micro_batch)
         trained = ((m["rl_scale"] != 0) | (m["ce_scale"] != 0) | (m["ref_kl_scale"] != 0)).nonzero()[:, 0]
         at = {name: m[name].index_select(0, trained) for name in _STREAMS}
-        before = hidden.index_select(0, trained - 1)
+        before = hidden.index_select(0, where.index_select(0, trained - 1))
         logprobs, entropy = token_logprobs(self._head, before, at["token_ids"], at["temperatures"], entropy=True)
         assert entropy is not None
         streams = ("advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale", "versions")
         chosen = {name: at[name] for name in streams}
         return Tokens(logprobs=logprobs, behaviour=at["logprobs"], entropy=entropy, **chosen), hidden.sum() * 0
+
+    def _hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Hidden states, and for each token of the micro-batch the place of its own."""
+        device = self._model.device
+        shared = share_prefixes(micro_batch)
+        branched = any(len(tree.branches) > 1 for tree in shared.trees)
+        plan = TreePlan(shared.trees, device) if branched else PackedPlan(micro_batch.lengths.tolist(), device)
+        ids, positions, where = (
+            torch.from_numpy(x).to(device) for x in (shared.token_ids, shared.positions, shared.where)
+        )
+        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
+        return out.last_hidden_state[0], where
 
     def _update(self) -> None:
         self._bad_steps = 0
@@ -167,7 +177,6 @@ class TorchTrainer:
 
 _STREAMS = (
     "token_ids",
-    "positions",
     "logprobs",
     "versions",
     "temperatures",

@@ -44,11 +44,12 @@ class SlotCache:
             for layer, old in enumerate(store):
                 store[layer] = F.pad(old, (0, 0, 0, 0, 0, self.length - old.shape[1]))
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
+    def copy_prefix(self, source: int, targets: Sequence[int], length: int) -> None:
         """Share a computed prompt: copying it is far cheaper than computing it."""
+        slots = torch.tensor(targets, device=self.keys[0].device)
         for store in (self.keys, self.values):
             for layer in store:
-                layer[target, :length] = layer[source, :length]
+                layer[slots, :length] = layer[source, :length]
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self.keys[layer][slots, positions] = k
@@ -89,6 +90,8 @@ class CachedPlan:
         self._singles = len(singles)
         self._rows = cache.slots + 1 if fixed_shape else max((span.slot for span in singles), default=-1) + 1
         self._width = cache.length if fixed_shape else max((span.start for span in singles), default=-1) + 1
+        self._dense = self._rows == len(singles) and not fixed_shape
+        """Every row has its query, in order: nothing to scatter or gather."""
         self._last = _last_positions(singles, self._rows, device)
         self._masks: dict[int | None, Tensor] = {}
         self._fresh = PackedPlan([span.length for span in fresh], device) if fresh else None
@@ -116,8 +119,8 @@ class CachedPlan:
         slots = self.slots[: self._singles]
         keys, values = (store[layer][: self._rows, : self._width] for store in (self._cache.keys, self._cache.values))
         heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
-        rows = q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
-        rows = rows.view(self._rows, kv_heads, heads // kv_heads, dim)
+        rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
+        rows = rows.reshape(self._rows, kv_heads, heads // kv_heads, dim)
         if window not in self._masks:
             seen = window_mask(self._last[:, None], torch.arange(self._width, device=q.device), window)
             # Additive, because a boolean mask would be converted again in every layer.
@@ -125,7 +128,8 @@ class CachedPlan:
         out = F.scaled_dot_product_attention(
             rows, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self._masks[window], scale=scale
         )
-        return out.reshape(self._rows, heads, dim).index_select(0, slots)
+        out = out.reshape(self._rows, heads, dim)
+        return out if self._dense else out.index_select(0, slots)
 
     def _attend_resumed(self, layer: int, q: Tensor, span: Span, scale: float, window: int | None) -> Tensor:
         """A later piece of a long prompt looks at all that came before it in its slot."""

@@ -22,6 +22,7 @@ from paceline.model import Head, Policy, WeightUpdate, fingerprint
 
 FIRST_CACHE_LENGTH = 256
 CLOSE_SECONDS = 30.0
+FLOCK_SECONDS = 0.001
 
 
 class EmbeddedEngine:
@@ -142,15 +143,21 @@ class EmbeddedEngine:
             self._fail_all(EngineError("the engine was closed"))
 
     def _attend_inbox(self) -> bool:
-        """Do what was asked since the last step; sleep when there is nothing to decode. False: stop."""
+        """Do what was asked since the last step; sleep when there is nothing to decode. False: stop.
+
+        Requests come in flocks: an idle engine that wakes up waits a moment for the rest, and then runs full steps.
+        """
         idle = not self._scheduler.running and not self._scheduler.waiting
-        while idle or not self._inbox.empty():
-            work = self._inbox.get()
+        wait: float | None = None if idle else 0.0
+        while True:
+            try:
+                work = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
             if work is None:
                 return False
             work()
-            idle = False
-        return True
+            wait = FLOCK_SECONDS if idle and self._scheduler.waiting else 0.0
 
     def _step(self) -> None:
         chunks = self._scheduler.schedule()

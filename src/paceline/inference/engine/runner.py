@@ -1,6 +1,7 @@
 """Runs one step of the model: tokens in, sampled tokens out."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from paceline.inference.engine.cache import CachedPlan, SlotCache, Span
 from paceline.inference.engine.sampler import Draw, sample
-from paceline.inference.engine.scheduler import Chunk
+from paceline.inference.engine.scheduler import Chunk, Sequence
 from paceline.model import PLAN, Head, PackedPlan, token_logprobs
 
 
@@ -32,6 +33,8 @@ class Runner:
         self._cache = cache
         self._fixed_shape = fixed_shape
         self._device = model.device
+        self._rows: list[Sequence] = []
+        self._last_draw: Draw | None = None
 
     def run(self, chunks: Seq[Chunk]) -> list[Sampled]:
         """Compute the chunks and sample where they ask for it."""
@@ -78,22 +81,31 @@ class Runner:
         return torch.tensor(ends, device=self._device)
 
     def _sample(self, chunks: Seq[Chunk], logits: Tensor) -> list[Sampled]:
-        requests = [c.sequence.request for c in chunks]
-
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self._device)
-
-        draw = Draw(
-            temperatures=column([r.temperature for r in requests], torch.float32),
-            top_p=column([r.top_p for r in requests], torch.float32),
-            top_k=column([r.top_k for r in requests], torch.long),
-            keys=column([r.noise for r in requests], torch.long),
-            indices=column([c.sequence.sampled for c in chunks], torch.long),
-            truncates=any(r.top_p < 1 or r.top_k for r in requests),
-        )
-        tokens, logprobs, log_z = sample(logits, draw)
+        indices = torch.tensor([c.sequence.sampled for c in chunks], device=self._device)
+        tokens, logprobs, log_z = sample(logits, replace(self._draw([c.sequence for c in chunks]), indices=indices))
         kept = [None] * len(chunks) if log_z is None else log_z.tolist()
         return [Sampled(*row) for row in zip(chunks, tokens.tolist(), logprobs.tolist(), kept, strict=True)]
+
+    def _draw(self, sequences: list[Sequence]) -> Draw:
+        """How these rows are sampled; built anew only when the rows change."""
+        if sequences != self._rows:
+            requests = [s.request for s in sequences]
+
+            def column(values: list, dtype: torch.dtype) -> Tensor:
+                return torch.tensor(values, dtype=dtype, device=self._device)
+
+            self._rows = sequences
+            self._last_draw = Draw(
+                temperatures=column([r.temperature for r in requests], torch.float32),
+                top_p=column([r.top_p for r in requests], torch.float32),
+                top_k=column([r.top_k for r in requests], torch.long),
+                keys=column([r.noise for r in requests], torch.long),
+                indices=column([0] * len(requests), torch.long),
+                truncates=any(r.top_p < 1 or r.top_k for r in requests),
+                greedy=any(r.temperature == 0 for r in requests),
+            )
+        assert self._last_draw is not None
+        return self._last_draw
 
     def score(self, sequences: Seq[Seq[int]], temperature: float) -> list[list[float]]:
         """Log probability of each token given those before it; 0.0 for the first."""

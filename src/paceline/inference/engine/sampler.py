@@ -10,6 +10,8 @@ from torch import Tensor
 from paceline.inference.engine.noise import uniform
 
 BLOCK = 256
+SMALL = 1024
+"""Vocabularies up to this size are searched in one level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Draw:
     indices: Tensor
     truncates: bool
     """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
+    greedy: bool
+    """Whether any row has temperature 0."""
 
 
 class Drawn(NamedTuple):
@@ -33,16 +37,19 @@ class Drawn(NamedTuple):
 
 def sample(logits: Tensor, draw: Draw) -> Drawn:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
-    greedy = draw.temperatures == 0
-    logits = logits / torch.where(greedy, 1.0, draw.temperatures)[:, None]
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    temperatures = draw.temperatures
+    if draw.greedy:
+        temperatures = torch.where(temperatures == 0, 1.0, temperatures)
+    logits = logits / temperatures[:, None]
+    logprobs = torch.log_softmax(logits, -1)
     probs = logprobs.exp()
     log_z = None
     if draw.truncates:
         probs = keep_top(probs, draw.top_p, draw.top_k)
         log_z = probs.sum(-1).log()
     tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
-    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    if draw.greedy:
+        tokens = torch.where(draw.temperatures == 0, logits.argmax(-1), tokens)
     return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z)
 
 
@@ -63,6 +70,8 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     In two levels, blocks and then tokens: one pass over the vocabulary instead of a long cumulative sum, and sums in
     float64 where rounding would starve the tail of a large vocabulary.
     """
+    if probs.shape[-1] <= SMALL:
+        return _search(probs, u, relative=True)[0]
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     block, rest = _search(blocks.sum(-1), u, relative=True)
     inside, _ = _search(blocks[torch.arange(len(probs), device=probs.device), block], rest, relative=False)

@@ -8,6 +8,7 @@ only that, is sampled from.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._arrivals = 0
         self._free = list(range(cache.slots))
+        self._copies: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Prompts to copy before the next step: (source slot, length) to target slots."""
         self._prompts: dict[tuple[int, tuple[int, ...]], Sequence] = {}
 
     @property
@@ -115,6 +118,9 @@ class Scheduler:
                 held.append(entry)
         for entry in held:
             heapq.heappush(self._waiting, entry)
+        for (source, length), targets in self._copies.items():
+            self._cache.copy_prefix(source, targets, length)
+        self._copies.clear()
         return chunks
 
     def _take(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
@@ -142,11 +148,12 @@ class Scheduler:
         sequence.slot = heapq.heappop(self._free)
         self.running[sequence.slot] = sequence
         self._cache.ensure(sequence.limit)
-        if source is not None and len(prompt) > 1:
-            self._cache.copy_prefix(source.slot, sequence.slot, len(prompt) - 1)
-            sequence.computed = len(prompt) - 1
         sequence.prompt_key = key
-        self._prompts[key] = sequence
+        if source is not None and len(prompt) > 1:
+            self._copies[source.slot, len(prompt) - 1].append(sequence.slot)
+            sequence.computed = len(prompt) - 1
+        else:
+            self._prompts[key] = sequence
         return True
 
     def advance(self, chunk: Chunk) -> None:
