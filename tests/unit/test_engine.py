@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import numpy as np
 import pytest
@@ -242,6 +243,34 @@ def test_an_engine_that_breaks_fails_every_request_with_the_cause(model):
         return answers
 
     assert all(isinstance(answer, EngineError) for answer in serve(twin(model), work))
+
+
+def test_an_engine_that_breaks_answers_what_was_still_on_its_way(model):
+    """Weights, scores and requests queued behind the step that failed get the cause and never hang."""
+
+    async def work(engine):
+        def fail(chunks):
+            time.sleep(0.2)
+            raise RuntimeError("out of memory")
+
+        engine._runner.run = fail
+        first = asyncio.create_task(engine.generate(requests()[0]))
+        await asyncio.sleep(0.1)
+        late = [engine.policy(), engine.generate(requests()[1]), engine.load_weights(WeightUpdate(1, {}))]
+        return await asyncio.gather(first, *late, return_exceptions=True)
+
+    answers = serve(twin(model), work)
+    assert all(isinstance(answer, EngineError) and "out of memory" in str(answer) for answer in answers)
+
+
+def test_a_question_nobody_waits_for_any_more_does_no_harm(model):
+    async def work(engine):
+        asked = asyncio.create_task(engine.policy())
+        await asyncio.sleep(0)
+        asked.cancel()
+        return await engine.generate(GenerateRequest(prompt_ids=(1, 2), max_tokens=3))
+
+    assert len(serve(twin(model), work).token_ids) == 3
 
 
 def draws(rows: int, **settings) -> Draw:

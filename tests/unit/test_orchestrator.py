@@ -136,7 +136,7 @@ class Log(Monitor):
         self.notes.append(text)
 
 
-def conduct(tmp_path: Path, environment: Environment, seed: int = 0, **settings):
+def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict | None = None, **settings):
     """One run; answers with the trainer, the log and the conductor."""
     config = RunConfig(
         **{
@@ -152,7 +152,7 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, **settings)
     trainer, log = CountingTrainer(seed), Log()
     pool = Pool([ScriptedEngine(seed)])
     voice = Voice(pool, Renderer(), Sampling(), frozenset({1}))
-    courses = lay_out(config, {"coins": environment})
+    courses = lay_out(config, {"coins": environment, **(also or {})})
     parts = Parts(pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock())
     conductor = Conductor(config, parts)
     asyncio.run(asyncio.wait_for(conductor.run(), 60))
@@ -358,14 +358,14 @@ async def _nothing(folder: Path) -> None:
 
 def test_a_full_disk_loses_nothing_that_was_saved(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
-    asyncio.run(store.save(1, {"step": 1}, _nothing))
+    asyncio.run(store.save(1, '{"step": 1}', _nothing))
 
     async def full(folder: Path) -> None:
         (folder / "weights").write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"No space left on device.*newest whole.*step-000001"):
-        asyncio.run(store.save(2, {"step": 2}, full))
+        asyncio.run(store.save(2, '{"step": 2}', full))
     assert store.find("latest")[1] == {"step": 1}
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "latest"}
 
@@ -373,7 +373,7 @@ def test_a_full_disk_loses_nothing_that_was_saved(tmp_path):
 def test_checkpoints_appear_whole_and_old_ones_go(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3, 3):
-        asyncio.run(store.save(step, {"step": step, "again": step}, _nothing))
+        asyncio.run(store.save(step, f'{{"step": {step}}}', _nothing))
     assert [path.name for path in store.all()] == ["step-000002", "step-000003"]
     assert store.find("latest")[1]["step"] == 3
     (tmp_path / "latest").unlink()
@@ -393,3 +393,53 @@ def test_pass_at_k_is_the_chance_of_a_hit(n, data):
     picks = list(combinations(range(n), k))
     hits = sum(any(i < correct for i in pick) for pick in picks)
     assert pass_at(n, correct, k) == pytest.approx(hits / len(picks))
+
+
+class SelfCancelling(CoinFlips):
+    async def play(self, example, seats):
+        await seats["policy"].complete([0, 1])
+        inner = asyncio.ensure_future(asyncio.sleep(10))
+        inner.cancel()
+        await inner
+
+
+class Misshapen(CoinFlips):
+    async def play(self, example, seats):
+        await seats["policy"].complete([0, 1])
+        return Outcome({"somebody else": 1.0})
+
+
+@pytest.mark.parametrize(("environment", "cause"), [(SelfCancelling(), "was cancelled"), (Misshapen(), "policy")])
+def test_whatever_an_episode_does_harms_only_itself(tmp_path, environment, cause):
+    with pytest.raises(RunStopped, match=cause):
+        conduct(tmp_path, environment, steps=3, breaker=BreakerConfig())
+
+
+class Dropping(CoinFlips):
+    async def play(self, example, seats):
+        return None if example["row"] % 2 else await super().play(example, seats)
+
+
+def test_draws_given_up_on_purpose_are_no_failures(tmp_path):
+    trainer, _, _ = conduct(tmp_path, Dropping(), steps=3, group_size=4, breaker=BreakerConfig())
+    assert len(trainer.trained) == 3
+    assert {s.ticket.row % 2 for _, batch in trainer.trained for s in batch} == {0}
+
+
+def test_batches_that_groups_cannot_fill_do_not_open_the_gate(tmp_path):
+    """Groups of 4 and 6 leave places of a batch of 12 empty; staleness holds all the same."""
+    envs = [
+        CustomEnv(name="coins", import_path="x:y", group_size=4),
+        CustomEnv(name="six", import_path="x:y", group_size=6),
+    ]
+    config = {"batch_size": 12, "steps": 12, "staleness": 1, "env": envs}
+    trainer, _, conductor = conduct(tmp_path, CoinFlips(), also={"six": CoinFlips()}, **config)
+    for version, batch in trainer.trained:
+        assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= 1
+    assert conductor._gate.accepted == 12 * 12
+
+
+def test_a_resume_with_another_batch_size_still_trains(tmp_path):
+    conduct(tmp_path, CoinFlips(), steps=4, batch_size=16)
+    trainer, _, _ = conduct(tmp_path, CoinFlips(), steps=6, batch_size=8, resume="latest")
+    assert len(trainer.trained) == 2

@@ -245,7 +245,7 @@ def test_masters_keep_what_bf16_would_lose():
         parameter.grad = torch.ones_like(parameter)
         optimizer.gather()
         optimizer.step()
-    assert float(parameter[0]) == pytest.approx(0.99, abs=2e-3)
+    assert parameter[0].item() == pytest.approx(0.99, abs=2e-3)
 
 
 def test_learning_rate_follows_its_schedule():

@@ -23,15 +23,18 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
 
-    async def save(self, step: int, state: dict, trainer: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write a checkpoint, point `latest` at it, delete the oldest ones."""
+    async def save(self, step: int, state: str, trainer: Callable[[Path], Awaitable[None]]) -> Path:
+        """Write a checkpoint, point `latest` at it, delete the oldest ones.
+
+        `state` is JSON text and no object, so that nothing that happens while the trainer saves can leak into it.
+        """
         final = self._folder / f"step-{step:06d}"
         draft = self._folder / f".{final.name}.tmp"
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             await trainer(draft)
-            (draft / STATE).write_text(json.dumps(state), encoding="utf-8")
+            (draft / STATE).write_text(state, encoding="utf-8")
             _flush(draft)
             self._swap_in(draft, final)
         except OSError as error:

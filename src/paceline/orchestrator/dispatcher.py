@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.config import RunConfig
 from paceline.data import Ledger, Ticket
-from paceline.orchestrator.breaker import Breaker
+from paceline.orchestrator.breaker import Breaker, RunStopped
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import Player
 from paceline.orchestrator.gate import Gate
@@ -94,6 +94,9 @@ class Dispatcher:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
         self._tasks.discard(task)
         if task.cancelled():
+            if not self._stopped:
+                self._failure = self._failure or RunStopped(f"ticket {ticket.number} was cancelled from outside")
+            self._changed.set()
             return
         try:
             self._judge(task.result())
@@ -148,10 +151,11 @@ class Dispatcher:
 
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
-        for rollout in group.failed:
-            self._breaker.failure(rollout.error or "unknown")
-        for _ in group.rollouts:
-            self._breaker.success()
+        for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
+            if rollout.error is None:
+                self._breaker.success()
+            elif not rollout.dropped:
+                self._breaker.failure(rollout.error)
 
     # -- shipping ---------------------------------------------------------------------------------------------------
 
@@ -199,6 +203,8 @@ class Dispatcher:
     def _ship(self, batch: list[Group]) -> list[Group]:
         for group in batch:
             del self._buffer[group.ticket]
+        # A batch that groups could not fill exactly still counts as a whole one, or the gate would drift open.
+        self._gate.accepted += self._config.batch_size - sum(group.places for group in batch)
         return batch
 
     def take_tally(self) -> Tally:

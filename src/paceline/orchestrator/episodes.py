@@ -5,7 +5,7 @@ import copy
 
 from paceline.data import Row, Ticket
 from paceline.envs import POLICY
-from paceline.inference import EngineError, RequestError
+from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
 from paceline.rollout import Group, Rollout, Seat, Voice, assemble
@@ -44,18 +44,23 @@ class Player:
         try:
             play = course.environment.play(copy.deepcopy(row), {POLICY: seat})
             outcome = await self._clock.within(course.config.timeout, what, play)
-        except EngineError as error:
-            if not isinstance(error, RequestError):
-                raise
-            rollout.error = f"{course.name}: {error}"
-        except Exception as error:  # whatever a user's environment raises belongs to its episode alone
-            rollout.error = f"{course.name}: {type(error).__name__}: {error}"
-        else:
             if outcome is None:
-                rollout.error = f"{course.name}: dropped by the environment"
+                rollout.error, rollout.dropped = f"{course.name}: dropped by the environment", True
             elif not seat.turns:
                 rollout.error = f"{course.name}: the episode ended without a word from the policy"
             else:
-                rollout.reward = float(outcome.rewards[POLICY])
                 rollout.metrics = {name: float(value) for name, value in outcome.metrics.items()}
+                rollout.reward = float(outcome.rewards[POLICY])
+        except EngineError as error:
+            if not isinstance(error, RequestError | Overloaded):
+                raise
+            rollout.error = f"{course.name}: {error}"
+        except asyncio.CancelledError:
+            # Ours to pass on only if we were cancelled; otherwise something inside the environment was.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            rollout.error = f"{course.name}: something the environment awaited was cancelled"
+        except Exception as error:  # whatever a user's environment raises belongs to its episode alone
+            rollout.error = f"{course.name}: {type(error).__name__}: {error}"
         return rollout

@@ -4,6 +4,7 @@ Everything else in a run hangs on these lines. `staleness = 0` and `staleness = 
 rides ahead of training is the gate's business, and the dispatcher goes on sampling whenever this loop awaits.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ class Conductor:
             "cursors": {course.name: course.cursor.state() for course in courses},
             "algorithms": {course.name: course.algorithm.state() for course in courses},
         }
-        await self._p.checkpoints.save(self.step, state, self._p.trainer.save)
+        await self._p.checkpoints.save(self.step, json.dumps(state), self._p.trainer.save)
         self._saved_at = self.step
         self._flush_tickets()
 
@@ -171,7 +172,8 @@ class Conductor:
         await self._p.trainer.load(path)
         self.step = self._saved_at = state["step"]
         self._ledger.load(state["ledger"])
-        self._gate.accepted = self._ledger.trained_places
+        # Whole batches, as the gate counts them: the batch size may have changed since.
+        self._gate.accepted = self._p.trainer.version * self._config.batch_size
         for course in self._p.courses.values():
             course.cursor.load(state["cursors"][course.name])
             course.algorithm.load(state["algorithms"][course.name])

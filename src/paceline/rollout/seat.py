@@ -40,6 +40,7 @@ class Seat:
         self._voice = voice
         self._noise = tuple(noise)
         self._order = order
+        self._calls = 0
 
     async def chat(self, messages: Sequence[Message]) -> Reply:
         """The policy's next message in this conversation."""
@@ -54,6 +55,8 @@ class Seat:
 
     async def _speak(self, prompt: list[int], messages: list[Message] | None) -> Reply:
         sampling = self._voice.sampling
+        noise = noise_key(*self._noise, self._calls)
+        self._calls += 1
         completion = await self._voice.pool.generate(
             GenerateRequest(
                 prompt_ids=tuple(prompt),
@@ -62,7 +65,7 @@ class Seat:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 stop_token_ids=self._voice.end_tokens,
-                noise=noise_key(*self._noise, len(self.turns)),
+                noise=noise,
                 order=self._order,
             )
         )

@@ -37,6 +37,8 @@ class Rollout:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    dropped: bool = False
+    """The environment gave this draw up on purpose: no failure, and no rollout either."""
     samples: list[Sample] = field(default_factory=list)
 
     @property

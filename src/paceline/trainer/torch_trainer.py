@@ -1,13 +1,16 @@
 """The torch trainer: samples in, one optimizer step, new weights out."""
 
 import asyncio
+import errno
 import json
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -120,7 +123,7 @@ class TorchTrainer:
         assert entropy is not None
         streams = ("advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale", "versions")
         chosen = {name: at[name] for name in streams}
-        return Tokens(logprobs=logprobs, behaviour=at["logprobs"], entropy=entropy, **chosen), hidden.sum() * 0
+        return Tokens(logprobs=logprobs, behaviour=at["logprobs"], entropy=entropy, **chosen), (hidden * 0).sum()
 
     def _hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Hidden states, and for each token of the micro-batch the place of its own."""
@@ -160,7 +163,11 @@ class TorchTrainer:
     def _save(self, folder: Path) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in self._optimizer.tensors().items()}
         tensors["rng"] = torch.get_rng_state()
-        save_file(tensors, folder / "trainer.safetensors")
+        try:
+            save_file(tensors, folder / "trainer.safetensors")
+        except SafetensorError as error:  # it wraps a full disk into an error of its own
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
         state = {"version": self.version, "optimizer_steps": self._optimizer.steps, "bad_steps": self._bad_steps}
         (folder / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
 

@@ -121,7 +121,11 @@ class EmbeddedEngine:
         answer: Future = Future()
 
         def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
+                if self._failure is not None or self._closed:
+                    raise EngineError(f"the engine stopped: {self._failure or 'it was closed'}")
                 answer.set_result(work())
             except Exception as error:
                 answer.set_exception(error)
@@ -199,6 +203,12 @@ class EmbeddedEngine:
         return time.perf_counter() - start
 
     def _fail_all(self, error: EngineError) -> None:
+        """Answer everybody, those included whose request was still on its way."""
+        self._closed = True
+        while not self._inbox.empty():
+            work = self._inbox.get_nowait()
+            if work is not None:
+                work()
         for sequence in self._scheduler.drain():
             if sequence.future.set_running_or_notify_cancel():
                 sequence.future.set_exception(error)
