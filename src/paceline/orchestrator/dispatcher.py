@@ -8,7 +8,7 @@ and training does not.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -207,8 +207,12 @@ class Dispatcher:
         self._gate.accepted += self._config.batch_size - sum(group.places for group in batch)
         return batch
 
-    def take_tally(self) -> Tally:
+    def take_tally(self, batch: Sequence[Group]) -> Tally:
+        """What led to this batch: groups drawn after its last ticket are left for the next one."""
+        last = max(group.ticket.number for group in batch)
         tally, self.tally = self.tally, Tally()
+        self.tally.resolved = [group for group in tally.resolved if group.ticket.number > last]
+        tally.resolved = [group for group in tally.resolved if group.ticket.number <= last]
         return tally
 
     def stop(self) -> None:

@@ -115,7 +115,7 @@ class Conductor:
         self.step += 1
         for group in batch:
             self._ledger.train(group.ticket, self.step, group.places)
-        tally = self._dispatcher.take_tally()
+        tally = self._dispatcher.take_tally(batch)
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
         metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:

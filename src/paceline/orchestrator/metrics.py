@@ -28,7 +28,7 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
     }
     for reason in ("zero_advantage", "group_too_small", "stale"):
         metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
-    metrics["drop_ratio"] = tally.dropped.total() / max(1, len(tally.resolved))
+    metrics["drop_ratio"] = tally.dropped.total() / (tally.dropped.total() + len(batch))
     return metrics
 
 
