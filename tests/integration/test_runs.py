@@ -211,7 +211,8 @@ def test_check_prints_a_file_that_resolves_to_itself(tmp_path):
 
 @pytest.mark.parametrize("extra", [["--model.lora.rank", "4"], ["--model.dtype", "bfloat16"]])
 def test_lora_and_bf16_run_end_to_end(tmp_path, extra):
-    done = paceline(tmp_path, "train", QUICKSTART, *SMALL, "--steps", "3", *extra)
+    """Synchronously, so that no reply spans a swap: only then do engine and trainer speak of the same numbers."""
+    done = paceline(tmp_path, "train", QUICKSTART, *SMALL, "--steps", "3", "--staleness", "0", *extra)
     assert done.returncode == 0, done.stderr
     from transformers import AutoModelForCausalLM
 
