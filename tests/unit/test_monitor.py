@@ -36,6 +36,7 @@ from paceline.monitor import (
     summary,
 )
 from paceline.monitor.cells import blocks
+from paceline.monitor.history import History
 from paceline.monitor.plot import smooth
 from paceline.monitor.text import change, clock, count, seconds
 
@@ -489,6 +490,8 @@ class TestPlot:
     def test_missing_values_leave_no_point(self, tmp_path: Path) -> None:
         lines = [{"step": 1, "reward/a/mean": None}, {"step": 2, "reward/a/mean": -3.5}]
         plot_rewards(lines, tmp_path / "rewards.png", "demo")
+        assert History.of(lines).rewards == {"a": [(2, -3.5)]}
+        assert (tmp_path / "rewards.png").is_file()
 
     def test_smoothing_keeps_a_straight_line_and_its_ends(self) -> None:
         line = [(step, 0.1 * step) for step in range(100)]
