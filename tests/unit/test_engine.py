@@ -12,10 +12,12 @@ from conftest import VOCABULARY, tiny_model
 from paceline.config.inference import Engine as EngineConfig
 from paceline.inference import Completion, EmbeddedEngine, EngineError, GenerateRequest, RequestError, noise_key
 from paceline.inference.engine.cache import SlotCache
+from paceline.inference.engine.catalog import POLICY
 from paceline.inference.engine.noise import uniform
 from paceline.inference.engine.sampler import Draw, inverse_cdf, keep_top, sample
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.model.shape import attention_shape
 
 
 def requests(groups: int = 5, members: int = 3, seed: int = 0, **settings) -> list[GenerateRequest]:
@@ -71,7 +73,14 @@ def trainer_logprobs(model, request: GenerateRequest, completion: Completion) ->
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"prefill_tokens": 16, "max_running": 8}, {"prefill_tokens": 5, "max_running": 4}]
+    "config",
+    [
+        {},
+        {"prefill_tokens": 16, "max_running": 8},
+        {"prefill_tokens": 5, "max_running": 4},
+        {"cache": "pages"},
+        {"cache": "pages", "prefill_tokens": 16, "max_running": 8},
+    ],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_engine_logprobs_equal_trainer_logprobs(model, config, seed):
@@ -90,10 +99,13 @@ def test_a_request_does_not_depend_on_who_else_is_served(model):
     assert [c.token_ids for c in crowd[::4]] == [c.token_ids for c in alone]
 
 
-def test_deterministic_is_bit_for_bit_in_any_order(model):
+@pytest.mark.parametrize("cache", ["slots", "pages"])
+def test_deterministic_is_bit_for_bit_in_any_order(model, cache):
     wanted = requests(groups=8)
     runs = [
-        complete(twin(model), wanted, random.Random(s).sample(range(24), 24), deterministic=True, max_running=7)
+        complete(
+            twin(model), wanted, random.Random(s).sample(range(24), 24), deterministic=True, max_running=7, cache=cache
+        )
         for s in range(3)
     ]
     assert runs[0] == runs[1] == runs[2]
@@ -115,8 +127,8 @@ def test_a_common_prompt_is_computed_once(model):
     computed = []
 
     async def work(engine):
-        run = engine._runner.run
-        engine._runner.run = lambda chunks: (computed.extend(c.length for c in chunks), run(chunks))[1]
+        launch = engine._runner.launch
+        engine._runner.launch = lambda chunks: (computed.extend(c.length for c in chunks), launch(chunks))[1]
         await asyncio.gather(*(engine.generate(request) for request in wanted))
 
     serve(twin(model), work, max_running=16)
@@ -132,8 +144,8 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
 
         def stepping():
             step()
-            if engine.tokens == when and engine._scheduler.version == 0:
-                engine._swap(WeightUpdate(1, dict(other.named_parameters())))
+            if engine.tokens == when and engine._catalog.versions[POLICY] == 0:
+                engine._swap(WeightUpdate(1, dict(other.named_parameters())), None)
 
         engine._step = stepping
         return await engine.generate(request)
@@ -218,12 +230,12 @@ def test_cancelled_requests_leave_and_their_slots_are_used_again(model):
             task.cancel()
         await asyncio.gather(*doomed, return_exceptions=True)
         kept = await engine.generate(GenerateRequest(prompt_ids=(1, 2), max_tokens=3))
-        await until(lambda: not engine._scheduler.running and not engine._scheduler.waiting)
-        return kept, len(engine._scheduler._free)
+        await until(lambda: engine._scheduler.idle)
+        return kept, engine._cache.used
 
-    kept, free = serve(twin(model), work, max_running=4)
+    kept, used = serve(twin(model), work, max_running=4)
     assert len(kept.token_ids) == 3
-    assert free == 4
+    assert used == 0
 
 
 def test_not_finite_logits_fail_the_request_by_name(model):
@@ -236,7 +248,7 @@ def test_not_finite_logits_fail_the_request_by_name(model):
 
 def test_an_engine_that_breaks_fails_every_request_with_the_cause(model):
     async def work(engine):
-        engine._runner.run = lambda chunks: 1 / 0
+        engine._runner.launch = lambda chunks: 1 / 0
         answers = await asyncio.gather(*(engine.generate(r) for r in requests()), return_exceptions=True)
         with pytest.raises(EngineError, match="division by zero"):
             await engine.generate(requests()[0])
@@ -253,7 +265,7 @@ def test_an_engine_that_breaks_answers_what_was_still_on_its_way(model):
             time.sleep(0.2)
             raise RuntimeError("out of memory")
 
-        engine._runner.run = fail
+        engine._runner.launch = fail
         first = asyncio.create_task(engine.generate(requests()[0]))
         await asyncio.sleep(0.1)
         late = [engine.policy(), engine.generate(requests()[1]), engine.load_weights(WeightUpdate(1, {}))]
@@ -292,7 +304,7 @@ def test_samples_follow_the_distribution():
     torch.manual_seed(0)
     logits = torch.randn(1500) * 2
     for temperature in (0.7, 1.3):
-        tokens, logprobs, _ = sample(logits.expand(40_000, -1), draws(40_000, temperatures=temperature))
+        tokens, logprobs, *_ = sample(logits.expand(40_000, -1), draws(40_000, temperatures=temperature))
         probs = torch.softmax(logits / temperature, -1)
         counts = torch.bincount(tokens, minlength=1500)
         often = probs * 40_000 > 10
@@ -308,7 +320,7 @@ def test_truncation_keeps_exactly_the_top():
     ]
     assert keep_top(probs, torch.tensor([1.0]), torch.tensor([1])).count_nonzero() == 1
     assert keep_top(probs, torch.tensor([1e-9]), torch.tensor([0])).count_nonzero() == 1
-    tokens, logprobs, log_z = sample(probs.log().expand(500, -1), draws(500, top_k=2))
+    tokens, logprobs, log_z, _ = sample(probs.log().expand(500, -1), draws(500, top_k=2))
     assert set(tokens.tolist()) == {1, 3}
     # Log probabilities stay those of the full vocabulary; what was cut is reported beside them.
     assert torch.allclose(logprobs, probs[0].log()[tokens])
@@ -343,7 +355,7 @@ def test_inverse_cdf_never_picks_what_has_no_mass():
 
 def test_requests_queue_by_order_then_arrival(model):
     """Older tickets first, whoever arrives first."""
-    cache = SlotCache(model.config, 1, 16, 16, torch.float32, "cpu")
+    cache = SlotCache(attention_shape(model), 1, 16, 16, torch.float32, "cpu")
     scheduler = Scheduler(cache, prefill_tokens=100)
     from concurrent.futures import Future
 
@@ -355,5 +367,6 @@ def test_requests_queue_by_order_then_arrival(model):
     served = []
     while chunks := scheduler.schedule():
         served.append(chunks[0].sequence.request.order)
+        scheduler.land(chunks[0])
         scheduler.release(chunks[0].sequence)
     assert served == [1, 1, 3, 5]

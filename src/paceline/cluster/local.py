@@ -14,7 +14,8 @@ from paceline.config.inference import Sampling
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products, twin
+from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
+from paceline.model.loading import engine_twin
 from paceline.orchestrator import Course, lay_out
 from paceline.rollout import Renderer, Voice
 from paceline.trainer import TorchTrainer
@@ -46,13 +47,19 @@ def local(
     courses = lay_out(config, environments)
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
-    model = attach_lora(load_model(config.model, device), config.model, config.seed)
+    model = load_model(config.model, device)
+    served = engine_twin(model, config.model)
+    model = attach_lora(model, config.model, config.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    config = share_cores(config, parameters)
+    config = share_cores(make_room_for_adapter(config), parameters)
     ends = end_tokens(tokenizer, model)
     renderer = Renderer(tokenizer, ends)
     engine = EmbeddedEngine(
-        twin(model), config.engine, deterministic=config.deterministic, fp32_head=config.model.fp32_head
+        served,
+        config.engine,
+        deterministic=config.deterministic,
+        fp32_head=config.model.fp32_head,
+        lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
     )
     trainer = TorchTrainer(
         model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
@@ -78,6 +85,15 @@ def pick_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise PacelineError('device = "cuda", but torch sees no GPU here: set device = "cpu" or "auto"')
     return wanted
+
+
+def make_room_for_adapter(config: RunConfig) -> RunConfig:
+    """Under LoRA the policy is an adapter, and the engine needs a slot that holds it."""
+    lora, engine = config.model.lora, config.engine
+    if lora is None:
+        return config
+    room = {"adapters": max(1, engine.adapters), "adapter_rank": max(lora.rank, engine.adapter_rank)}
+    return config.model_copy(update={"engine": engine.model_copy(update=room)})
 
 
 def share_cores(config: RunConfig, parameters: int) -> RunConfig:

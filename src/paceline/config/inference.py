@@ -39,5 +39,19 @@ class Engine(Section):
     """Requests that may queue before new ones are refused."""
     on_swap: Literal["keep", "recompute"] = "keep"
     """What running requests do with their KV cache when the weights change under them."""
+    verify_weights: bool = True
+    """Check the fingerprint and the canary of every weight update before anything is sampled from it."""
+    in_flight: int | None = Field(default=None, ge=0, le=16)
+    """Steps launched before the host reads the first one's tokens; 3 on CUDA and 0 on CPU when left out."""
+    cache: Literal["auto", "slots", "pages"] = "auto"
+    """How keys and values are kept: a row per request (CPU) or shared pages (CUDA, always)."""
+    cache_gib: float | None = Field(default=None, gt=0)
+    """Memory for the paged cache; half of the GPU's free memory when left out."""
+    compile: bool = True
+    """Compile the model on CUDA: about half a minute at the start, then up to twice as fast."""
+    adapters: int = Field(default=0, ge=0, le=64)
+    """LoRA adapters that can be served at once, the policy's own included."""
+    adapter_rank: int = Field(default=16, ge=1)
+    """Highest rank of a served adapter."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; a share of the cores when left out."""

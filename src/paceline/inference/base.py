@@ -1,13 +1,15 @@
 """What every engine speaks: requests in, completions out, weights between two tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 from paceline.errors import PacelineError
 from paceline.model.weights import Policy, WeightUpdate
 
 Finish = Literal["stop", "length"]
+TopLogprobs = list[tuple[int, float]]
+"""The most probable tokens at one place with their log probabilities, best first."""
 
 
 class EngineError(PacelineError):
@@ -18,8 +20,20 @@ class RequestError(EngineError):
     """This request can never be answered; another may be."""
 
 
+class UnknownModel(RequestError):
+    """The request names a model that is not served."""
+
+
 class Overloaded(EngineError):
     """The queue is full; the same request may succeed later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must look like: any JSON, JSON of a schema, or a regular expression."""
+
+    kind: Literal["json", "json_schema", "regex"]
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +51,24 @@ class GenerateRequest:
     """Key of this request's noise stream: the same key draws the same noise, whatever else the engine does."""
     order: int = 0
     """Lower goes first when requests queue: the ticket's number in a run."""
+    model: str = ""
+    """The adapter that answers, by name; empty for the policy itself."""
+    top_logprobs: int = 0
+    """How many of the most probable tokens to report beside each sampled one."""
+    grammar: Grammar | None = None
+
+
+class Piece(NamedTuple):
+    """Newly sampled tokens of a completion that is still running."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    top: list[TopLogprobs] | None = None
+
+
+Listener = Callable[[Piece], None]
+"""Hears every piece of one completion, in order, on the engine's thread: it must return at once and never raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +81,57 @@ class Completion:
     finish: Finish
     log_z: list[float] | None = None
     """Log of the probability mass that top-p and top-k kept, per token; None when nothing was cut."""
+    top: list[TopLogprobs] | None = None
     recomputed: bool = False
     """Whether the KV cache was recomputed when the weights changed under this request."""
+    cached: int = field(default=0, compare=False)
+    """Prompt tokens whose keys and values were shared instead of computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Vital signs, for metrics and routing."""
+
+    running: int = 0
+    waiting: int = 0
+    capacity: int = 0
+    """Requests that may run at once."""
+    steps: int = 0
+    tokens: int = 0
+    """Tokens sampled since the start."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens shared instead of computed."""
+    preempted: int = 0
+    swaps: int = 0
+    pause_seconds: float = 0.0
+    """Time decoding stood still for weight updates, all in all."""
+    busy_seconds: float = 0.0
+    cache_used: float = 0.0
+    """Part of the KV cache in use, 0 to 1."""
+    asleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine can take; a request beyond it is refused at once."""
+
+    max_context: int
+    vocabulary: int
+    max_top_logprobs: int = 20
+    adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 class Engine(Protocol):
     """Turns token ids into sampled tokens with logprobs, and scores given tokens."""
 
-    async def generate(self, request: GenerateRequest) -> Completion: ...
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        """One completion. Cancelling the awaiting task takes the request out of the engine."""
+        ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
         ...
 
@@ -69,6 +142,22 @@ class Engine(Protocol):
     async def policy(self) -> Policy:
         """Version and fingerprint of the weights really served."""
         ...
+
+    async def limits(self) -> Limits: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def pause(self) -> None:
+        """Stop between two steps; requests wait where they are."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Pause and give the KV cache's memory back; running requests are computed anew after `wake`."""
+        ...
+
+    async def wake(self) -> None: ...
 
     @property
     def busy_seconds(self) -> float:

@@ -7,17 +7,20 @@ from paceline.model.loading import (
     ModelError,
     attach_lora,
     end_tokens,
+    engine_twin,
     load_model,
     load_tokenizer,
     resolve,
     trainable,
     twin,
 )
-from paceline.model.weights import Policy, WeightUpdate, fingerprint
+from paceline.model.weights import Adapter, Canary, Policy, WeightUpdate, fingerprint
 
 __all__ = [
     "ATTENTION",
     "PLAN",
+    "Adapter",
+    "Canary",
     "Head",
     "ModelError",
     "PackedPlan",
@@ -26,6 +29,7 @@ __all__ = [
     "WeightUpdate",
     "attach_lora",
     "end_tokens",
+    "engine_twin",
     "fingerprint",
     "load_model",
     "load_tokenizer",

@@ -29,7 +29,6 @@ _HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
-    "is_causal",
     "is_decoding",
     "num_items_in_batch",
     "labels",
@@ -39,6 +38,10 @@ _HARMLESS = {
 
 class UnsupportedModel(PacelineError):
     """A model that needs something the attention function does not do."""
+
+
+class NoPlan(RuntimeError):
+    """The attention function was reached without a plan: the caller forgot it, or the model does not pass it on."""
 
 
 class Plan(Protocol):
@@ -64,7 +67,9 @@ def attention(
     """transformers' attention signature over a plan."""
     plan: Plan | None = kwargs.pop(PLAN, None)
     if plan is None:
-        raise RuntimeError("a Paceline model was called without an attention plan")
+        raise NoPlan("a Paceline model was called without an attention plan")
+    if kwargs.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(f"{type(module).__name__} looks ahead (is_causal is False), which is not supported")
     for name, given in kwargs.items():
         if given is not None and name not in _HARMLESS:
             raise UnsupportedModel(f"{type(module).__name__} asks its attention for `{name}`, which is not supported")

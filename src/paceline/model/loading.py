@@ -14,12 +14,11 @@ from transformers.utils import logging as transformers_logging
 from paceline.config.model import Model
 from paceline.errors import PacelineError
 from paceline.model.attention import ATTENTION, UnsupportedModel
+from paceline.model.support import check_supported, without_dropout
 
 QUICKSTART = "paceline:quickstart"
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
 transformers_logging.disable_progress_bar()
-
-ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 
 
 class ModelError(PacelineError):
@@ -67,22 +66,16 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"model `{config.name}` cannot be loaded: {_first_line(error)}") from error
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        # Old model code picks a class by the attention's name while it is being built.
+        raise UnsupportedModel(f"model `{config.name}`: transformers offers no attention interface for it") from error
+    model = model.to(device).eval()
+    without_dropout(model)
     check_supported(model)
     model.generation_config = copy.deepcopy(model.generation_config)
-    return model.to(device).eval()
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse by name what would run but compute something else."""
-    config = model.config.get_text_config()
-    kind = type(model).__name__
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ROPE_OF_WHOLE_BATCH:
-        raise UnsupportedModel(f"{kind}: rope type `{rope['rope_type']}` looks at the whole batch; not supported")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModel(f"{kind}: attention softcapping is not supported")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{kind}: transformers offers no attention interface for it")
+    return model
 
 
 def attach_lora(model: PreTrainedModel, config: Model, seed: int) -> PreTrainedModel:
@@ -112,6 +105,16 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     for parameter in clone.parameters():
         parameter.requires_grad_(False)
     return clone.eval()
+
+
+def engine_twin(model: PreTrainedModel, config: Model) -> PreTrainedModel:
+    """The engine's model, made before `attach_lora`: plain, without peft.
+
+    Under LoRA the whole base is frozen and so shared with the trainer; the adapters reach the engine in its slots.
+    """
+    if config.lora is not None:
+        model.requires_grad_(False)
+    return twin(model)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

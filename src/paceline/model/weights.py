@@ -1,6 +1,8 @@
 """What travels from trainer to engine, and how both prove that they hold the same bits."""
 
-from collections.abc import Iterable, Mapping
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,27 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter an update carries instead of the model's own weights."""
+
+    name: str
+    """The model name requests choose it by; empty for the policy's own."""
+    scale: float
+    """alpha / rank: what the product of its two matrices is multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A short token sequence and the log probabilities the trainer gives its tokens under the new weights."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One per token at temperature 1; 0.0 for the first."""
+    tolerance: float
+    """Largest mean absolute difference that still counts as the same weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """The trainable tensors of one policy version, by parameter name.
 
@@ -20,6 +43,11 @@ class WeightUpdate:
 
     version: int
     tensors: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+    """Set when the tensors are an adapter's: names end in `lora_A.weight` and `lora_B.weight`."""
+    expected: str | None = None
+    """The sender's fingerprint of these tensors; an engine that holds others refuses the update."""
+    canary: Canary | None = None
 
     def fingerprint(self) -> str:
         return fingerprint(self.tensors.items())
@@ -39,19 +67,35 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     Additive over elements with their global index, so shards combine by sum. The name's hash enters each tensor's sum,
     so two tensors cannot trade places unseen.
     """
+    pairs = list(named)
     total = 0
-    for name, tensor in named:
-        salt = int.from_bytes(name.encode()[-8:].rjust(8, b"\0"), "big") ^ (len(name) * 0x9E3779B97F4A7C15)
-        total += (tensor_sum(tensor) * ((salt << 1) | 1)) & MASK
+    for (name, _), value in zip(pairs, tensor_sums([tensor for _, tensor in pairs]), strict=True):
+        # All of the name: `layers.0` and `layers.1` differ in the middle, not in length or ending.
+        salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+        total += (value * ((salt << 1) | 1)) & MASK
     return f"{total & MASK:016x}"
 
 
-def tensor_sum(tensor: Tensor, chunk: int = 1 << 22) -> int:
-    """sum(bits[i] * mix(i)) mod 2^64, on the tensor's device."""
+def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """sum(bits[i] * mix(i)) mod 2^64 of each tensor, where it lies."""
+    if tensors and all(tensor.is_cuda for tensor in tensors):
+        from paceline.model import cuda_bits
+
+        return [value & MASK for value in cuda_bits.tensor_sums(tensors)]
+    return [tensor_sum(tensor) for tensor in tensors]
+
+
+def tensor_sum(tensor: Tensor, chunk: int = 1 << 20) -> int:
+    """The same for one tensor in plain torch."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = 0
     for start in range(0, len(bits), chunk):
         part = bits[start : start + chunk].long()
-        index = torch.arange(start, start + len(part), device=bits.device, dtype=torch.int64)
-        total += int((part * mix(index)).sum())
+        total += int((part * _mixed(start, bits.device)[: len(part)]).sum())
     return total & MASK
+
+
+@functools.lru_cache(maxsize=8)
+def _mixed(start: int, device: torch.device, chunk: int = 1 << 20) -> Tensor:
+    """mix(i) from `start` on; small models ask for the same few stretches at every publish."""
+    return mix(torch.arange(start, start + chunk, device=device, dtype=torch.int64))

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode, fold, pack
-from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, token_logprobs, trainable
+from paceline.model import PLAN, Adapter, Head, PackedPlan, WeightUpdate, token_logprobs, trainable
+from paceline.model.adapters import trained_adapter
+from paceline.model.canary import make_canary
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
 from paceline.trainer.loss import Loss, Sums, Tokens
@@ -158,7 +160,13 @@ class TorchTrainer:
     def _weights(self) -> WeightUpdate:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        return WeightUpdate(self.version, {name: p.detach() for name, p in trainable(self._model).items()})
+        canary = make_canary(self._model, self._head)
+        adapter = trained_adapter(self._model)
+        if adapter is None:
+            tensors = {name: p.detach() for name, p in trainable(self._model).items()}
+            return WeightUpdate(self.version, tensors, canary=canary)
+        tensors, scale = adapter
+        return WeightUpdate(self.version, tensors, Adapter("", scale), canary=canary)
 
     def _save(self, folder: Path) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in self._optimizer.tensors().items()}

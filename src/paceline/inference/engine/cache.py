@@ -1,41 +1,189 @@
-"""The KV cache: one slot per running request, and the attention plan that reads and writes it."""
+"""The KV cache: what the scheduler asks of one, and the slots that serve a CPU.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A slot is one row of memory per running request: a decode step reads it in place, without gathering. On CUDA `pages.py`
+takes its stead.
+"""
+
+import heapq
+from collections import defaultdict
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from paceline.model.attention import PackedPlan, sdpa, window_mask
+from paceline.inference.engine.sequence import Family, Sequence
+from paceline.model.shape import AttentionShape
+
+
+class Cache(Protocol):
+    """Where keys and values live. All bookkeeping is in launch order: what a launched step writes counts as there."""
+
+    slots: int
+    shares_at_once: bool
+    """Whether a prompt can be shared in the very step that computes it."""
+
+    def fits(self, length: int) -> bool:
+        """Whether a sequence of this length can ever run."""
+        ...
+
+    def admit(self, sequence: Sequence, running: int) -> bool:
+        """Give it a slot and whatever of its tokens is already there (`computed`); False when there is no room."""
+        ...
+
+    def grow(self, sequence: Sequence, length: int) -> bool:
+        """Room for `length` tokens of a running sequence; False when the memory is used up."""
+        ...
+
+    def settle(self) -> None:
+        """Before a step: carry out what admissions left to do."""
+        ...
+
+    def advance(self, sequence: Sequence) -> None:
+        """More of its tokens are computed."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Take its place back; what it computed may be shared until it is overwritten."""
+        ...
+
+    def forget(self) -> None:
+        """The weights changed: nothing computed so far is ever shared again."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the memory back. Nothing may be running."""
+        ...
+
+    def wake(self) -> None: ...
+
+    @property
+    def used(self) -> float: ...
 
 
 class SlotCache:
-    """Keys and values as [slot, position, kv head, dim] per layer; a decode step reads them without gathering.
+    """Keys and values as [slot, position, kv head, dim] per layer.
 
     One slot more than asked for takes the writes of padding rows. The length grows by doubling up to `max_length`, so
-    short conversations never pay for the model's whole context.
+    short conversations never pay for the model's whole context. With `steady`, only prompts are shared, because keys
+    from a decode step may differ from those of a prompt by rounding.
     """
 
+    shares_at_once = False  # a slot is copied before the step that fills it
+
     def __init__(
-        self, config: PreTrainedConfig, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str
-    ) -> None:
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
+        steady: bool = False,
+    ) -> None:  # fmt: skip
         self.slots, self.length, self.max_length = slots, length, max_length
-        shape = (slots + 1, length, heads, dim)
-        self.keys, self.values = (
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(text.num_hidden_layers)] for _ in range(2)
-        )
+        self._shape, self._dtype, self._device, self._steady = shape, dtype, device, steady
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.wake()
+        self._free = list(range(slots))
+        self._left: dict[int, tuple[Family, list[int]]] = {}
+        """What a freed slot still holds, for the next turn of the same conversation."""
+        self._prompts: dict[tuple[Family, tuple[int, ...]], int] = {}
+        """Running slots by their prompt, for the other members of a group."""
+        self._owners: dict[int, tuple[Family, tuple[int, ...]]] = {}
+        self._copies: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """To copy before the next step: (source slot, length) to target slots."""
 
     @property
     def scratch(self) -> int:
         """The slot nobody reads."""
         return self.slots
 
-    def ensure(self, length: int) -> None:
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._device)
+
+    @property
+    def used(self) -> float:
+        return 1 - len(self._free) / self.slots
+
+    def wake(self) -> None:
+        """Take the memory, empty."""
+        shape = (self.slots + 1, self.length, self._shape.kv_heads, self._shape.head_dim)
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(self._shape.layers)]
+            for _ in range(2)
+        )
+
+    def sleep(self) -> None:
+        """Give the memory back."""
+        self.forget()
+        self.keys, self.values = [], []
+
+    def fits(self, length: int) -> bool:
+        return length <= self.max_length
+
+    def admit(self, sequence: Sequence, running: int) -> bool:
+        if not self._free:
+            return False
+        assert sequence.family is not None
+        tokens = sequence.tokens
+        left = self._continued(sequence)
+        if left is None:
+            sequence.slot = heapq.heappop(self._free)
+            source = self._prompts.get((sequence.family, tuple(tokens)))
+            if source is not None and len(tokens) > 1 and sequence.scores is None:
+                sequence.computed = len(tokens) - 1
+                self._copies[source, sequence.computed].append(sequence.slot)
+        else:
+            sequence.slot = left
+            self._free.remove(left)
+            heapq.heapify(self._free)
+            sequence.computed = min(len(self._left[left][1]), len(tokens) - 1)
+        self._left.pop(sequence.slot, None)
+        self._ensure(sequence.limit)
+        return True
+
+    def _continued(self, sequence: Sequence) -> int | None:
+        """A free slot that holds the beginning of this prompt, the longest if there are several."""
+        best, most = None, 0
+        if self._steady or sequence.scores is not None:
+            return None
+        for slot, (family, tokens) in self._left.items():
+            shared = min(len(tokens), len(sequence.tokens) - 1)
+            if shared > most and family == sequence.family and tokens[:shared] == sequence.tokens[:shared]:
+                best, most = slot, shared
+        return best
+
+    def grow(self, sequence: Sequence, length: int) -> bool:
+        return True
+
+    def settle(self) -> None:
+        for (source, length), targets in self._copies.items():
+            slots = torch.tensor(targets, device=self._device)
+            for store in (self.keys, self.values):
+                for layer in store:
+                    layer[slots, :length] = layer[source, :length]
+        self._copies.clear()
+
+    def advance(self, sequence: Sequence) -> None:
+        prompt = sequence.request.prompt_ids
+        if sequence.family is None or sequence.slot in self._owners or sequence.computed < len(prompt) - 1:
+            return
+        key = (sequence.family, prompt)
+        if key not in self._prompts:
+            self._prompts[key] = sequence.slot
+            self._owners[sequence.slot] = key
+
+    def release(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        if key := self._owners.pop(slot, None):
+            del self._prompts[key]
+        if sequence.family is not None and sequence.computed > 1:
+            self._left[slot] = (sequence.family, sequence.tokens[: sequence.computed])
+        heapq.heappush(self._free, slot)
+
+    def forget(self) -> None:
+        self._left.clear()
+        self._prompts.clear()
+        self._owners.clear()
+
+    def _ensure(self, length: int) -> None:
         """Room for `length` positions in every slot."""
         if length <= self.length:
             return
@@ -44,106 +192,13 @@ class SlotCache:
             for layer, old in enumerate(store):
                 store[layer] = F.pad(old, (0, 0, 0, 0, 0, self.length - old.shape[1]))
 
-    def copy_prefix(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Share a computed prompt: copying it is far cheaper than computing it."""
-        slots = torch.tensor(targets, device=self.keys[0].device)
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[slots, :length] = layer[source, :length]
-
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self.keys[layer][slots, positions] = k
         self.values[layer][slots, positions] = v
 
+    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots 0 to `rows`, in place: [rows, width, kv heads, dim]."""
+        return self.keys[layer][:rows, :width], self.values[layer][:rows, :width]
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`length` tokens of one slot, from position `start`."""
-
-    slot: int
-    start: int
-    length: int
-
-
-class CachedPlan:
-    """Attention of one engine step: single tokens over their slots, fresh prompts among themselves, then the rest.
-
-    The tokens of a step lie in that order: `singles`, `fresh`, `resumed`.
-    """
-
-    def __init__(
-        self,
-        cache: SlotCache,
-        singles: Sequence[Span],
-        fresh: Sequence[Span],
-        resumed: Sequence[Span],
-        fixed_shape: bool = False,
-    ) -> None:
-        device = cache.keys[0].device
-        self._cache = cache
-        spans = [*singles, *fresh, *resumed]
-        lengths = torch.tensor([span.length for span in spans])
-        self.slots = torch.tensor([span.slot for span in spans]).repeat_interleave(lengths).to(device)
-        starts = torch.tensor([span.start for span in spans]).repeat_interleave(lengths)
-        first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        self.positions = (starts + torch.arange(len(starts)) - first).to(device)
-        self._singles = len(singles)
-        self._rows = cache.slots + 1 if fixed_shape else max((span.slot for span in singles), default=-1) + 1
-        self._width = cache.length if fixed_shape else max((span.start for span in singles), default=-1) + 1
-        self._dense = self._rows == len(singles) and not fixed_shape
-        """Every row has its query, in order: nothing to scatter or gather."""
-        self._last = _last_positions(singles, self._rows, device)
-        self._masks: dict[int | None, Tensor] = {}
-        self._fresh = PackedPlan([span.length for span in fresh], device) if fresh else None
-        self._fresh_tokens = sum(span.length for span in fresh)
-        self._resumed = resumed
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        self._cache.write(layer, self.slots, self.positions, k, v)
-        parts = []
-        if self._singles:
-            parts.append(self._attend_singles(layer, q[: self._singles], scale, window))
-        at = self._singles
-        if self._fresh is not None:
-            here = slice(at, at + self._fresh_tokens)
-            parts.append(self._fresh.attend(layer, q[here], k[here], v[here], scale, window))
-            at += self._fresh_tokens
-        for span in self._resumed:
-            parts.append(self._attend_resumed(layer, q[at : at + span.length], span, scale, window))
-            at += span.length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _attend_singles(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        """One query per slot. The heads that share a KV head become the query positions of one call, so the cache is
-        read in place and never repeated."""
-        slots = self.slots[: self._singles]
-        keys, values = (store[layer][: self._rows, : self._width] for store in (self._cache.keys, self._cache.values))
-        heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
-        rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
-        rows = rows.reshape(self._rows, kv_heads, heads // kv_heads, dim)
-        if window not in self._masks:
-            seen = window_mask(self._last[:, None], torch.arange(self._width, device=q.device), window)
-            # Additive, because a boolean mask would be converted again in every layer.
-            self._masks[window] = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
-        out = F.scaled_dot_product_attention(
-            rows, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self._masks[window], scale=scale
-        )
-        out = out.reshape(self._rows, heads, dim)
-        return out if self._dense else out.index_select(0, slots)
-
-    def _attend_resumed(self, layer: int, q: Tensor, span: Span, scale: float, window: int | None) -> Tensor:
-        """A later piece of a long prompt looks at all that came before it in its slot."""
-        end = span.start + span.length
-        keys, values = (store[layer][span.slot, :end][None] for store in (self._cache.keys, self._cache.values))
-        queries = torch.arange(span.start, end, device=q.device)
-        mask = window_mask(queries, torch.arange(end, device=q.device), window)
-        return sdpa(q[None], keys, values, scale, mask)[0]
-
-
-def _last_positions(singles: Sequence[Span], rows: int, device: torch.device) -> Tensor:
-    """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
-    last = torch.zeros(rows, dtype=torch.long)
-    last[torch.tensor([span.slot for span in singles], dtype=torch.long)] = torch.tensor(
-        [span.start for span in singles], dtype=torch.long
-    )
-    return last.to(device)
+    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][slot : slot + 1, :width], self.values[layer][slot : slot + 1, :width]

@@ -5,6 +5,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,23 +14,38 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.config import inference
-from paceline.inference.base import Completion, EngineError, GenerateRequest, Overloaded, RequestError
-from paceline.inference.engine.cache import SlotCache
-from paceline.inference.engine.runner import Runner
-from paceline.inference.engine.scheduler import Scheduler
-from paceline.inference.engine.scheduler import Sequence as Running
-from paceline.model import Head, Policy, WeightUpdate, fingerprint
+from paceline.inference.base import (
+    Completion,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    Grammar,
+    Limits,
+    Listener,
+    Overloaded,
+    Piece,
+    RequestError,
+    UnknownModel,
+)
+from paceline.inference.engine.build import build
+from paceline.inference.engine.catalog import POLICY
+from paceline.inference.engine.runner import Flight
+from paceline.inference.engine.sequence import Chunk, Guide
+from paceline.inference.engine.sequence import Sequence as Running
+from paceline.inference.engine.served import Mismatch
+from paceline.model import Policy, WeightUpdate
 
-FIRST_CACHE_LENGTH = 256
 CLOSE_SECONDS = 30.0
+WARM_SECONDS = 900.0
 FLOCK_SECONDS = 0.001
+MAX_TOP_LOGPROBS = 20
 
 
 class EmbeddedEngine:
     """Serves a Hugging Face model from this process.
 
-    Everything that touches the model happens on one thread: a step, then whatever was asked meanwhile (requests, new
-    weights, scores), then the next step. So a weight update needs no lock and falls exactly between two tokens.
+    Everything that touches the model happens on one thread: launch a step, land an older one, then whatever was asked
+    meanwhile (requests, new weights, scores). So a weight update needs no lock and falls exactly between two tokens.
     """
 
     def __init__(
@@ -40,32 +56,41 @@ class EmbeddedEngine:
         deterministic: bool = False,
         fp32_head: bool = False,
         version: int = 0,
+        lora_targets: list[str] | str = "all-linear",
+        grammars: Callable[[Grammar], Guide] | None = None,
     ) -> None:
-        self._model = model
         self._config = config
-        self._parameters = dict(model.named_parameters())
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-        self.max_context = min(config.max_context or limit, limit)
-        first = self.max_context if deterministic else min(FIRST_CACHE_LENGTH, self.max_context)
-        self._cache = SlotCache(
-            model.config, config.max_running, first, self.max_context, model.dtype, str(model.device)
-        )
-        self._scheduler = Scheduler(self._cache, config.prefill_tokens, deterministic)
-        self._scheduler.version = version
-        self._runner = Runner(model, Head(model, fp32_head), self._cache, fixed_shape=deterministic)
+        self._grammars = grammars
+        parts = build(model, config, deterministic, fp32_head, version, lora_targets)
+        self.max_context = parts.max_context
+        self._cache, self._scheduler, self._runner = parts.cache, parts.scheduler, parts.runner
+        self._served, self._catalog = parts.served, parts.catalog
+        self._vocabulary, self._device = parts.vocabulary, model.device
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._flights: deque[Flight] = deque()
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
+        self._ready = threading.Event()
         self._failure: BaseException | None = None
+        self._distrust: str | None = None
         self._closed = False
+        self._paused = False
+        self._asleep = False
         self._busy = 0.0
         self._busy_since: float | None = None
         self.steps = 0
         self.tokens = 0
+        self.swaps = 0
+        self.pause_seconds = 0.0
 
     # -- what callers see -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Begin to serve; answers once the engine is warm."""
         self._thread.start()
+        if not self._ready.wait(WARM_SECONDS):
+            raise EngineError(f"the engine was not ready within {WARM_SECONDS:.0f} s")
+        if self._failure is not None:
+            raise EngineError(f"the engine could not start: {self._failure}") from self._failure
 
     def close(self) -> None:
         """Stop after the step under way; unanswered requests fail."""
@@ -75,39 +100,116 @@ class EmbeddedEngine:
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        return await asyncio.wrap_future(self.submit(request))
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        return await asyncio.wrap_future(self.submit(request, listener))
 
-    def submit(self, request: GenerateRequest) -> "Future[Completion]":
+    def submit(self, request: GenerateRequest, listener: Listener | None = None) -> "Future[Completion]":
         """Queue a request; cancelling the future takes it out again."""
-        prompt = len(request.prompt_ids)
-        if prompt == 0:
-            raise RequestError("the prompt is empty: give at least one token")
-        if prompt >= self.max_context:
-            raise RequestError(f"the prompt has {prompt} tokens, but the context holds {self.max_context}")
-        waiting = self._scheduler.waiting + self._inbox.qsize()
-        if waiting >= self._config.max_waiting:
-            raise Overloaded(f"{waiting} requests are waiting already (engine.max_waiting)")
-        limit = min(prompt + request.max_tokens, self.max_context)
-        sequence = Running(request, Future(), list(request.prompt_ids), limit)
-        self._post(lambda: self._scheduler.add(sequence))
-        return sequence.future
+        self._check(request)
+        limit = min(len(request.prompt_ids) + request.max_tokens, self.max_context)
+        sequence = Running(request, Future(), list(request.prompt_ids), limit, listener)
+        if request.grammar is not None:
+            sequence.guide = self._guide(request.grammar)
+        return self._enqueue(sequence)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        return await self._ask(lambda: self._runner.score(sequences, temperature))
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        """Scored tokens go through the same steps as prompts, beside whatever is being generated."""
+        futures = []
+        for ids in sequences:
+            request = GenerateRequest(prompt_ids=tuple(ids), max_tokens=1, temperature=temperature, model=model)
+            self._check(request, room=0)
+            if temperature == 0:
+                raise RequestError("temperature 0 has no log probabilities to score with: give a positive one")
+            futures.append(self._enqueue(Running(request, Future(), list(ids), len(ids), scores=[])))
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        return await self._ask(lambda: self._swap(update))
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._device))
+        return await self._ask(lambda: self._swap(update, ready))
 
     async def policy(self) -> Policy:
-        return await self._ask(lambda: Policy(self._scheduler.version, fingerprint(self._parameters.items())))
+        return await self._ask(self._served.policy)
+
+    async def limits(self) -> Limits:
+        return Limits(self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters)
+
+    async def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting + self._inbox.qsize(),
+            capacity=self._config.max_running,
+            steps=self.steps,
+            tokens=self.tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            preempted=scheduler.preempted,
+            swaps=self.swaps,
+            pause_seconds=self.pause_seconds,
+            busy_seconds=self.busy_seconds,
+            cache_used=self._cache.used,
+            asleep=self._asleep,
+        )
+
+    async def pause(self) -> None:
+        await self._ask(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        await self._ask(lambda: self._hold(False))
+
+    async def sleep(self) -> None:
+        await self._ask(self._fall_asleep)
+
+    async def wake(self) -> None:
+        await self._ask(self._wake_up)
 
     @property
     def busy_seconds(self) -> float:
         since = self._busy_since
         return self._busy + (time.perf_counter() - since if since is not None else 0.0)
 
-    # -- the thread -------------------------------------------------------------------------------------------------
+    # -- the door -----------------------------------------------------------------------------------------------------
+
+    def _check(self, request: GenerateRequest, room: int = 1) -> None:
+        prompt = len(request.prompt_ids)
+        if prompt == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        if prompt + room > self.max_context:
+            raise RequestError(f"the prompt has {prompt} tokens, but the context holds {self.max_context}")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocabulary:
+            raise RequestError(f"the prompt holds token ids outside the vocabulary (0 to {self._vocabulary - 1})")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}: ask for at least one")
+        if not (math.isfinite(request.temperature) and request.temperature >= 0):
+            raise RequestError(f"temperature is {request.temperature}: give a number from 0 on")
+        if not 0 < request.top_p <= 1 or request.top_k < 0:
+            raise RequestError("top_p must be above 0 and at most 1, top_k 0 or more")
+        if not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"top_logprobs is {request.top_logprobs}: at most {MAX_TOP_LOGPROBS} are given")
+        if request.model not in self._catalog.versions:
+            served = ", ".join(sorted(self._catalog.adapters)) or "none"
+            raise UnknownModel(f"no adapter `{request.model}` is loaded; loaded are: {served}")
+        if self._distrust is not None:
+            raise EngineError(self._distrust)
+
+    def _guide(self, grammar: Grammar) -> Guide:
+        if self._grammars is None:
+            raise RequestError("constrained output needs xgrammar: pip install 'paceline[grammar]'")
+        return self._grammars(grammar)
+
+    def _enqueue(self, sequence: Running) -> "Future[Any]":
+        if not self._cache.fits(sequence.limit):
+            raise RequestError(f"{sequence.limit} tokens do not fit the engine's KV cache: lower max_tokens")
+        waiting = self._scheduler.waiting + self._inbox.qsize()
+        if waiting >= self._config.max_waiting:
+            raise Overloaded(f"{waiting} requests are waiting already (engine.max_waiting)")
+        self._post(lambda: self._scheduler.add(sequence))
+        return sequence.future
 
     def _post(self, work: Callable[[], None]) -> None:
         if self._failure is not None:
@@ -133,11 +235,15 @@ class EmbeddedEngine:
         self._post(run)
         return await asyncio.wrap_future(answer)
 
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
     def _serve(self) -> None:
-        if self._config.threads and self._model.device.type == "cpu":
+        if self._config.threads and self._device.type == "cpu":
             torch.set_num_threads(self._config.threads)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._runner.place():
+                self._runner.warm()
+                self._ready.set()
                 while self._attend_inbox():
                     self._step()
         except Exception as error:
@@ -145,13 +251,15 @@ class EmbeddedEngine:
             self._fail_all(EngineError(f"the engine stopped: {error}"))
         else:
             self._fail_all(EngineError("the engine was closed"))
+        finally:
+            self._ready.set()
 
     def _attend_inbox(self) -> bool:
         """Do what was asked since the last step; sleep when there is nothing to decode. False: stop.
 
         Requests come in flocks: an idle engine that wakes up waits a moment for the rest, and then runs full steps.
         """
-        idle = not self._scheduler.running and not self._scheduler.waiting
+        idle = not self._flights and (self._paused or self._scheduler.idle)
         wait: float | None = None if idle else 0.0
         while True:
             try:
@@ -164,43 +272,101 @@ class EmbeddedEngine:
             wait = FLOCK_SECONDS if idle and self._scheduler.waiting else 0.0
 
     def _step(self) -> None:
-        chunks = self._scheduler.schedule()
-        if not chunks:
-            return
-        version = self._scheduler.version
+        """Launch the next step, then land what is due: the device never waits for the host to look."""
         self._busy_since = time.perf_counter()
-        sampled = self._runner.run(chunks)
+        chunks = [] if self._paused else self._scheduler.schedule()
+        if chunks:
+            self._flights.append(self._runner.launch(chunks))
+            self.steps += 1
+        self._land(self._runner.depth if chunks else max(0, len(self._flights) - 1))
         self._busy, self._busy_since = self.busy_seconds, None
-        self.steps += 1
-        self.tokens += len(sampled)
-        for chunk in chunks:
-            self._scheduler.advance(chunk)
-        for chunk, token, logprob, log_z in sampled:
-            self._accept(chunk.sequence, token, logprob, log_z, version)
 
-    def _accept(self, sequence: Running, token: int, logprob: float, log_z: float | None, version: int) -> None:
+    def _land(self, leave: int) -> None:
+        """Land the oldest steps until `leave` are in flight."""
+        while len(self._flights) > leave:
+            flight = self._flights.popleft()
+            flight.land()
+            for chunk in flight.chunks:
+                self._accept(chunk)
+
+    def _accept(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        self._scheduler.land(chunk)
         if sequence.future.cancelled():
             self._scheduler.release(sequence)
-        elif not math.isfinite(logprob):
-            self._scheduler.release(sequence)
-            if sequence.future.set_running_or_notify_cancel():
-                sequence.future.set_exception(EngineError(f"the model's logits are not finite at version {version}"))
-        elif finish := sequence.append(token, logprob, log_z, version):
-            self._scheduler.release(sequence)
-            if sequence.future.set_running_or_notify_cancel():
-                sequence.future.set_result(sequence.completion(finish))
+        elif chunk.scores is not None:
+            self._accept_scores(sequence, chunk.scores)
+        elif chunk.drawn is not None and not sequence.future.done():  # else it ended while this step was in flight
+            self._accept_token(sequence, chunk)
 
-    def _swap(self, update: WeightUpdate) -> float:
+    def _accept_scores(self, sequence: Running, scores: list[float]) -> None:
+        assert sequence.scores is not None
+        sequence.scores += scores
+        if len(sequence.scores) >= len(sequence.tokens) - 1:
+            self._scheduler.release(sequence)
+            _answer(sequence, [0.0, *sequence.scores])
+
+    def _accept_token(self, sequence: Running, chunk: Chunk) -> None:
+        drawn = chunk.drawn
+        assert drawn is not None
+        if not math.isfinite(drawn.logprob):
+            self._scheduler.release(sequence)
+            if sequence.future.set_running_or_notify_cancel():
+                message = f"the model's logits are not finite at version {chunk.version}"
+                sequence.future.set_exception(EngineError(message))
+            return
+        self.tokens += 1
+        finish = sequence.append(drawn, chunk.version)
+        if sequence.guide is not None and sequence.guide.advance(drawn.token):
+            finish = finish or "stop"
+        if sequence.listener is not None:
+            top = None if drawn.top is None else [drawn.top]
+            sequence.listener(Piece([drawn.token], [drawn.logprob], [chunk.version], top))
+        if finish:
+            self._scheduler.release(sequence)
+            _answer(sequence, sequence.completion(finish))
+
+    # -- between two steps --------------------------------------------------------------------------------------------
+
+    def _swap(self, update: WeightUpdate, ready: "torch.cuda.Event | None") -> float:
+        """Nothing drains: what is in flight lands with its own version, what runs goes on with the new one."""
+        recompute = self._config.on_swap == "recompute"
+        self._land(0)
         start = time.perf_counter()
-        missing = update.tensors.keys() - self._parameters.keys()
-        if missing:
-            raise EngineError(f"the update names tensors this model does not have: {sorted(missing)[:3]}")
-        for name, tensor in update.tensors.items():
-            self._parameters[name].copy_(tensor)
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-        self._scheduler.swap(update.version, recompute=self._config.on_swap == "recompute")
-        return time.perf_counter() - start
+        if ready is not None:
+            ready.wait()
+        name = None if update.adapter is None else update.adapter.name
+        try:
+            self._served.apply(update, check=self._config.verify_weights)
+            self._scheduler.swap(name, recompute)
+            if update.canary is not None and self._config.verify_weights:
+                self._served.check_canary(update.canary, name or POLICY)
+        except Mismatch as error:
+            self._distrust = str(error)
+            raise
+        self._runner.sync()
+        self._distrust = None
+        pause = time.perf_counter() - start
+        self.swaps += 1
+        self.pause_seconds += pause
+        return pause
+
+    def _hold(self, paused: bool) -> None:
+        self._land(0)
+        self._paused = paused
+
+    def _fall_asleep(self) -> None:
+        if not self._asleep:
+            self._hold(True)
+            self._scheduler.requeue(list(self._scheduler.running.values()))
+            self._cache.sleep()
+            self._asleep = True
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._cache.wake()
+            self._asleep = False
+        self._paused = False
 
     def _fail_all(self, error: EngineError) -> None:
         """Answer everybody, those included whose request was still on its way."""
@@ -210,5 +376,10 @@ class EmbeddedEngine:
             if work is not None:
                 work()
         for sequence in self._scheduler.drain():
-            if sequence.future.set_running_or_notify_cancel():
+            if not sequence.future.done() and sequence.future.set_running_or_notify_cancel():
                 sequence.future.set_exception(error)
+
+
+def _answer(sequence: Running, result: Any) -> None:
+    if sequence.future.set_running_or_notify_cancel():
+        sequence.future.set_result(result)

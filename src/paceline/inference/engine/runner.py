@@ -1,73 +1,141 @@
-"""Runs one step of the model: tokens in, sampled tokens out."""
+"""Runs one step of the model: tokens in, sampled tokens out. This one is eager and waits; `cuda/graphs.py` does not."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.inference.engine.cache import CachedPlan, SlotCache, Span
-from paceline.inference.engine.sampler import Draw, sample
-from paceline.inference.engine.scheduler import Chunk, Sequence
-from paceline.model import PLAN, Head, PackedPlan, token_logprobs
+from paceline.inference.engine.plan import CachedPlan, Span, Store
+from paceline.inference.engine.sampler import Draw, draw_rows, sample
+from paceline.inference.engine.sequence import Chunk, Sequence
+from paceline.model import PLAN, Head, token_logprobs
+from paceline.model.adapters import Adapters
 
 
-class Sampled(NamedTuple):
-    """The token drawn after a chunk."""
+class Flight(Protocol):
+    """A launched step."""
 
-    chunk: Chunk
-    token: int
-    logprob: float
-    log_z: float | None
+    chunks: Seq[Chunk]
+
+    def land(self) -> None:
+        """Wait for it, and put what was sampled and scored into its chunks."""
+        ...
 
 
-class Runner:
+class Runner(Protocol):
+    """Launches steps. At most `depth` of them may be in flight when the next is launched."""
+
+    depth: int
+
+    def place(self) -> AbstractContextManager[object]:
+        """Held by the engine's thread all its life."""
+        ...
+
+    def warm(self) -> None:
+        """Whatever must be built before the first request."""
+        ...
+
+    def launch(self, chunks: Seq[Chunk]) -> Flight: ...
+
+    def sync(self) -> None:
+        """Wait until all that was launched is done."""
+        ...
+
+
+class Landed:
+    """A step that was computed while it was launched."""
+
+    def __init__(self, chunks: Seq[Chunk]) -> None:
+        self.chunks = chunks
+
+    def land(self) -> None: ...
+
+
+class EagerRunner:
     """The model with its cache. With `fixed_shape`, decoding always runs at the full batch and each prompt alone, so a
     token's bits do not depend on its neighbours."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, cache: SlotCache, fixed_shape: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Head,
+        cache: Store,
+        fixed_shape: bool,
+        adapters: Adapters | None = None,
+        depth: int = 0,
+    ) -> None:
+        self.depth = depth
         self._decoder = model.get_decoder()
         self._head = head
         self._cache = cache
         self._fixed_shape = fixed_shape
+        self._adapters = adapters
         self._device = model.device
+        self._last: dict[int, int] = {}
+        """The token each slot sampled last, for those whose step has not landed."""
         self._rows: list[Sequence] = []
         self._last_draw: Draw | None = None
 
-    def run(self, chunks: Seq[Chunk]) -> list[Sampled]:
+    def place(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def warm(self) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def launch(self, chunks: Seq[Chunk]) -> Landed:
         """Compute the chunks and sample where they ask for it."""
         singles = sorted((c for c in chunks if c.length == 1), key=lambda c: c.sequence.slot)
         fresh = [c for c in chunks if c.length > 1 and c.start == 0]
         resumed = [c for c in chunks if c.length > 1 and c.start > 0]
         if not self._fixed_shape:
-            return self._forward(singles, fresh, resumed)
+            self._forward(singles, fresh, resumed)
+            return Landed(chunks)
         for chunk in fresh:
             self._forward([], [chunk], [])
         for chunk in resumed:
             self._forward([], [], [chunk])
-        return self._forward(singles, [], []) if singles else []
+        if singles:
+            self._forward(singles, [], [])
+        return Landed(chunks)
 
-    def _forward(self, singles: Seq[Chunk], fresh: Seq[Chunk], resumed: Seq[Chunk]) -> list[Sampled]:
+    def _forward(self, singles: Seq[Chunk], fresh: Seq[Chunk], resumed: Seq[Chunk]) -> None:
         chunks = [*singles, *fresh, *resumed]
-        padding = self._cache.slots - len(singles) if self._fixed_shape and singles else 0
-        spans = [_spans(part) for part in (singles, fresh, resumed)]
-        spans[0] += [Span(self._cache.scratch, 0, 1)] * padding
-        plan = CachedPlan(self._cache, *spans, fixed_shape=self._fixed_shape)
-        ids = [t for c in singles for t in c.sequence.tokens[c.start : c.start + c.length]] + [0] * padding
-        ids += [t for c in (*fresh, *resumed) for t in c.sequence.tokens[c.start : c.start + c.length]]
-        hidden = self._decode(torch.tensor(ids), plan.positions, plan)
+        spans = _spans(singles)
+        ids = [
+            t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length] or [self._last[c.sequence.slot]]
+        ]
+        routes = [c.adapter for c in chunks for _ in range(c.length)]
+        if self._fixed_shape and singles:
+            missing = self._cache.slots - len(singles)
+            spans += [Span(self._cache.slots, 0, 1)] * missing
+            ids += [0] * missing
+            routes += [0] * missing
+        plan = CachedPlan(self._cache, spans, _spans(fresh), _spans(resumed), self._fixed_shape)
+        hidden = self._decode(torch.tensor(ids), plan, routes)
+        self._score(chunks, hidden)
         drawn = [c for c in chunks if c.samples]
-        if not drawn:
-            return []
-        ends = self._ends(chunks)
-        if self._fixed_shape:
-            return self._sample(drawn, self._head(hidden).index_select(0, ends))
-        return self._sample(drawn, self._head(hidden.index_select(0, ends)))
+        if drawn:
+            ends = self._ends(chunks)
+            logits = (
+                self._head(hidden).index_select(0, ends)
+                if self._fixed_shape
+                else self._head(hidden.index_select(0, ends))
+            )
+            draw_rows(drawn, sample(logits, self._draw(drawn)))
+            self._last.update((c.sequence.slot, c.drawn.token) for c in drawn if c.drawn is not None)
 
-    def _decode(self, ids: Tensor, positions: Tensor, plan: CachedPlan | PackedPlan) -> Tensor:
-        ids, positions = ids.to(self._device)[None], positions.to(self._device)[None]
+    def _tokens(self, chunk: Chunk) -> list[int]:
+        sequence = chunk.sequence
+        return sequence.tokens[chunk.start : chunk.start + chunk.length] or [self._last[sequence.slot]]
+
+    def _decode(self, ids: Tensor, plan: CachedPlan, routes: list[int]) -> Tensor:
+        if self._adapters is not None:
+            self._adapters.route(torch.tensor(routes, device=self._device))
+        ids, positions = ids.to(self._device)[None], plan.positions.to(self._device)[None]
         out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: plan})
         return out.last_hidden_state[0]
 
@@ -80,44 +148,23 @@ class Runner:
                 ends.append(at - 1)
         return torch.tensor(ends, device=self._device)
 
-    def _sample(self, chunks: Seq[Chunk], logits: Tensor) -> list[Sampled]:
-        indices = torch.tensor([c.sequence.sampled for c in chunks], device=self._device)
-        tokens, logprobs, log_z = sample(logits, replace(self._draw([c.sequence for c in chunks]), indices=indices))
-        kept = [None] * len(chunks) if log_z is None else log_z.tolist()
-        return [Sampled(*row) for row in zip(chunks, tokens.tolist(), logprobs.tolist(), kept, strict=True)]
+    def _score(self, chunks: Seq[Chunk], hidden: Tensor) -> None:
+        at = 0
+        for chunk in chunks:
+            if chunk.sequence.scores is not None:
+                targets = torch.tensor(chunk.targets, device=self._device)
+                temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=self._device)
+                logprobs, _ = token_logprobs(self._head, hidden[at : at + len(targets)], targets, temperatures)
+                chunk.scores = logprobs.tolist()
+            at += chunk.length
 
-    def _draw(self, sequences: list[Sequence]) -> Draw:
+    def _draw(self, chunks: list[Chunk]) -> Draw:
         """How these rows are sampled; built anew only when the rows change."""
-        if sequences != self._rows:
-            requests = [s.request for s in sequences]
-
-            def column(values: list, dtype: torch.dtype) -> Tensor:
-                return torch.tensor(values, dtype=dtype, device=self._device)
-
+        sequences = [c.sequence for c in chunks]
+        if sequences != self._rows or self._last_draw is None:
             self._rows = sequences
-            self._last_draw = Draw(
-                temperatures=column([r.temperature for r in requests], torch.float32),
-                top_p=column([r.top_p for r in requests], torch.float32),
-                top_k=column([r.top_k for r in requests], torch.long),
-                keys=column([r.noise for r in requests], torch.long),
-                indices=column([0] * len(requests), torch.long),
-                truncates=any(r.top_p < 1 or r.top_k for r in requests),
-                greedy=any(r.temperature == 0 for r in requests),
-            )
-        assert self._last_draw is not None
-        return self._last_draw
-
-    def score(self, sequences: Seq[Seq[int]], temperature: float) -> list[list[float]]:
-        """Log probability of each token given those before it; 0.0 for the first."""
-        lengths = [len(s) for s in sequences]
-        ids = torch.tensor([t for s in sequences for t in s], device=self._device)
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        hidden = self._decode(ids, positions, PackedPlan(lengths, self._device))
-        temperatures = torch.full((len(ids) - 1,), temperature, device=self._device)
-        logprobs, _ = token_logprobs(self._head, hidden[:-1], ids[1:], temperatures)
-        flat = [0.0, *logprobs.tolist()]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        return [[0.0, *flat[at + 1 : at + n]] for at, n in zip(starts, lengths, strict=True)]
+            self._last_draw = Draw.of(chunks, self._device)
+        return self._last_draw.at(chunks, self._head.vocabulary)
 
 
 def _spans(chunks: Seq[Chunk]) -> list[Span]:

@@ -1,6 +1,7 @@
 """From logits to tokens: one uniform number and one inverse CDF per token."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.inference.engine.noise import uniform
+from paceline.inference.engine.sequence import Chunk, Drawn, Guide
 
 BLOCK = 256
 SMALL = 1024
@@ -27,30 +29,86 @@ class Draw:
     """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
     greedy: bool
     """Whether any row has temperature 0."""
+    top: int = 0
+    """Most alternatives any row wants to hear of."""
+    allowed: Tensor | None = None
+    """Where a grammar lets each row go."""
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk], device: torch.device) -> "Draw":
+        requests = [chunk.sequence.request for chunk in chunks]
+
+        def column(values: list, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            temperatures=column([r.temperature for r in requests], torch.float32),
+            top_p=column([r.top_p for r in requests], torch.float32),
+            top_k=column([r.top_k for r in requests], torch.long),
+            keys=column([r.noise for r in requests], torch.long),
+            indices=column([chunk.index for chunk in chunks], torch.long),
+            truncates=any(r.top_p < 1 or r.top_k for r in requests),
+            greedy=any(r.temperature == 0 for r in requests),
+            top=max(r.top_logprobs for r in requests),
+        )
+
+    def at(self, chunks: Seq[Chunk], vocabulary: int) -> "Draw":
+        """The same rows, one token later."""
+        device = self.keys.device
+        guides = [chunk.sequence.guide for chunk in chunks]
+        allowed = torch.stack([_allowed(g, vocabulary, device) for g in guides]) if any(guides) else None
+        return replace(self, indices=torch.tensor([c.index for c in chunks], device=device), allowed=allowed)
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     tokens: Tensor
     logprobs: Tensor
-    log_z: Tensor | None
+    log_z: Tensor | None = None
+    top: tuple[Tensor, Tensor] | None = None
 
 
-def sample(logits: Tensor, draw: Draw) -> Drawn:
+def sample(logits: Tensor, draw: Draw) -> Sampled:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
     temperatures = draw.temperatures
     if draw.greedy:
         temperatures = torch.where(temperatures == 0, 1.0, temperatures)
-    logits = logits / temperatures[:, None]
-    logprobs = torch.log_softmax(logits, -1)
+    logprobs = torch.log_softmax(logits / temperatures[:, None], -1)
     probs = logprobs.exp()
     log_z = None
+    if draw.allowed is not None:
+        probs = probs.masked_fill(~draw.allowed, 0.0)
     if draw.truncates:
         probs = keep_top(probs, draw.top_p, draw.top_k)
+    if draw.truncates or draw.allowed is not None:
         log_z = probs.sum(-1).log()
     tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
     if draw.greedy:
-        tokens = torch.where(draw.temperatures == 0, logits.argmax(-1), tokens)
-    return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z)
+        tokens = torch.where(draw.temperatures == 0, probs.argmax(-1), tokens)
+    top = torch.topk(logprobs, min(draw.top, logits.shape[-1]), -1) if draw.top else None
+    return Sampled(
+        tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z, (top.indices, top.values) if top else None
+    )
+
+
+def draw_rows(chunks: Seq[Chunk], sampled: Sampled) -> None:
+    """Hand each chunk its token."""
+    cut = [None] * len(chunks) if sampled.log_z is None else sampled.log_z.tolist()
+    rows = zip(chunks, sampled.tokens.tolist(), sampled.logprobs.tolist(), cut, strict=True)
+    for chunk, token, logprob, log_z in rows:
+        request = chunk.sequence.request
+        bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
+        chunk.drawn = Drawn(token, logprob, log_z if bounded else None)
+    if sampled.top is not None:
+        for chunk, ids, values in zip(chunks, sampled.top[0].tolist(), sampled.top[1].tolist(), strict=True):
+            assert chunk.drawn is not None
+            if wanted := chunk.sequence.request.top_logprobs:
+                chunk.drawn.top = list(zip(ids[:wanted], values[:wanted], strict=True))
+
+
+def _allowed(guide: Guide | None, vocabulary: int, device: torch.device) -> Tensor:
+    if guide is None:
+        return torch.ones(vocabulary, dtype=torch.bool, device=device)
+    return guide.allowed(vocabulary).to(device)
 
 
 def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -1,188 +1,222 @@
-"""Which tokens the next step computes: continuous batching, shared prompts, weight swaps.
+"""Which tokens the next step computes: continuous batching, shared prompts, preemption, weight swaps.
 
-    waiting -> running (prefill -> decode) -> finished
+    waiting -> running (prefill -> decode) -> leaving -> finished
+       ^                                         |
+       +------------- preempted -----------------+
 
 A step is a list of chunks, each some tokens of one sequence whose keys and values are not in the cache yet. A decoding
 sequence contributes its last token; a new one its prompt, in pieces if it is long. The last token of a sequence, and
-only that, is sampled from.
+only that, is sampled from. Steps are scheduled before earlier ones have landed, so everything here counts in launch
+order; a sequence that is done leaves only when no launched step can write to its place any more.
 """
 
 import heapq
-from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
-from paceline.inference.base import Completion, Finish, GenerateRequest
-from paceline.inference.engine.cache import SlotCache
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """A request on its way through the engine."""
-
-    request: GenerateRequest
-    future: "Future[Completion]"
-    tokens: list[int]
-    limit: int
-    """Most tokens it may grow to, prompt included."""
-    slot: int = -1
-    computed: int = 0
-    """Tokens whose keys and values are in the cache."""
-    logprobs: list[float] = field(default_factory=list)
-    log_z: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    prompt_key: tuple[int, tuple[int, ...]] | None = None
-    recomputed: bool = False
-
-    @property
-    def sampled(self) -> int:
-        return len(self.versions)
-
-    @property
-    def pending(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
-        return len(self.tokens) - self.computed
-
-    def append(self, token: int, logprob: float, log_z: float | None, version: int) -> Finish | None:
-        """Take one sampled token; tells how the sequence ended, if it did."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if log_z is not None:
-            self.log_z.append(log_z)
-        if token in self.request.stop_token_ids:
-            return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
-
-    def completion(self, finish: Finish) -> Completion:
-        return Completion(
-            token_ids=self.tokens[len(self.request.prompt_ids) :],
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish=finish,
-            log_z=self.log_z or None,
-            recomputed=self.recomputed,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `start` to `start + length` of a sequence, and whether the token after them is sampled."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    samples: bool
+from paceline.inference.engine.cache import Cache
+from paceline.inference.engine.catalog import Catalog
+from paceline.inference.engine.sequence import Chunk, Family, Sequence
 
 
 class Scheduler:
-    """Decides what runs; owns the slots. Plain bookkeeping, no tensors but the prefix copies it asks the cache for."""
+    """Decides what runs. Plain bookkeeping, no tensors."""
 
-    def __init__(self, cache: SlotCache, prefill_tokens: int, deterministic: bool = False) -> None:
+    def __init__(
+        self, cache: Cache, prefill_tokens: int, deterministic: bool = False, catalog: Catalog | None = None
+    ) -> None:
         self.running: dict[int, Sequence] = {}
-        self.version = 0
+        """By slot, in order of admission."""
+        self._catalog = catalog or Catalog()
+        self.preempted = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
         self._cache = cache
         self._prefill_tokens = prefill_tokens
         self._deterministic = deterministic
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._arrivals = 0
-        self._free = list(range(cache.slots))
-        self._copies: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """Prompts to copy before the next step: (source slot, length) to target slots."""
-        self._prompts: dict[tuple[int, tuple[int, ...]], Sequence] = {}
+        self._leaving: set[Sequence] = set()
+        self._leaders: dict[tuple[Family, tuple[int, ...]], Sequence] = {}
+        """Who computes a prompt that others may soon share."""
+        self._prompting: set[Sequence] = set()
+        """Whose prompts the step being put together computes."""
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self._waiting and not self._leaving
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request: by its order, then by arrival."""
-        heapq.heappush(self._waiting, (sequence.request.order, self._arrivals, sequence))
+        sequence.arrival = self._arrivals
         self._arrivals += 1
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.request.order, sequence.arrival, sequence))
+
+    # -- before a step ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty when there is nothing to do."""
+        """The chunks of the next step, counted as launched; empty when there is nothing to do."""
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
-        for sequence in self.running.values():
-            budget -= self._take(sequence, budget, chunks)
-        held: list[tuple[int, int, Sequence]] = []
-        while self._waiting and self._free and budget > 0:
-            entry = heapq.heappop(self._waiting)
-            if entry[2].future.cancelled():
-                continue
-            if self._admit(entry[2]):
-                budget -= self._take(entry[2], budget, chunks)
-            else:
-                held.append(entry)
-        for entry in held:
-            heapq.heappush(self._waiting, entry)
-        for (source, length), targets in self._copies.items():
-            self._cache.copy_prefix(source, targets, length)
-        self._copies.clear()
+        self._prompting.clear()
+        for sequence in list(self.running.values()):
+            if sequence.slot in self.running:  # not preempted by one before it
+                budget -= self._take(sequence, budget, chunks)
+        self._admit_waiting(budget, chunks)
+        self._cache.settle()
         return chunks
+
+    def _admit_waiting(self, budget: int, chunks: list[Chunk]) -> None:
+        held: list[Sequence] = []
+        while self._waiting and budget > 0:
+            sequence = self._waiting[0][2]
+            if sequence.future.cancelled():
+                heapq.heappop(self._waiting)
+                continue
+            sequence.family = self._catalog.family(sequence.request.model)
+            if self._computing_now(sequence):
+                held.append(heapq.heappop(self._waiting)[2])
+                continue
+            if not self._cache.admit(sequence, len(self.running)):
+                break
+            heapq.heappop(self._waiting)
+            self._begin(sequence)
+            budget -= self._take(sequence, budget, chunks)
+        for sequence in held:
+            self._queue(sequence)
+
+    def _computing_now(self, sequence: Sequence) -> bool:
+        """Another sequence is computing the same prompt just now: better wait a step and share it."""
+        assert sequence.family is not None
+        leader = self._leaders.get((sequence.family, sequence.request.prompt_ids))
+        if leader is None or sequence.scores is not None:
+            return False
+        this_step = leader in self._prompting and not self._cache.shares_at_once
+        return this_step or leader.computed < len(sequence.request.prompt_ids) - 1
+
+    def _begin(self, sequence: Sequence) -> None:
+        self.running[sequence.slot] = sequence
+        if not sequence.sampled:
+            sequence.cached = sequence.computed
+            self.prompt_tokens += len(sequence.tokens)
+            self.cached_tokens += sequence.computed
+        assert sequence.family is not None
+        self._leaders.setdefault((sequence.family, sequence.request.prompt_ids), sequence)
 
     def _take(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
         pending = sequence.pending
-        if pending == 1:
-            chunks.append(Chunk(sequence, sequence.computed, 1, samples=True))
+        if sequence.flying and (sequence.length >= sequence.limit or sequence.guide is not None):
+            return 0  # nothing more to sample, or not before the host has seen the last token
+        if pending == 1 and sequence.scores is None:
+            self._launch(sequence, 1, True, chunks)
             return 0
         if self._deterministic:
             # Every sampled token comes from a decode step, so all see the same shapes, whoever computed the prompt.
-            chunks.append(Chunk(sequence, sequence.computed, pending - 1, samples=False))
-            return 0
+            return self._launch(sequence, min(pending - 1, self._prefill_tokens), False, chunks)
         length = min(pending, budget)
-        if length > 0:
-            chunks.append(Chunk(sequence, sequence.computed, length, samples=length == pending))
-        return max(length, 0)
+        if length <= 0:
+            return 0
+        return self._launch(sequence, length, length == pending and sequence.scores is None, chunks)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give it a slot. False: another sequence is computing the same prompt just now, better wait and copy it."""
-        prompt = sequence.request.prompt_ids
-        key = (self.version, prompt)
-        source = self._prompts.get(key)
-        if source is not None and source.computed < len(prompt) - 1:
-            return False
-        sequence.slot = heapq.heappop(self._free)
-        self.running[sequence.slot] = sequence
-        self._cache.ensure(sequence.limit)
-        sequence.prompt_key = key
-        if source is not None and len(prompt) > 1:
-            self._copies[source.slot, len(prompt) - 1].append(sequence.slot)
-            sequence.computed = len(prompt) - 1
-        else:
-            self._prompts[key] = sequence
-        return True
+    def _launch(self, sequence: Sequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
+        while not self._cache.grow(sequence, sequence.computed + length):
+            if any(leaving.requeue for leaving in self._leaving):
+                return 0  # pages are on their way back
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+        model, catalog = sequence.request.model, self._catalog
+        start, index = sequence.computed, sequence.sampled
+        chunks.append(Chunk(sequence, start, length, samples, catalog.versions[model], catalog.slots[model], index))
+        sequence.computed += length
+        sequence.in_flight += 1
+        sequence.flying += samples
+        if start < len(sequence.request.prompt_ids):
+            self._prompting.add(sequence)
+            self._cache.advance(sequence)
+        return length
 
-    def advance(self, chunk: Chunk) -> None:
-        """The chunk's keys and values are in the cache now."""
-        chunk.sequence.computed = chunk.start + chunk.length
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def land(self, chunk: Chunk) -> None:
+        """The host has what this chunk computed."""
+        sequence = chunk.sequence
+        sequence.in_flight -= 1
+        sequence.flying -= chunk.samples
+        if sequence in self._leaving and not sequence.in_flight:
+            self._leave(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free its slot, finished or not."""
-        del self.running[sequence.slot]
-        heapq.heappush(self._free, sequence.slot)
-        self._forget_prompt(sequence)
+        """It is done, finished or not: nothing more is scheduled, its place is freed once nobody writes there."""
+        sequence.requeue = False
+        if self.running.pop(sequence.slot, None) is None and sequence not in self._leaving:
+            return
+        self._part(sequence)
 
-    def swap(self, version: int, recompute: bool) -> None:
-        """New weights: prompts of older versions are never shared again; running caches are kept or computed anew."""
-        self.version = version
-        self._prompts.clear()
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give its pages to others; it waits again and recomputes what it had."""
+        self.preempted += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        del self.running[sequence.slot]
+        sequence.requeue = True
+        self._part(sequence)
+
+    def _part(self, sequence: Sequence) -> None:
+        self._forget_leader(sequence)
+        self._leaving.add(sequence)
+        if not sequence.in_flight:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._leaving.discard(sequence)
+        self._cache.release(sequence)
+        sequence.slot, sequence.computed = -1, 0
+        if sequence.requeue:
+            sequence.requeue = False
+            sequence.recomputed = sequence.recomputed or sequence.sampled > 0
+            if sequence.scores is not None:
+                sequence.scores.clear()
+            self._queue(sequence)
+
+    # -- around weight updates ----------------------------------------------------------------------------------------
+
+    def swap(self, model: str | None, recompute: bool) -> None:
+        """One model has new weights, or the base and so all (None). Older prefixes are never shared again; running
+        sequences keep their mixed caches or compute them anew."""
+        touched = [s for s in self.running.values() if model is None or s.request.model == model]
         if recompute:
-            for sequence in self.running.values():
-                sequence.recomputed = sequence.recomputed or sequence.computed > 0
-                sequence.computed = 0
+            self.requeue(touched)
+        for sequence in (*touched, *self._leaving):
+            sequence.family = None
+        self._leaders.clear()
+        self._cache.forget()
+
+    def requeue(self, sequences: Iterable[Sequence]) -> None:
+        """Take them out of the cache, to be computed anew. All launched steps must have landed."""
+        for sequence in list(sequences):
+            self._requeue(sequence)
 
     def drain(self) -> Iterable[Sequence]:
         """Take everything out, for shutting down."""
-        everything = [*self.running.values(), *(entry[2] for entry in self._waiting)]
-        for sequence in list(self.running.values()):
-            self.release(sequence)
+        everything = [*self.running.values(), *self._leaving, *(entry[2] for entry in self._waiting)]
         self._waiting.clear()
+        for sequence in everything:
+            sequence.in_flight = 0
+            self.release(sequence)
         return everything
 
-    def _forget_prompt(self, sequence: Sequence) -> None:
-        if sequence.prompt_key and self._prompts.get(sequence.prompt_key) is sequence:
-            del self._prompts[sequence.prompt_key]
+    def _forget_leader(self, sequence: Sequence) -> None:
+        if sequence.family is not None:
+            key = (sequence.family, sequence.request.prompt_ids)
+            if self._leaders.get(key) is sequence:
+                del self._leaders[key]

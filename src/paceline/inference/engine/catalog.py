@@ -1,0 +1,28 @@
+"""Which model names an engine answers to, and what stands behind each."""
+
+from dataclasses import dataclass, field
+
+from paceline.inference.engine.sequence import Family
+
+POLICY = ""
+BASE = "base"
+"""The name of the plain base, beside a policy that is an adapter."""
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The policy, the base, and adapters by name."""
+
+    slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    """Adapter slot of each model; 0 for none."""
+    versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    base_version: int = 0
+
+    def family(self, model: str) -> Family:
+        """What tells keys and values of these weights from all others."""
+        return (self.slots[model], self.versions[model], self.base_version)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Named adapters with their versions."""
+        return {name: version for name, version in self.versions.items() if name not in (POLICY, BASE)}

@@ -1,0 +1,153 @@
+"""One captured step of a fixed size: what the host writes, what the device does with it."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.inference.engine.pages import PAGE
+from paceline.inference.engine.sequence import Chunk
+
+TILE_ROWS = 64
+"""Queries one program of the prefill kernel works on."""
+
+
+class Fields:
+    """Named stretches of one int64 buffer, so that a whole step's inputs cross in one copy."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    adapters: Tensor
+    lengths: Tensor
+    rows: Tensor
+    keys: Tensor
+    indices: Tensor
+    temperatures: Tensor
+    targets: Tensor
+    tiles: Tensor
+    chunks: Tensor
+    places: Tensor
+    pages: Tensor
+
+    def __init__(self, buffer: Tensor, sizes: dict[str, int]) -> None:
+        at = 0
+        for name, size in sizes.items():
+            setattr(self, name, buffer[at : at + size])
+            at += size
+        self.temperatures = self.temperatures.view(torch.float64)
+        self.tiles = self.tiles.view(-1, 2)
+        self.chunks = self.chunks.view(-1, 4)
+
+
+class StepShape:
+    """`rows` single tokens that decode, then `extra` tokens of prompts; `draws` of them all are sampled from."""
+
+    def __init__(self, rows: int, extra: int, draws: int) -> None:
+        self.rows, self.extra, self.draws = rows, extra, draws
+        prompts = min(extra, draws)
+        tokens = rows + extra
+        self.updates = rows + -(-extra // PAGE) + prompts
+        self.sizes = {
+            "ids": tokens,
+            "positions": tokens,
+            "slots": tokens,
+            "adapters": tokens,
+            "lengths": rows,
+            "rows": draws,
+            "keys": draws,
+            "indices": draws,
+            "temperatures": draws,
+            "targets": draws,
+            "tiles": 2 * (-(-extra // TILE_ROWS) + prompts),
+            "chunks": 4 * prompts,
+            "places": self.updates,
+            "pages": self.updates,
+        }
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes.values())
+
+    def fill(
+        self,
+        buffer: np.ndarray,
+        chunks: Sequence[Chunk],
+        changed: list[tuple[int, int, int]],
+        columns: int,
+        scratch: int,
+    ) -> list[Chunk]:
+        """Write a step's inputs; answers with the chunks that are sampled from, in the order of their draws.
+
+        `chunks` come single tokens first, and among those the ones that are sampled from: where nothing but single
+        tokens is computed, row and draw are the same number. Padding belongs to the scratch slot, whose page nobody
+        reads.
+        """
+        a = dict(self._split(buffer))
+        singles = [c for c in chunks if c.length == 1]
+        prompts = [c for c in chunks if c.length > 1]
+        a["ids"].fill(0)
+        a["positions"].fill(0)
+        a["slots"].fill(scratch)
+        a["adapters"].fill(0)
+        a["lengths"].fill(0)
+        n = len(singles)
+        if n:
+            starts = np.array([c.start for c in singles])
+            a["positions"][:n] = starts
+            a["lengths"][:n] = starts + 1
+            a["slots"][:n] = [c.sequence.slot for c in singles]
+            a["adapters"][:n] = [c.adapter for c in singles]
+            # -1: the device knows the token, the host has not seen it yet.
+            tokens = [(c.sequence.tokens, c.start) for c in singles]
+            a["ids"][:n] = [t[at] if at < len(t) else -1 for t, at in tokens]
+        ends = self._fill_prompts(a, prompts) if self.extra else []
+        drawn = [c for c in singles if c.samples] + [c for c in prompts if c.samples]
+        rows = [i for i, c in enumerate(singles) if c.samples] + ends
+        self._fill_draws(a, drawn, rows, scratch)
+        a["places"].fill(scratch * columns)
+        a["pages"].fill(0)
+        if changed:
+            slots, cells, pages = np.array(changed).T
+            a["places"][: len(changed)] = slots * columns + cells
+            a["pages"][: len(changed)] = pages
+        return drawn
+
+    def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Sequence[Chunk]) -> list[int]:
+        """Answers with the rows of the last tokens of those that are sampled from."""
+        at, ends, tiles = self.rows, [], []
+        for number, chunk in enumerate(prompts):
+            stop = at + chunk.length
+            a["ids"][at:stop] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+            a["positions"][at:stop] = range(chunk.start, chunk.start + chunk.length)
+            a["slots"][at:stop] = chunk.sequence.slot
+            a["adapters"][at:stop] = chunk.adapter
+            a["chunks"][4 * number : 4 * number + 4] = (at, chunk.length, chunk.start, chunk.sequence.slot)
+            tiles += [(number, begin) for begin in range(0, chunk.length, TILE_ROWS)]
+            if chunk.samples:
+                ends.append(stop - 1)
+            at = stop
+        a["tiles"].fill(-1)
+        if tiles:
+            a["tiles"][: 2 * len(tiles)] = np.array(tiles).ravel()
+        return ends
+
+    def _fill_draws(self, a: dict[str, np.ndarray], drawn: list[Chunk], rows: list[int], scratch: int) -> None:
+        n = len(drawn)
+        requests = [c.sequence.request for c in drawn]
+        a["rows"].fill(0)
+        a["rows"][:n] = rows
+        a["keys"][:n] = [r.noise for r in requests]
+        a["indices"][:n] = [c.index for c in drawn]
+        a["targets"].fill(scratch)
+        a["targets"][:n] = [c.sequence.slot for c in drawn]
+        temperatures = a["temperatures"].view(np.float64)
+        temperatures.fill(1.0)
+        temperatures[:n] = [r.temperature for r in requests]
+
+    def _split(self, buffer: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        at = 0
+        for name, size in self.sizes.items():
+            yield name, buffer[at : at + size]
+            at += size

@@ -1,0 +1,120 @@
+"""Attention of one eager step: what each token sees of the cache, in plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.attention import PackedPlan, sdpa, window_mask
+
+
+class Store(Protocol):
+    """A cache that plain torch can read and write."""
+
+    slots: int
+    max_length: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None: ...
+
+    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]: ...
+
+    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` tokens of one slot, from position `start`."""
+
+    slot: int
+    start: int
+    length: int
+
+
+class CachedPlan:
+    """Attention of one engine step: single tokens over their slots, fresh prompts among themselves, then the rest.
+
+    The tokens of a step lie in that order: `singles`, `fresh`, `resumed`.
+    """
+
+    def __init__(
+        self,
+        cache: Store,
+        singles: Sequence[Span],
+        fresh: Sequence[Span],
+        resumed: Sequence[Span],
+        fixed_shape: bool = False,
+    ) -> None:
+        device = cache.device
+        self._cache = cache
+        spans = [*singles, *fresh, *resumed]
+        lengths = torch.tensor([span.length for span in spans])
+        self.slots = torch.tensor([span.slot for span in spans]).repeat_interleave(lengths).to(device)
+        starts = torch.tensor([span.start for span in spans]).repeat_interleave(lengths)
+        first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        self.positions = (starts + torch.arange(len(starts)) - first).to(device)
+        self._singles = len(singles)
+        self._rows = cache.slots + 1 if fixed_shape else max((span.slot for span in singles), default=-1) + 1
+        self._width = cache.max_length if fixed_shape else max((span.start for span in singles), default=-1) + 1
+        self._dense = self._rows == len(singles) and not fixed_shape
+        """Every row has its query, in order: nothing to scatter or gather."""
+        self._last = _last_positions(singles, self._rows, device)
+        self._masks: dict[int | None, Tensor] = {}
+        self._fresh = PackedPlan([span.length for span in fresh], device) if fresh else None
+        self._fresh_tokens = sum(span.length for span in fresh)
+        self._resumed = resumed
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        self._cache.write(layer, self.slots, self.positions, k, v)
+        parts = []
+        if self._singles:
+            parts.append(self._attend_singles(layer, q[: self._singles], scale, window))
+        at = self._singles
+        if self._fresh is not None:
+            here = slice(at, at + self._fresh_tokens)
+            parts.append(self._fresh.attend(layer, q[here], k[here], v[here], scale, window))
+            at += self._fresh_tokens
+        for span in self._resumed:
+            parts.append(self._attend_resumed(layer, q[at : at + span.length], span, scale, window))
+            at += span.length
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_singles(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """One query per slot. The heads that share a KV head become the query positions of one call, so the cache is
+        read in place and never repeated."""
+        slots = self.slots[: self._singles]
+        keys, values = self._cache.read(layer, self._rows, self._width)
+        heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
+        rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
+        rows = rows.reshape(self._rows, kv_heads, heads // kv_heads, dim)
+        if window not in self._masks:
+            seen = window_mask(self._last[:, None], torch.arange(self._width, device=q.device), window)
+            # Additive, because a boolean mask would be converted again in every layer.
+            self._masks[window] = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
+        out = F.scaled_dot_product_attention(
+            rows, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self._masks[window], scale=scale
+        )
+        out = out.reshape(self._rows, heads, dim)
+        return out if self._dense else out.index_select(0, slots)
+
+    def _attend_resumed(self, layer: int, q: Tensor, span: Span, scale: float, window: int | None) -> Tensor:
+        """A later piece of a long prompt looks at all that came before it in its slot."""
+        end = span.start + span.length
+        keys, values = self._cache.read_one(layer, span.slot, end)
+        queries = torch.arange(span.start, end, device=q.device)
+        mask = window_mask(queries, torch.arange(end, device=q.device), window)
+        return sdpa(q[None], keys, values, scale, mask)[0]
+
+
+def _last_positions(singles: Sequence[Span], rows: int, device: torch.device) -> Tensor:
+    """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
+    last = torch.zeros(rows, dtype=torch.long)
+    last[torch.tensor([span.slot for span in singles], dtype=torch.long)] = torch.tensor(
+        [span.start for span in singles], dtype=torch.long
+    )
+    return last.to(device)

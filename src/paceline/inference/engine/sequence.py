@@ -1,0 +1,134 @@
+"""A request on its way through the engine, and the pieces of it that one step computes."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paceline.inference.base import Completion, Finish, GenerateRequest, Listener, TopLogprobs
+
+
+class Guide(Protocol):
+    """A compiled grammar at one place in one completion."""
+
+    def allowed(self, vocabulary: int) -> Tensor:
+        """True for every token that may come next."""
+        ...
+
+    def advance(self, token: int) -> bool:
+        """Take the token that came; True when the completion is done."""
+        ...
+
+
+Family = tuple[int, int, int]
+"""What keys and values were computed with: adapter slot, its version, the base's version."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Its tokens, and how far each stage has come with them.
+
+    tokens      prompt and every sampled token the host has seen
+    + flying    sampled in steps that are launched but not landed: the device knows them, the host not yet
+    computed    how many of all these have their keys and values in the cache, in launch order
+    """
+
+    request: GenerateRequest
+    future: "Future[Any]"
+    tokens: list[int]
+    limit: int
+    """Most tokens it may grow to, prompt included."""
+    listener: Listener | None = None
+    scores: list[float] | None = None
+    """Collects the prompt's log probabilities when the sequence is scored, not continued."""
+    guide: "Guide | None" = None
+    arrival: int = 0
+    slot: int = -1
+    computed: int = 0
+    flying: int = 0
+    in_flight: int = 0
+    """Launched steps that touch it and have not landed: its place in the cache cannot be freed before."""
+    cached: int = 0
+    family: Family | None = None
+    """None once its cache mixes several versions: such keys are never shared."""
+    pages: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    log_z: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    recomputed: bool = False
+    requeue: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens in launch order, those in flight included."""
+        return len(self.tokens) + self.flying
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to be computed before the next one can be sampled."""
+        return len(self.tokens) + self.flying - self.computed
+
+    @property
+    def sampled(self) -> int:
+        return len(self.tokens) + self.flying - len(self.request.prompt_ids)
+
+    def append(self, drawn: "Drawn", version: int) -> Finish | None:
+        """Take one sampled token; tells how the sequence ended, if it did."""
+        self.tokens.append(drawn.token)
+        self.logprobs.append(drawn.logprob)
+        self.versions.append(version)
+        if drawn.log_z is not None:
+            self.log_z.append(drawn.log_z)
+        if drawn.top is not None:
+            self.top.append(drawn.top)
+        if drawn.token in self.request.stop_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(
+            token_ids=self.tokens[len(self.request.prompt_ids) :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish=finish,
+            log_z=self.log_z or None,
+            top=self.top or None,
+            recomputed=self.recomputed,
+            cached=self.cached,
+        )
+
+
+@dataclass(slots=True)
+class Drawn:
+    """One sampled token."""
+
+    token: int
+    logprob: float
+    log_z: float | None = None
+    top: TopLogprobs | None = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start` to `start + length` of a sequence, and whether the token after them is sampled."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+    version: int
+    """Of the weights the step was launched with."""
+    adapter: int = 0
+    """Slot of the adapter it runs through; 0 for none."""
+    index: int = 0
+    """Number of the sampled token in its completion: its place in the noise stream."""
+    drawn: Drawn | None = None
+    scores: list[float] | None = None
+
+    @property
+    def targets(self) -> list[int]:
+        """The known token after each of its own."""
+        return self.sequence.tokens[self.start + 1 : self.start + self.length + 1]

@@ -1,0 +1,115 @@
+"""The weights an engine holds: the base and its adapters, changed in place, and proved to be what was sent."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.inference.base import EngineError
+from paceline.inference.engine.catalog import BASE, POLICY, Catalog
+from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
+from paceline.model.adapters import AdapterError, Adapters
+from paceline.model.canary import sequence_logprobs
+
+
+class Mismatch(EngineError):
+    """The engine holds other weights than it was sent: nothing it samples can be trusted."""
+
+
+class Served:
+    """The base and the adapters beside it; keeps the catalog true."""
+
+    def __init__(self, model: PreTrainedModel, head: Head, adapters: Adapters | None, catalog: Catalog) -> None:
+        self._model = model
+        self._head = head
+        self._adapters = adapters
+        self._catalog = catalog
+        self._parameters = dict(model.named_parameters())
+        self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
+
+    def policy(self) -> Policy:
+        """Read off the tensors that are really used."""
+        return Policy(self._catalog.versions[POLICY], fingerprint(self._held(POLICY).items()))
+
+    def apply(self, update: WeightUpdate, check: bool = True) -> None:
+        """Copy the update in place and verify it. Refusals change nothing."""
+        tensors = dict(update.tensors) if update.adapter is None else self._fit_adapter(update)
+        sent = fingerprint(tensors.items()) if check else None
+        if check and update.expected not in (None, sent):
+            raise EngineError(f"the weights of version {update.version} are damaged: their fingerprint does not match")
+        if update.adapter is None:
+            name = self._apply_base(update)
+            held = {n: self._parameters[n] for n in tensors}
+        else:
+            name = self._apply_adapter(tensors, update.adapter)
+            held = self._held(name)
+        if check and fingerprint(held.items()) != sent:
+            raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
+        self._catalog.versions[name] = update.version
+
+    def _apply_base(self, update: WeightUpdate) -> str:
+        unknown = update.tensors.keys() - self._parameters.keys()
+        if unknown:
+            raise EngineError(f"the update names tensors this model does not have: {sorted(unknown)[:3]}")
+        for name, tensor in update.tensors.items():
+            mine = self._parameters[name]
+            if mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+                raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(mine)} in the model")
+        mine: list[Tensor] = [self._parameters[name] for name in update.tensors]
+        torch._foreach_copy_(mine, list(update.tensors.values()), non_blocking=True)
+        self._catalog.base_version = self._catalog.versions[BASE] = update.version
+        return POLICY
+
+    def _fit_adapter(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """The adapter as its slot would hold it; refuses what does not fit."""
+        if self._adapters is None:
+            raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
+        try:
+            return self._adapters.fitted(update.tensors)
+        except AdapterError as error:
+            raise EngineError(str(error)) from error
+
+    def _apply_adapter(self, tensors: Mapping[str, Tensor], adapter: Adapter) -> str:
+        assert self._adapters is not None
+        name, slots = adapter.name, self._catalog.slots
+        if name == BASE:
+            raise EngineError(f"`{BASE}` is the name of the plain base: give the adapter another")
+        slot = slots.get(name, 0) or (self._free[-1] if self._free else 0)
+        if not slot:
+            raise EngineError(f"all adapter slots are taken by {sorted(self._catalog.adapters)}: raise engine.adapters")
+        try:
+            self._adapters.load(slot, tensors, adapter.scale)
+        except AdapterError as error:
+            raise EngineError(str(error)) from error
+        if not slots.get(name):
+            self._free.pop()
+        slots[name] = slot
+        return name
+
+    def check_canary(self, canary: Canary, model: str) -> None:
+        """The trainer's log probabilities of a short prompt must be found again."""
+        mine = self.logprobs(canary.token_ids, model)
+        gap = sum(abs(a - b) for a, b in zip(mine, canary.logprobs, strict=True)) / max(1, len(mine) - 1)
+        if not gap <= canary.tolerance:
+            raise Mismatch(
+                f"version {self._catalog.versions[model]} failed its canary: log probabilities of engine and trainer "
+                f"differ by {gap:.2g} on average (allowed: {canary.tolerance:.2g})"
+            )
+
+    def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
+        """Log probability of each token given those before it; 0.0 for the first."""
+        if self._adapters is not None:
+            slots = torch.full((len(token_ids),), self._catalog.slots[model], device=self._model.device)
+            self._adapters.route(slots)
+        return sequence_logprobs(self._model, self._head, token_ids)
+
+    def _held(self, name: str) -> dict[str, Tensor]:
+        slot = self._catalog.slots[name]
+        if slot and self._adapters is not None:
+            return self._adapters.tensors(slot)
+        return dict(self._parameters)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

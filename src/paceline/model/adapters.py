@@ -1,0 +1,286 @@
+"""LoRA adapters run unmerged from static slots: several at once, chosen per token.
+
+Every adapted layer holds the matrices of all slots stacked, and one mask says which slot each token uses:
+
+    base(x) + ((x @ A.T) * mask) @ B.T        A [slots * rank, in], B [out, slots * rank], mask [tokens, slots * rank]
+
+Shapes and addresses never change: `load` copies into the stacked tensors and `route` rewrites the mask's rows, so
+compiled code and captured CUDA graphs go on unharmed. Merging one small update into bf16 weights would lose most of it;
+`merge` is for those who want one matrix all the same.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from paceline.errors import PacelineError
+
+_PREFIX = re.compile(r"^(?:_orig_mod\.|base_model\.model\.)+")
+_LORA = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
+
+
+class AdapterError(PacelineError):
+    """An adapter that does not fit the model or its slots; nothing was changed."""
+
+
+def canonical(name: str) -> str:
+    """One name for a LoRA tensor, whoever wrote it.
+
+    >>> canonical("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    'model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    name = _PREFIX.sub("", name)
+    found = _LORA.match(name)
+    return f"{found['module']}.lora_{found['half']}.weight" if found else name
+
+
+def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """base + scale * B A in float32 from a pristine base, rounded once."""
+    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
+
+
+class Routes(nn.Module):
+    """Which slot each token of the current pass uses; one for all layers of a model."""
+
+    mask: Tensor
+    off: Tensor
+
+    def __init__(self, slots: int, rank: int, max_tokens: int, device: torch.device) -> None:
+        super().__init__()
+        shape = (max_tokens, slots * rank)
+        # Float32 whatever the model computes in: a scale of 1/3 rounded to bf16 would be another adapter.
+        self.register_buffer("mask", torch.zeros(shape, device=device), persistent=False)
+        self.register_buffer("off", torch.ones(shape, dtype=torch.bool, device=device), persistent=False)
+
+
+class SlotLinear(nn.Linear):
+    """A linear layer with the adapters of all slots beside it.
+
+    Takes over the layer's own parameters, so their names in the model stay as they were.
+    """
+
+    lora_a: Tensor
+    lora_b: Tensor
+
+    def __init__(self, base: nn.Linear, routes: Routes, slots: int, rank: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.routes = routes
+        self.register_buffer("lora_a", base.weight.new_zeros(slots * rank, base.in_features), persistent=False)
+        self.register_buffer("lora_b", base.weight.new_zeros(base.out_features, slots * rank), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        tokens = input.shape[-2]
+        low = nn.functional.linear(input, self.lora_a)
+        # Zeroed before the product: another slot's overflow times zero would be NaN.
+        low = (low.masked_fill(self.routes.off[:tokens], 0.0) * self.routes.mask[:tokens]).to(input.dtype)
+        return nn.functional.linear(input, self.weight, self.bias) + nn.functional.linear(low, self.lora_b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One layer's two matrices, in the model's type."""
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+class Adapters:
+    """The slots of one model. Slot 0 is the base itself; adapters live in 1 to `slots`."""
+
+    def __init__(self, layers: Mapping[str, SlotLinear], routes: Routes, slots: int, rank: int) -> None:
+        self.layers, self.slots, self.rank = dict(layers), slots, rank
+        self._routes = routes
+        self._table = torch.zeros(slots + 1, slots * rank, device=routes.mask.device)
+        self._ranks: list[dict[str, int]] = [{} for _ in range(slots + 1)]
+
+    @property
+    def max_tokens(self) -> int:
+        return self._routes.mask.shape[0]
+
+    def route(self, slots: Tensor) -> None:
+        """Choose each token's slot for the next pass: int64 of 0 to `slots`, on the model's device."""
+        tokens = slots.shape[0]
+        if tokens > self.max_tokens:
+            raise AdapterError(f"{tokens} tokens in one pass, but the adapter slots were made for {self.max_tokens}")
+        mask = self._routes.mask[:tokens]
+        torch.index_select(self._table, 0, slots, out=mask)
+        torch.eq(mask, 0.0, out=self._routes.off[:tokens])
+
+    def load(self, slot: int, tensors: Mapping[str, Tensor], scale: float) -> None:
+        """Replace what a slot holds. A layer the tensors do not name becomes zero; a bad adapter changes nothing."""
+        self._check_slot(slot)
+        if not math.isfinite(scale) or scale == 0:
+            raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
+        pairs = self._fit(tensors)
+        with torch.no_grad():
+            self._zero(slot)
+            views = [(self._view(slot, name), pair) for name, pair in pairs.items()]
+            # Few launches for hundreds of small matrices: a running engine stands still meanwhile.
+            torch._foreach_copy_([a[: pair.rank] for (a, _), pair in views], [pair.a for _, pair in views])
+            torch._foreach_copy_([b[:, : pair.rank] for (_, b), pair in views], [pair.b for _, pair in views])
+            self._table[slot, self._columns(slot)].fill_(scale)
+        self._ranks[slot] = {name: pair.rank for name, pair in pairs.items()}
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: its tokens get the base."""
+        self._check_slot(slot)
+        with torch.no_grad():
+            self._zero(slot)
+            self._table[slot].zero_()
+        self._ranks[slot] = {}
+
+    def tensors(self, slot: int) -> dict[str, Tensor]:
+        """Views of what a slot really holds, at its true rank, by canonical name."""
+        self._check_slot(slot)
+        held = {}
+        for name, rank in self._ranks[slot].items():
+            a, b = self._view(slot, name)
+            held[f"{name}.lora_A.weight"] = a[:rank]
+            held[f"{name}.lora_B.weight"] = b[:, :rank]
+        return held
+
+    def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as a slot would hold them: canonical names, the model's type. What a sender's fingerprint must be
+        compared on when the adapter comes from a file; refuses what `load` refuses."""
+        pairs = self._fit(tensors)
+        halves = [(f"{n}.lora_A.weight", p.a) for n, p in pairs.items()]
+        return dict(halves + [(f"{n}.lora_B.weight", p.b) for n, p in pairs.items()])
+
+    def scale(self, slot: int) -> float:
+        """alpha / rank of what a slot holds; 0.0 when it is empty."""
+        self._check_slot(slot)
+        return float(self._table[slot, self._columns(slot).start])
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_slot(self, slot: int) -> None:
+        if not 1 <= slot <= self.slots:
+            raise AdapterError(f"adapter slot {slot} does not exist: the slots are 1 to {self.slots}")
+
+    def _columns(self, slot: int) -> slice:
+        return slice((slot - 1) * self.rank, slot * self.rank)
+
+    def _view(self, slot: int, name: str) -> tuple[Tensor, Tensor]:
+        layer, here = self.layers[name], self._columns(slot)
+        return layer.lora_a[here], layer.lora_b[:, here]
+
+    def _zero(self, slot: int) -> None:
+        if held := [half for name in self._ranks[slot] for half in self._view(slot, name)]:
+            torch._foreach_zero_(held)
+
+    def _fit(self, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
+        """The tensors as pairs in the model's type, or an error that says what is wrong with them."""
+        halves: dict[str, dict[str, Tensor]] = {}
+        for given, tensor in tensors.items():
+            found = _LORA.match(canonical(given))
+            if found is None:
+                raise AdapterError(f"adapter tensor `{given}` is no LoRA matrix of a linear layer: {_EXPECTED}")
+            name, half = found["module"], found["half"]
+            if name not in self.layers:
+                raise AdapterError(f"adapter tensor `{given}`: the model has no adapted layer `{name}`")
+            if half in halves.setdefault(name, {}):
+                raise AdapterError(f"adapter tensor `{given}` is there twice under different spellings")
+            halves[name][half] = tensor
+        if not halves:
+            raise AdapterError("the adapter holds no tensors")
+        pairs = {name: self._pair(name, half) for name, half in halves.items()}
+        _check_finite({name: (pair.a, pair.b) for name, pair in pairs.items()})
+        return pairs
+
+    def _pair(self, name: str, halves: Mapping[str, Tensor]) -> _Pair:
+        for half, other in ("AB", "BA"):
+            if half not in halves:
+                raise AdapterError(f"adapter layer `{name}` has lora_{other} but no lora_{half}")
+        layer, a, b = self.layers[name], halves["A"], halves["B"]
+        rank = a.shape[0] if a.ndim == 2 else 0
+        if not rank or a.shape != (rank, layer.in_features) or b.shape != (layer.out_features, rank):
+            raise AdapterError(
+                f"adapter layer `{name}`: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, but the model needs "
+                f"[rank, {layer.in_features}] and [{layer.out_features}, rank]"
+            )
+        if rank > self.rank:
+            raise AdapterError(f"adapter layer `{name}` has rank {rank}, but the slots hold rank {self.rank} at most")
+        if not (a.is_floating_point() and b.is_floating_point()):
+            raise AdapterError(f"adapter layer `{name}` is {a.dtype} and {b.dtype}; only floating point is supported")
+        like = layer.lora_a
+        return _Pair(*(half.detach().to(device=like.device, dtype=like.dtype) for half in (a, b)))
+
+
+_EXPECTED = "names end in `lora_A.weight` or `lora_B.weight`"
+
+
+def _check_finite(layers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """All tensors at once: one answer from the device instead of one a tensor."""
+    flat = [half for halves in layers.values() for half in halves]
+    good = torch.stack(torch._foreach_norm(flat, math.inf)).isfinite()
+    if not good.all():
+        name = list(layers)[int(good.int().argmin()) // 2]
+        raise AdapterError(f"adapter layer `{name}` has values that are not finite in the model's type")
+
+
+def install(model: PreTrainedModel, targets: Iterable[str] | str, slots: int, rank: int, max_tokens: int) -> Adapters:
+    """Put adapter slots beside the target layers, in place. The model must be on its device and in its type already."""
+    if slots < 1 or rank < 1 or max_tokens < 1:
+        raise AdapterError(
+            f"adapter slots need slots, rank and tokens of 1 at least, not {slots}, {rank}, {max_tokens}"
+        )
+    found = target_layers(model, targets)
+    routes = Routes(slots, rank, max_tokens, model.device)
+    layers = {}
+    for name, linear in found.items():
+        layers[name] = SlotLinear(linear, routes, slots, rank).train(linear.training)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layers[name])
+    return Adapters(layers, routes, slots, rank)
+
+
+def target_layers(model: PreTrainedModel, targets: Iterable[str] | str) -> dict[str, nn.Linear]:
+    """The layers peft would adapt for the same targets, by name."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    modules = dict(model.named_modules())
+    if targets == "all-linear":
+        chosen = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    else:
+        wanted = [targets] if isinstance(targets, str) else list(targets)
+        chosen = {n: m for n, m in modules.items() if any(n == t or n.endswith(f".{t}") for t in wanted)}
+        if not chosen:
+            raise AdapterError(f"no layer of {type(model).__name__} is called {' or '.join(f'`{t}`' for t in wanted)}")
+    for name, module in chosen.items():
+        if module is head or module is embeddings or isinstance(module, nn.Embedding):
+            raise AdapterError(
+                f"adapter target `{name}` is an embedding or the output layer, which the engine cannot adapt: "
+                'leave it out, or write targets = "all-linear"'
+            )
+        if type(module) is not nn.Linear:
+            raise AdapterError(f"adapter target `{name}` is a {type(module).__name__}, not a plain linear layer")
+    return {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
+
+
+def trained_adapter(model: nn.Module) -> tuple[dict[str, Tensor], float] | None:
+    """The adapter peft has put into a model: its tensors by canonical name and its scale; None without one."""
+    if not hasattr(model, "peft_config"):
+        return None
+    from peft.tuners.lora.layer import LoraLayer
+
+    tensors: dict[str, Tensor] = {}
+    scales = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            (adapter,) = module.active_adapters
+            scales.add(float(module.scaling[adapter]))
+            tensors[f"{name}.lora_A.weight"] = module.lora_A[adapter].weight.detach()
+            tensors[f"{name}.lora_B.weight"] = module.lora_B[adapter].weight.detach()
+    (scale,) = scales
+    return tensors, scale

@@ -1,0 +1,166 @@
+"""Which models may run: refused by name is better than silently wrong.
+
+Three questions, each asked only if the one before went well. Does the config or the module tree name something the
+attention function does not do? Does every layer attend through it, once, and alike? And for models nobody has checked
+yet: does a rehearsal give what transformers' own attention gives?
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from paceline.model.attention import ATTENTION, PLAN, NoPlan, UnsupportedModel, sdpa, window_mask
+from paceline.model.head import Head
+from paceline.model.shape import attention_shape
+
+ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+# fmt: off
+VERIFIED = frozenset((
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm",
+    "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2",
+    "llama", "ministral", "ministral3", "mistral", "nanochat", "olmo", "olmo2", "olmo3", "opt", "persimmon",
+    "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+))
+# fmt: on
+"""Model types that `scripts/check_families.py` has compared with transformers; they need no rehearsal."""
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse by name what would run but compute something else."""
+    kind = type(model).__name__
+    for reason in _named_reasons(model):
+        raise UnsupportedModel(f"{kind}: {reason}; not supported")
+    try:
+        shape = attention_shape(model)
+        typed = getattr(model.config.get_text_config(), "layer_types", None) or []
+        for layer, (asked, window) in enumerate(zip(typed, shape.windows, strict=False)):
+            if asked == "sliding_attention" and window is None:
+                raise UnsupportedModel(f"{kind}: layer {layer} keeps its sliding window from the attention function")
+        if model.config.model_type not in VERIFIED:
+            rehearse(model)
+    except torch.OutOfMemoryError:
+        raise
+    except UnsupportedModel as error:  # the attention function knows the layer's class, not the model's
+        if kind in str(error):
+            raise
+        raise UnsupportedModel(f"{kind}: {error}") from error
+    except NoPlan as error:
+        raise UnsupportedModel(f"{kind}: it hands no keyword arguments to its attention; not supported") from error
+    except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
+        raise UnsupportedModel(f"{kind}: fails with Paceline's attention ({error}); not supported") from error
+
+
+def _named_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """What config and modules say that we do not do."""
+    config = model.config.get_text_config()
+
+    def has(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None))), None)
+
+    if model.config.is_encoder_decoder:
+        yield "it is an encoder-decoder"
+    for kind in _rope_types(config):
+        if kind in ROPE_OF_WHOLE_BATCH:
+            yield f"rope type `{kind}` depends on the longest sequence in the batch"
+    if has("attn_logit_softcapping"):
+        yield "it caps attention scores (attn_logit_softcapping)"
+    if has("kv_lora_rank"):
+        yield "it uses multi-head latent attention (MLA)"
+    if has("num_kv_shared_layers"):
+        yield "some of its layers share keys and values (num_kv_shared_layers)"
+    if has("alibi", "use_alibi"):
+        yield "it adds position biases to attention scores (ALiBi)"
+    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules()):
+        yield "it uses attention sinks"
+    counted = any(_several(getattr(config, name, 0)) for name in EXPERTS)
+    if counted or any(name.endswith(".experts") for name, _ in model.named_modules()):
+        yield "it is a mixture of experts"
+    other = [name for name in dict.fromkeys(has("layer_types", "layers_block_type") or ()) if name not in PLAIN_LAYERS]
+    if other:
+        yield f"it has {' and '.join(f'`{name}`' for name in other)} layers"
+    if not getattr(model, "_supports_attention_backend", False):
+        yield "transformers offers no attention interface for it"
+    if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
+        yield "its attention looks ahead"
+
+
+def _several(experts: object) -> bool:
+    """A count above one, or one count per layer."""
+    return experts > 1 if isinstance(experts, int) else isinstance(experts, list | tuple)
+
+
+def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
+    """Every rope type a config names, for the whole model or per layer type."""
+    found = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while found:
+        rope = found.pop()
+        if isinstance(rope, Mapping):
+            yield str(rope.get("rope_type") or rope.get("type") or "default")
+            found += rope.values()
+
+
+class ShuffledPlan:
+    """Sequences whose tokens lie in any order: a token sees the earlier positions of its own sequence.
+
+    A model that mixes tokens anywhere but in its attention, or counts positions by itself, gives itself away.
+    """
+
+    def __init__(self, sequences: Tensor, positions: Tensor) -> None:
+        self._same = sequences[:, None] == sequences[None, :]
+        self._positions = positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        seen = self._same & window_mask(self._positions, self._positions, window)
+        return sdpa(q[None], k[None], v[None], scale, seen)[0]
+
+
+REHEARSAL = (9, 14)
+HALF_TOLERANCE = 0.1
+"""Mean total variation distance allowed where float16 or bfloat16 rounds differently; wrong attention is far beyond."""
+TOLERANCE = 1e-3
+
+
+@torch.no_grad()
+def rehearse(model: PreTrainedModel, lengths: tuple[int, ...] = REHEARSAL) -> None:
+    """Compare our attention and head with transformers' own on a few shuffled tokens; raise where they differ."""
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(total, generator=generator).to(model.device)
+    ids = torch.randint(Head(model).vocabulary, (total,), generator=generator).to(model.device)
+    sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(model.device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
+    plan = ShuffledPlan(sequences[order], positions[order])
+    out = model.get_decoder()(
+        input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{PLAN: plan}
+    )
+    ours = Head(model)(out.last_hidden_state[0]).softmax(-1)[order.argsort()]
+    theirs = torch.cat([p.softmax(-1) for p in _eager(model, list(ids.split(lengths)))])
+    apart = (ours - theirs).abs().sum(-1).mean() / 2
+    bound = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
+    if not apart <= bound:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: packed, it computes something else than transformers does (its probabilities are "
+            f"{float(apart):.2g} apart); not supported"
+        )
+
+
+def _eager(model: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
+    model.set_attn_implementation("eager")
+    try:
+        return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
+    finally:
+        model.set_attn_implementation(ATTENTION)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Switch dropout off for good: the trainer must see the very policy that was sampled from."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
