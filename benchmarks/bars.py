@@ -57,7 +57,8 @@ def machine() -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+        "commit": os.environ.get("PACELINE_COMMIT")
+        or commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
         "command": " ".join(["python", *sys.argv]),
     }
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,12 +16,29 @@ any key of the run file can be set on the command line, by its dotted path:
 `paceline check FILE` prints every key with its value.
 """
 
+SERVING = """
+examples:
+  paceline serve paceline:quickstart                       the tiny model of the package, at http://127.0.0.1:8000/v1
+  paceline serve ./my-model --name mine --port 9000        a Hugging Face folder, under a name of your choice
+  paceline serve runs/quickstart/config.toml --engine.max_running 64
+  paceline serve ./my-model --host 0.0.0.0 --api-key KEY   for other machines; the key may stand in PACELINE_API_KEY
+  paceline serve ./my-model --allow runs                   POST /weights/load may read below runs/
+
+then any OpenAI client works:
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "reverse: paceline"}]}'
+
+the model and engine sections of a run file can be set by their dotted path:
+  --model.dtype bfloat16   --engine.max_context 4096   --deterministic
+"""
+
 EXAMPLES = """
 examples:
   paceline train examples/quickstart.toml                  train the quickstart, about half a minute on a laptop
   paceline train examples/quickstart.toml --staleness 0    the same, sampling and training in turn
   paceline train runs/quickstart/config.toml --resume latest --steps 80
   paceline check my-run.toml                               is it valid, and what does it mean?
+  paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
 
@@ -29,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if rest and known.command not in ("train", "check"):
+    if rest and known.command not in ("train", "check", "serve"):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
         return known.run(known, rest)
@@ -66,6 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--quiet", action="store_true", help="show nothing but the summary")
     check = command("check", _check, "Validate a run file and print it resolved; starts nothing.", OVERRIDES)
     check.add_argument("file", help="run file (TOML)")
+    serve = command("serve", _serve, "Serve a model with the OpenAI API.", SERVING)
+    serve.add_argument("model", help="Hugging Face folder or hub name, paceline:quickstart, or a run file (TOML)")
+    serve.add_argument("--host", help="address to listen on (127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8000)")
+    serve.add_argument("--api-key", help="what clients must send; needed off loopback (env PACELINE_API_KEY)")
+    serve.add_argument("--name", help="the model's name for clients (the name it is loaded by)")
+    serve.add_argument("--allow", action="append", metavar="FOLDER", help="folder /weights/load may read; repeatable")
+    serve.add_argument("--grace", type=float, help="seconds that requests get to finish after a signal (10)")
+    serve.add_argument("--max-body-bytes", type=int, help="longest request body (64 MiB)")
+    serve.add_argument(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run the engine in its own process (on a GPU)",
+    )
     command("schema", _schema, "Print the JSON schema of run files, for editors.")
     return parser
 
@@ -87,6 +120,31 @@ def _check(known: argparse.Namespace, overrides: list[str]) -> int:
     print(dump(loaded.config), end="")
     _show_warnings(loaded)
     print(f"paceline: {known.file} is valid", file=sys.stderr)
+    return 0
+
+
+def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.config.serve import load_serve, load_served
+
+    settings = load_serve(
+        host=known.host,
+        port=known.port,
+        api_key=known.api_key or os.environ.get("PACELINE_API_KEY"),
+        name=known.name,
+        allow=known.allow,
+        grace=known.grace,
+        max_body_bytes=known.max_body_bytes,
+        isolate=known.isolate,
+    )
+    loaded = load_served(known.model, overrides)
+    from paceline.cluster.serving import serve_model
+    from paceline.inference import EngineError
+
+    try:
+        serve_model(loaded.config, settings)
+    except EngineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

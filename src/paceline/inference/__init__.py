@@ -15,8 +15,10 @@ from paceline.inference.base import (
     RequestError,
     TopLogprobs,
     UnknownModel,
+    Unreachable,
 )
 from paceline.inference.engine import EmbeddedEngine, noise_key
+from paceline.inference.http import HttpEngine
 from paceline.inference.pool import Pool
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Finish",
     "GenerateRequest",
     "Grammar",
+    "HttpEngine",
     "Limits",
     "Listener",
     "Overloaded",
@@ -36,5 +39,6 @@ __all__ = [
     "RequestError",
     "TopLogprobs",
     "UnknownModel",
+    "Unreachable",
     "noise_key",
 ]

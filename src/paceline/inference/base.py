@@ -28,6 +28,10 @@ class Overloaded(EngineError):
     """The queue is full; the same request may succeed later."""
 
 
+class Unreachable(EngineError):
+    """No answer came: the engine or the way to it is gone. Noise is keyed, so asking another one is safe."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What a completion must look like: any JSON, JSON of a schema, or a regular expression."""

@@ -1,47 +1,194 @@
 """The client side of several engines: the one door through which everybody samples."""
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from paceline.inference.base import Completion, Engine, EngineError, GenerateRequest
+from paceline.inference.base import (
+    Completion,
+    Engine,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    Overloaded,
+    RequestError,
+    Unreachable,
+)
+from paceline.inference.roster import Roster
+from paceline.inference.routing import Homes, Member, choose
 from paceline.model.weights import Policy, WeightUpdate
+
+PATIENCE_SECONDS = 300.0
+"""How long a request without a deadline waits for room or for an engine, all in all."""
+MOST_BROKEN = 2
+"""Engines a request may see fail before it is taken for their killer."""
+MOST_LOST = 4
+"""Connections to a healthy engine that may break under a request."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Errand:
+    """One request on its way: what it needs, and what it has met so far."""
+
+    what: str
+    length: int
+    """Tokens an engine's context must hold."""
+    weight: int = 1
+    full: set[Member] = field(default_factory=set)
+    """Those that had no room in this round."""
+    broken: list[Member] = field(default_factory=list)
+    lost: int = 0
+    rounds: int = 0
+    waited: float = 0.0
+    trouble: EngineError | None = None
 
 
 class Pool:
-    """Routes each request to the engine with the fewest unanswered ones."""
+    """Routes each request to an engine with room and sees it through.
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = list(engines)
-        self._load = [0] * len(self._engines)
+    Sampling is a pure function of the request's noise key, so a request whose engine stopped, or whose connection broke
+    before the answer, is asked again elsewhere. What an engine refuses or fails for its own reasons is not.
+    """
+
+    def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
+        self._roster = Roster(engines, jitter)
+        self._homes = Homes()
+        self._unanswered = 0
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
         """One completion, within `deadline` seconds."""
-        chosen = min(range(len(self._engines)), key=self._load.__getitem__)
-        self._load[chosen] += 1
-        try:
-            return await asyncio.wait_for(self._engines[chosen].generate(request), deadline)
-        except TimeoutError:
-            raise EngineError(f"no completion within {deadline} s: raise the environment's timeout") from None
-        finally:
-            self._load[chosen] -= 1
+        prompt = request.prompt_ids
+        what = f"the request of {len(prompt)} prompt tokens, order {request.order}, noise {request.noise}"
+        errand = Errand(what, len(prompt) + 1)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        chosen = min(range(len(self._engines)), key=self._load.__getitem__)
-        return await self._engines[chosen].score(sequences, temperature)
+        def route(candidates: list[Member]) -> Member:
+            if len(candidates) == 1:
+                return candidates[0]
+            member = choose(candidates, self._homes.find(prompt))
+            self._homes.settle(prompt, member)
+            return member
+
+        async def ask(member: Member) -> Completion:
+            floor = self._roster.floor(request.model)
+            completion = await member.engine.generate(request)
+            # An engine may have been restarted, with the weights it began with, while nobody looked.
+            if min(completion.versions, default=floor) < floor and await self._roster.fails(member):
+                raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
+            return completion
+
+        return await self._run(errand, route, ask, deadline)
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        model: str = "",
+        deadline: float | None = None,
+    ) -> list[list[float]]:
+        """Log probability of every token given those before it; 0.0 for the first."""
+        errand = Errand(
+            f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), len(sequences)
+        )
+        return await self._run(
+            errand, choose, lambda member: member.engine.score(sequences, temperature, model), deadline
+        )
 
     async def load_weights(self, update: WeightUpdate) -> float:
         """Give every engine the new weights; answers with the longest pause."""
-        return max(await asyncio.gather(*(engine.load_weights(update) for engine in self._engines)))
+        self._homes.forget()
+        return await self._roster.publish(update)
 
     async def policies(self) -> list[Policy]:
-        return list(await asyncio.gather(*(engine.policy() for engine in self._engines)))
+        """What each engine in service really serves."""
+        return list(await asyncio.gather(*(member.engine.policy() for member in self._roster.serving)))
+
+    async def stats(self) -> list[EngineStats]:
+        """Vital signs of each engine in service."""
+        return list(await asyncio.gather(*(member.engine.stats() for member in self._roster.serving)))
+
+    def close(self) -> None:
+        """Stop looking after engines that are set aside; the engines belong to whoever made them."""
+        self._roster.close()
 
     @property
     def running(self) -> int:
         """Requests not yet answered."""
-        return sum(self._load)
+        return self._unanswered
 
     @property
     def busy_seconds(self) -> float:
         """Mean time the engines have spent computing."""
-        return sum(engine.busy_seconds for engine in self._engines) / len(self._engines)
+        members = self._roster.members
+        return sum(member.engine.busy_seconds for member in members) / len(members)
+
+    async def _run(
+        self,
+        errand: Errand,
+        route: Callable[[list[Member]], Member],
+        ask: Callable[[Member], Awaitable[T]],
+        deadline: float | None,
+    ) -> T:
+        self._unanswered += 1
+        try:
+            async with asyncio.timeout(deadline) as limit:
+                await self._roster.meet()
+                while True:
+                    member = route(await self._candidates(errand, deadline))
+                    try:
+                        with member.serving(errand.weight):
+                            return await ask(member)
+                    except RequestError:
+                        raise
+                    except Overloaded as error:
+                        errand.full.add(member)
+                        errand.trouble = error
+                    except EngineError as error:
+                        await self._weigh(errand, member, error)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            cause = f" ({errand.trouble})" if errand.trouble else ""
+            raise EngineError(f"no completion within {deadline} s{cause}: raise the environment's timeout") from None
+        finally:
+            self._unanswered -= 1
+
+    async def _candidates(self, errand: Errand, deadline: float | None) -> list[Member]:
+        """Engines in service that are large enough and have not just refused; waits until there is one."""
+        members = self._roster.members
+        if all(member.context is not None and member.context < errand.length for member in members):
+            longest = max(member.context or 0 for member in members)
+            raise RequestError(f"{errand.what} needs {errand.length} tokens, but no context holds more than {longest}")
+        while True:
+            fit = [m for m in self._roster.serving if m.context is None or m.context >= errand.length]
+            if free := [member for member in fit if member not in errand.full]:
+                return free
+            if self._roster.hopeless:
+                raise errand.trouble or self._roster.trouble
+            await self._wait(errand, deadline)
+            errand.full.clear()
+
+    async def _wait(self, errand: Errand, deadline: float | None) -> None:
+        delay = self._roster.delay(errand.rounds)
+        if deadline is None and errand.waited + delay > PATIENCE_SECONDS:
+            raise errand.trouble or self._roster.trouble
+        errand.rounds += 1
+        errand.waited += delay
+        await asyncio.sleep(delay)
+
+    async def _weigh(self, errand: Errand, member: Member, error: EngineError) -> None:
+        """Raise the failure unless asking again is safe and may help."""
+        errand.trouble = error
+        if await self._roster.fails(member):
+            errand.broken.append(member)
+        elif isinstance(error, Unreachable):
+            errand.lost += 1
+        else:
+            raise error  # the engine lives: this is its answer
+        if len(errand.broken) >= MOST_BROKEN:
+            names = " and ".join(broken.name for broken in errand.broken)
+            raise EngineError(f"{errand.what} is given up after {names} failed under it: {error}") from error
+        if errand.lost >= MOST_LOST:
+            raise error

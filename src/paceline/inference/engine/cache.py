@@ -123,32 +123,33 @@ class SlotCache:
             return False
         assert sequence.family is not None
         tokens = sequence.tokens
-        left = self._continued(sequence)
-        if left is None:
+        left, shared = self._continued(sequence)
+        source = self._prompts.get((sequence.family, tuple(tokens))) if sequence.scores is None else None
+        if source is not None and shared < len(tokens) - 1:
             sequence.slot = heapq.heappop(self._free)
-            source = self._prompts.get((sequence.family, tuple(tokens)))
-            if source is not None and len(tokens) > 1 and sequence.scores is None:
-                sequence.computed = len(tokens) - 1
-                self._copies[source, sequence.computed].append(sequence.slot)
-        else:
+            sequence.computed = len(tokens) - 1
+            self._copies[source, sequence.computed].append(sequence.slot)
+        elif left is not None:
             sequence.slot = left
             self._free.remove(left)
             heapq.heapify(self._free)
-            sequence.computed = min(len(self._left[left][1]), len(tokens) - 1)
+            sequence.computed = shared
+        else:
+            sequence.slot = heapq.heappop(self._free)
         self._left.pop(sequence.slot, None)
         self._ensure(sequence.limit)
         return True
 
-    def _continued(self, sequence: Sequence) -> int | None:
-        """A free slot that holds the beginning of this prompt, the longest if there are several."""
+    def _continued(self, sequence: Sequence) -> tuple[int | None, int]:
+        """The free slot that holds most of this prompt's beginning, and how many tokens of it."""
         best, most = None, 0
         if self._steady or sequence.scores is not None:
-            return None
+            return best, most
         for slot, (family, tokens) in self._left.items():
             shared = min(len(tokens), len(sequence.tokens) - 1)
             if shared > most and family == sequence.family and tokens[:shared] == sequence.tokens[:shared]:
                 best, most = slot, shared
-        return best
+        return best, most
 
     def grow(self, sequence: Sequence, length: int) -> bool:
         return True

@@ -1,6 +1,7 @@
 """The embedded engine: a thread that decodes, and takes new weights between two steps."""
 
 import asyncio
+import contextlib
 import math
 import queue
 import threading
@@ -28,7 +29,6 @@ from paceline.inference.base import (
     UnknownModel,
 )
 from paceline.inference.engine.build import build
-from paceline.inference.engine.catalog import POLICY
 from paceline.inference.engine.runner import Flight
 from paceline.inference.engine.sequence import Chunk, Guide
 from paceline.inference.engine.sequence import Sequence as Running
@@ -39,6 +39,8 @@ CLOSE_SECONDS = 30.0
 WARM_SECONDS = 900.0
 FLOCK_SECONDS = 0.001
 MAX_TOP_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-20
+INT64 = (1 << 63) - 1
 
 
 class EmbeddedEngine:
@@ -71,7 +73,8 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._distrust: str | None = None
+        self._distrust: dict[str | None, str] = {}
+        """Models whose last update failed its checks, and why; None for the base and so for all."""
         self._closed = False
         self._paused = False
         self._asleep = False
@@ -101,6 +104,8 @@ class EmbeddedEngine:
             self._thread.join(CLOSE_SECONDS)
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        if request.grammar is not None:
+            await asyncio.to_thread(self._guide, request.grammar)  # compiled off the loop, and found again below
         return await asyncio.wrap_future(self.submit(request, listener))
 
     def submit(self, request: GenerateRequest, listener: Listener | None = None) -> "Future[Completion]":
@@ -116,13 +121,14 @@ class EmbeddedEngine:
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         """Scored tokens go through the same steps as prompts, beside whatever is being generated."""
-        futures = []
+        if temperature == 0:
+            raise RequestError("temperature 0 has no log probabilities to score with: give a positive one")
+        running = []
         for ids in sequences:
             request = GenerateRequest(prompt_ids=tuple(ids), max_tokens=1, temperature=temperature, model=model)
             self._check(request, room=0)
-            if temperature == 0:
-                raise RequestError("temperature 0 has no log probabilities to score with: give a positive one")
-            futures.append(self._enqueue(Running(request, Future(), list(ids), len(ids), scores=[])))
+            running.append(Running(request, Future(), list(ids), len(ids), scores=[]))
+        futures = [self._enqueue(sequence) for sequence in running]
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
     async def load_weights(self, update: WeightUpdate) -> float:
@@ -187,15 +193,20 @@ class EmbeddedEngine:
             raise RequestError(f"max_tokens is {request.max_tokens}: ask for at least one")
         if not (math.isfinite(request.temperature) and request.temperature >= 0):
             raise RequestError(f"temperature is {request.temperature}: give a number from 0 on")
-        if not 0 < request.top_p <= 1 or request.top_k < 0:
+        if 0 < request.temperature < MIN_TEMPERATURE:
+            raise RequestError(f"temperature is {request.temperature}, too small to divide by: give 0 for greedy")
+        if not 0 < request.top_p <= 1 or not 0 <= request.top_k <= INT64:
             raise RequestError("top_p must be above 0 and at most 1, top_k 0 or more")
+        if not -INT64 - 1 <= request.noise <= INT64:
+            raise RequestError("the noise key must fit 64 bits: make it with noise_key")
         if not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
             raise RequestError(f"top_logprobs is {request.top_logprobs}: at most {MAX_TOP_LOGPROBS} are given")
         if request.model not in self._catalog.versions:
             served = ", ".join(sorted(self._catalog.adapters)) or "none"
             raise UnknownModel(f"no adapter `{request.model}` is loaded; loaded are: {served}")
-        if self._distrust is not None:
-            raise EngineError(self._distrust)
+        for model in (None, request.model):
+            if model in self._distrust:
+                raise EngineError(self._distrust[model])
 
     def _guide(self, grammar: Grammar) -> Guide:
         if self._grammars is None:
@@ -243,6 +254,8 @@ class EmbeddedEngine:
         try:
             with torch.inference_mode(), self._runner.place():
                 self._runner.warm()
+                if self._device.type == "cuda":
+                    self._served.policy()  # its kernels too are ready before the first update
                 self._ready.set()
                 while self._attend_inbox():
                     self._step()
@@ -253,6 +266,13 @@ class EmbeddedEngine:
             self._fail_all(EngineError("the engine was closed"))
         finally:
             self._ready.set()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what the model's owner would not; a broken device may refuse, and the first cause is already told."""
+        with contextlib.suppress(Exception):
+            self._runner.close()
+            self._cache.sleep()
 
     def _attend_inbox(self) -> bool:
         """Do what was asked since the last step; sleep when there is nothing to decode. False: stop.
@@ -291,18 +311,22 @@ class EmbeddedEngine:
 
     def _accept(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        self._scheduler.land(chunk)
         if sequence.future.cancelled():
             self._scheduler.release(sequence)
-        elif chunk.scores is not None:
-            self._accept_scores(sequence, chunk.scores)
-        elif chunk.drawn is not None and not sequence.future.done():  # else it ended while this step was in flight
-            self._accept_token(sequence, chunk)
+        elif not sequence.future.done():  # else it ended while this step was in flight
+            if chunk.scores is not None:
+                self._accept_scores(sequence, chunk.scores)
+            elif chunk.drawn is not None:
+                self._accept_token(sequence, chunk)
+        # Only now: whoever was preempted waits again from here on, with all it has, or is over.
+        self._scheduler.land(chunk)
 
     def _accept_scores(self, sequence: Running, scores: list[float]) -> None:
         assert sequence.scores is not None
         sequence.scores += scores
-        if len(sequence.scores) >= len(sequence.tokens) - 1:
+        if any(map(math.isnan, scores)):
+            self._fail(sequence, "the model's logits are not finite for these tokens")
+        elif len(sequence.scores) >= len(sequence.tokens) - 1:
             self._scheduler.release(sequence)
             _answer(sequence, [0.0, *sequence.scores])
 
@@ -310,11 +334,9 @@ class EmbeddedEngine:
         drawn = chunk.drawn
         assert drawn is not None
         if not math.isfinite(drawn.logprob):
-            self._scheduler.release(sequence)
-            if sequence.future.set_running_or_notify_cancel():
-                message = f"the model's logits are not finite at version {chunk.version}"
-                sequence.future.set_exception(EngineError(message))
-            return
+            return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
+        if not math.isfinite(drawn.log_z or 0.0):
+            return self._fail(sequence, "the grammar allows no token that the model could say here")
         self.tokens += 1
         finish = sequence.append(drawn, chunk.version)
         if sequence.guide is not None and sequence.guide.advance(drawn.token):
@@ -326,6 +348,11 @@ class EmbeddedEngine:
             self._scheduler.release(sequence)
             _answer(sequence, sequence.completion(finish))
 
+    def _fail(self, sequence: Running, why: str) -> None:
+        self._scheduler.release(sequence)
+        if sequence.future.set_running_or_notify_cancel():
+            sequence.future.set_exception(EngineError(why))
+
     # -- between two steps --------------------------------------------------------------------------------------------
 
     def _swap(self, update: WeightUpdate, ready: "torch.cuda.Event | None") -> float:
@@ -336,16 +363,16 @@ class EmbeddedEngine:
         if ready is not None:
             ready.wait()
         name = None if update.adapter is None else update.adapter.name
+        sent = self._served.apply(update, check=self._config.verify_weights)
+        self._scheduler.swap(name, recompute)
         try:
-            self._served.apply(update, check=self._config.verify_weights)
-            self._scheduler.swap(name, recompute)
-            if update.canary is not None and self._config.verify_weights:
-                self._served.check_canary(update.canary, name or POLICY)
+            if sent is not None:
+                self._served.verify(update, sent)
         except Mismatch as error:
-            self._distrust = str(error)
+            self._distrust[name] = str(error)
             raise
         self._runner.sync()
-        self._distrust = None
+        self._distrust.pop(name, None)
         pause = time.perf_counter() - start
         self.swaps += 1
         self.pause_seconds += pause
@@ -353,7 +380,7 @@ class EmbeddedEngine:
 
     def _hold(self, paused: bool) -> None:
         self._land(0)
-        self._paused = paused
+        self._paused = paused or self._asleep
 
     def _fall_asleep(self) -> None:
         if not self._asleep:

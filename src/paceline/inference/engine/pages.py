@@ -104,8 +104,8 @@ class PageCache:
         self.kv = memory.take((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
         self.columns = -(-max_length // PAGE)
         self.table = np.zeros((slots + 1, self.columns), np.int32)
-        self.changed: list[tuple[int, int, int]] = []
-        """(slot, column, page) since the runner last looked."""
+        self.changed: dict[tuple[int, int], int] = {}
+        """(slot, column) to page, since the runner last looked."""
         self._free = deque(range(1, pages + 1))
         self._holders = [0] * (pages + 1)
         self._slots = list(range(slots - 1, -1, -1))
@@ -149,7 +149,7 @@ class PageCache:
         shared = [] if alone else self._prefixes.find(sequence.family, sequence.tokens)
         unheld = sum(1 for _, page in shared if not self._holders[page])
         room = self.available - unheld
-        first = sequence.limit if self._steady else len(sequence.tokens) + 1
+        first = sequence.limit if self._steady else min(len(sequence.tokens) + 1, sequence.limit)
         needed = -(-first // PAGE) - len(shared)
         if needed + (0 if self._steady else running) > room and (running or needed > room):
             return False
@@ -206,11 +206,12 @@ class PageCache:
         column = len(sequence.pages)
         sequence.pages.append(page)
         self.table[sequence.slot, column] = page
-        self.changed.append((sequence.slot, column, page))
+        self.changed[sequence.slot, column] = page
 
     # -- reading and writing in plain torch, for CPUs and for tests --------------------------------------------------
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        self.changed.clear()  # the table is read right here
         pages = torch.from_numpy(self.table)[slots, positions // PAGE].long()
         self.kv[layer, 0][pages, :, positions % PAGE] = k
         self.kv[layer, 1][pages, :, positions % PAGE] = v

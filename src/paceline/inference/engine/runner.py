@@ -44,6 +44,10 @@ class Runner(Protocol):
         """Wait until all that was launched is done."""
         ...
 
+    def close(self) -> None:
+        """Let go of what only this runner needs."""
+        ...
+
 
 class Landed:
     """A step that was computed while it was launched."""
@@ -85,6 +89,8 @@ class EagerRunner:
     def warm(self) -> None: ...
 
     def sync(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def launch(self, chunks: Seq[Chunk]) -> Landed:
         """Compute the chunks and sample where they ask for it."""

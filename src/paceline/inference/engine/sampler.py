@@ -73,14 +73,17 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
     if draw.greedy:
         temperatures = torch.where(temperatures == 0, 1.0, temperatures)
     logprobs = torch.log_softmax(logits / temperatures[:, None], -1)
-    probs = logprobs.exp()
-    log_z = None
+    kept, log_z = logprobs, None
     if draw.allowed is not None:
-        probs = probs.masked_fill(~draw.allowed, 0.0)
+        # Scaled up before the exponential: all that a grammar allows may be too improbable for float32.
+        kept = logprobs.masked_fill(~draw.allowed, -torch.inf)
+        log_z = torch.where(draw.allowed.all(-1), 0.0, kept.logsumexp(-1))
+        kept = kept - log_z[:, None]
+    probs = kept.exp()
     if draw.truncates:
         probs = keep_top(probs, draw.top_p, draw.top_k)
-    if draw.truncates or draw.allowed is not None:
-        log_z = probs.sum(-1).log()
+        cut = probs.sum(-1).log()
+        log_z = cut if log_z is None else log_z + cut
     tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
     if draw.greedy:
         tokens = torch.where(draw.temperatures == 0, probs.argmax(-1), tokens)
@@ -118,7 +121,8 @@ def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     limit = torch.where(top_k > 0, top_k, probs.shape[-1])[:, None]
     ranked = ranked.masked_fill(rank >= limit, 0.0)
     before = ranked.cumsum(-1) - ranked
-    ranked = ranked.masked_fill(before >= top_p[:, None] * ranked.sum(-1, keepdim=True), 0.0)
+    over = before >= top_p[:, None] * ranked.sum(-1, keepdim=True)
+    ranked = ranked.masked_fill(over & (top_p < 1)[:, None], 0.0)
     return torch.zeros_like(probs).scatter_(-1, order, ranked)
 
 

@@ -102,10 +102,11 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> None:
         self.running[sequence.slot] = sequence
-        if not sequence.sampled:
+        if sequence.cached is None:
             sequence.cached = sequence.computed
             self.prompt_tokens += len(sequence.tokens)
             self.cached_tokens += sequence.computed
+        sequence.cached = min(sequence.cached, sequence.computed)  # what it once computed itself was never shared
         assert sequence.family is not None
         self._leaders.setdefault((sequence.family, sequence.request.prompt_ids), sequence)
 
@@ -117,13 +118,14 @@ class Scheduler:
         if pending == 1 and sequence.scores is None:
             self._launch(sequence, 1, True, chunks)
             return 0
+        samples = sequence.scores is None
+        length = min(pending, budget)
         if self._deterministic:
             # Every sampled token comes from a decode step, so all see the same shapes, whoever computed the prompt.
-            return self._launch(sequence, min(pending - 1, self._prefill_tokens), False, chunks)
-        length = min(pending, budget)
+            length = min(pending - samples, self._prefill_tokens)
         if length <= 0:
             return 0
-        return self._launch(sequence, length, length == pending and sequence.scores is None, chunks)
+        return self._launch(sequence, length, samples and length == pending, chunks)
 
     def _launch(self, sequence: Sequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
         while not self._cache.grow(sequence, sequence.computed + length):
@@ -194,8 +196,8 @@ class Scheduler:
         """One model has new weights, or the base and so all (None). Older prefixes are never shared again; running
         sequences keep their mixed caches or compute them anew."""
         touched = [s for s in self.running.values() if model is None or s.request.model == model]
-        if recompute:
-            self.requeue(touched)
+        # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
+        self.requeue(s for s in touched if recompute or not s.sampled)
         for sequence in (*touched, *self._leaving):
             sequence.family = None
         self._leaders.clear()

@@ -49,7 +49,7 @@ class Sequence:
     flying: int = 0
     in_flight: int = 0
     """Launched steps that touch it and have not landed: its place in the cache cannot be freed before."""
-    cached: int = 0
+    cached: int | None = None
     family: Family | None = None
     """None once its cache mixes several versions: such keys are never shared."""
     pages: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Sequence:
             log_z=self.log_z or None,
             top=self.top or None,
             recomputed=self.recomputed,
-            cached=self.cached,
+            cached=self.cached or 0,
         )
 
 

@@ -32,23 +32,30 @@ class Served:
         """Read off the tensors that are really used."""
         return Policy(self._catalog.versions[POLICY], fingerprint(self._held(POLICY).items()))
 
-    def apply(self, update: WeightUpdate, check: bool = True) -> None:
-        """Copy the update in place and verify it. Refusals change nothing."""
+    def apply(self, update: WeightUpdate, check: bool = True) -> str | None:
+        """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing."""
         tensors = dict(update.tensors) if update.adapter is None else self._fit_adapter(update)
         sent = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, sent):
             raise EngineError(f"the weights of version {update.version} are damaged: their fingerprint does not match")
-        if update.adapter is None:
-            name = self._apply_base(update)
-            held = {n: self._parameters[n] for n in tensors}
-        else:
-            name = self._apply_adapter(tensors, update.adapter)
-            held = self._held(name)
-        if check and fingerprint(held.items()) != sent:
-            raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
+        if check and update.canary is not None:
+            self._check_form(update.canary)
+        name = self._apply_base(update) if update.adapter is None else self._apply_adapter(tensors, update.adapter)
         self._catalog.versions[name] = update.version
+        return sent
+
+    def verify(self, update: WeightUpdate, sent: str) -> None:
+        """What is held now must be what was sent, and compute what the trainer computes."""
+        name = POLICY if update.adapter is None else update.adapter.name
+        held = {n: self._parameters[n] for n in update.tensors} if update.adapter is None else self._held(name)
+        if fingerprint(held.items()) != sent:
+            raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
+        if update.canary is not None:
+            self.check_canary(update.canary, name)
 
     def _apply_base(self, update: WeightUpdate) -> str:
+        if not update.tensors:
+            raise EngineError("the update holds no tensors")
         unknown = update.tensors.keys() - self._parameters.keys()
         if unknown:
             raise EngineError(f"the update names tensors this model does not have: {sorted(unknown)[:3]}")
@@ -86,6 +93,11 @@ class Served:
             self._free.pop()
         slots[name] = slot
         return name
+
+    def _check_form(self, canary: Canary) -> None:
+        ids, most = canary.token_ids, self._head.vocabulary
+        if len(ids) < 2 or len(ids) != len(canary.logprobs) or min(ids) < 0 or max(ids) >= most:
+            raise EngineError(f"the canary needs two or more tokens from 0 to {most - 1}, each with its logprob")
 
     def check_canary(self, canary: Canary, model: str) -> None:
         """The trainer's log probabilities of a short prompt must be found again."""

@@ -184,8 +184,8 @@ def decode(
         q, keys, values, table, slots, lengths, out, partial, weights, scale,
         q.stride(0), q.stride(1), table.stride(0),
         HEADS=heads, GROUP=heads // kv_heads, GROUP_UP=max(16, triton.next_power_of_2(heads // kv_heads)),
-        DIM=dim, DIM_UP=up, PAGE=keys.shape[2], BLOCK=64 if up <= 128 else 32, SPLITS=splits, WINDOW=window or 0,
-        num_warps=4, num_stages=3 if q.element_size() == 2 else 2,
+        DIM=dim, DIM_UP=up, PAGE=keys.shape[2], BLOCK=max(16, min(128, 8192 // up)), SPLITS=splits,
+        WINDOW=window or 0, num_warps=4, num_stages=3 if q.element_size() == 2 else 2,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](partial, weights, out, DIM=dim, DIM_UP=up, SPLITS=splits, num_warps=2)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,8 +26,8 @@ from paceline.model.shape import AttentionShape
 
 DEPTH = 3
 """Steps in flight: enough that a slow moment of the host is never seen on the device."""
-PROGRAMS = 264
-"""Programs that keep an H100 or H200 busy: two for each of its 132 multiprocessors."""
+PROGRAMS = 512
+"""Programs that keep an H100 or H200 busy: about four for each of its 132 multiprocessors."""
 MOST_SPLITS = 16
 SMALLEST_EXTRA = 128
 
@@ -103,7 +104,8 @@ class GraphRunner:
         deterministic: bool,
     ) -> None:
         device = model.device
-        self.depth = DEPTH if config.in_flight is None else config.in_flight
+        # Deterministic steps launch several graphs each; with none in flight they cannot take each other's buffers.
+        self.depth = 0 if deterministic else DEPTH if config.in_flight is None else config.in_flight
         self._decoder = model.get_decoder()
         self._head, self._cache, self._shape, self._adapters = head, cache, shape, adapters
         self._device, self._deterministic = device, deterministic
@@ -138,6 +140,13 @@ class GraphRunner:
     def sync(self) -> None:
         self._stream.synchronize()
 
+    def close(self) -> None:
+        """Let go of the graphs and their memory."""
+        self.sync()
+        _runners.pop(self._number, None)
+        for step in (*self._mixed, *self._decoding):
+            step.graph = step.hidden = step.logits = None
+
     # -- capturing ----------------------------------------------------------------------------------------------------
 
     def warm(self) -> None:
@@ -153,12 +162,10 @@ class GraphRunner:
             step.graph = graph
         self._stream.synchronize()
 
-    def _idle(self, shape: StepShape) -> "object":
+    def _idle(self, shape: StepShape) -> np.ndarray:
         """Inputs of a step that computes nothing for anybody."""
-        import numpy as np
-
         buffer = np.zeros(shape.size, np.int64)
-        shape.fill(buffer, [], [], self._cache.columns, self._cache.scratch)
+        shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
         return buffer
 
     def _body(self, step: Captured) -> None:
@@ -196,16 +203,16 @@ class GraphRunner:
         if not self._deterministic:
             return self._launch(chunks)
         # Each prompt alone and decoding at one size, so that a token's bits do not depend on its neighbours.
-        flights = [self._launch([c]) for c in chunks if c.length > 1]
-        for flight in flights:
-            flight.land()
+        for chunk in chunks:
+            if chunk.length > 1:
+                self._launch([chunk]).land()
         singles = [c for c in chunks if c.length == 1]
         return self._launch(singles, chunks) if singles else GraphFlight(chunks, [], self._back[0], _now_event())
 
     def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphFlight:
         order = sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
         step = self._pick(order)
-        self._turn = (self._turn + 1) % len(self._sent)
+        self._turn = (self._turn + 1) % len(self._sent)  # whoever used these buffers before has landed
         sent, back = self._sent[self._turn], self._back[self._turn]
         changed = self._changes(step.shape.updates)
         drawn = step.shape.fill(sent.numpy(), order, changed, self._cache.columns, self._cache.scratch)
@@ -226,13 +233,13 @@ class GraphRunner:
             return next(step for step in self._mixed if step.shape.extra >= extra)
         return next(step for step in self._decoding if step.shape.rows >= len(chunks))
 
-    def _changes(self, room: int) -> list[tuple[int, int, int]]:
+    def _changes(self, room: int) -> dict[tuple[int, int], int]:
         """What changed in the page table; when it is a lot, the whole table is sent at once instead."""
-        changed, self._cache.changed = self._cache.changed, []
+        changed, self._cache.changed = self._cache.changed, {}
         if len(changed) <= room:
             return changed
         self._table.copy_(torch.from_numpy(self._cache.table).pin_memory(), non_blocking=True)
-        return []
+        return {}
 
     def _draw_special(self, step: Captured, drawn: list[Chunk], flight: GraphFlight) -> None:
         """Rows that want more than a plain draw are drawn again, over the graph's token."""

@@ -60,6 +60,7 @@ class LentMemory:
         self._address = ctypes.c_uint64()
         self._handle = ctypes.c_uint64()
         self._size = 0
+        self._mapped = False
         self._tensor: Tensor | None = None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -76,9 +77,11 @@ class LentMemory:
         return self._tensor.zero_()
 
     def sleep(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._call("cuMemUnmap", self._address, ctypes.c_size_t(self._size))
-        self._call("cuMemRelease", self._handle)
+        if self._mapped:
+            torch.cuda.synchronize(self._device)
+            self._call("cuMemUnmap", self._address, ctypes.c_size_t(self._size))
+            self._call("cuMemRelease", self._handle)
+            self._mapped = False
 
     def wake(self) -> None:
         torch.cuda.empty_cache()
@@ -92,6 +95,7 @@ class LentMemory:
         self._call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, none)
         access = _Access(self._where, READ_WRITE)
         self._call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        self._mapped = True
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._cuda, name)(*arguments)

@@ -74,7 +74,7 @@ class StepShape:
         self,
         buffer: np.ndarray,
         chunks: Sequence[Chunk],
-        changed: list[tuple[int, int, int]],
+        changed: dict[tuple[int, int], int],
         columns: int,
         scratch: int,
     ) -> list[Chunk]:
@@ -109,9 +109,9 @@ class StepShape:
         a["places"].fill(scratch * columns)
         a["pages"].fill(0)
         if changed:
-            slots, cells, pages = np.array(changed).T
+            slots, cells = np.array(list(changed)).T
             a["places"][: len(changed)] = slots * columns + cells
-            a["pages"][: len(changed)] = pages
+            a["pages"][: len(changed)] = list(changed.values())
         return drawn
 
     def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Sequence[Chunk]) -> list[int]:

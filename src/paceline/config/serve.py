@@ -1,0 +1,87 @@
+"""`paceline serve`: where it listens, who may ask, what it may read. The model and engine come from the run file."""
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field, ValidationError, model_validator
+
+from paceline.config.base import Section
+from paceline.config.errors import ConfigError
+from paceline.config.load import Loaded, load
+
+SERVED_SECTIONS = {"model", "engine", "device", "deterministic", "seed"}
+"""What of a run file a server uses; other overrides would be read and change nothing."""
+
+
+class Serve(Section):
+    """A server of the OpenAI API over one engine."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback needs an API key."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 picks a free port."""
+    api_key: str | None = Field(default=None, min_length=1)
+    """Clients must send it as `Authorization: Bearer KEY`."""
+    name: str | None = Field(default=None, min_length=1)
+    """The model's name for clients; the name it was loaded by when left out."""
+    allow: list[str] = Field(default_factory=list)
+    """Folders that /weights/load may read."""
+    grace: float = Field(default=10.0, ge=0, le=86_400)
+    """Seconds that requests under way get to finish after a signal."""
+    max_body_bytes: int = Field(default=64 << 20, ge=1024)
+    """Longest request body."""
+    isolate: bool | None = None
+    """Run the engine in its own process; on a GPU unless this says otherwise."""
+
+    @model_validator(mode="after")
+    def _guarded(self) -> "Serve":
+        if not self.api_key and not is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from other machines: give an API key (--api-key or PACELINE_API_KEY), "
+                "or listen on 127.0.0.1"
+            )
+        for folder in self.allow:
+            if not Path(folder).is_dir():
+                raise ValueError(f"--allow: no such folder `{folder}`")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load_serve(**flags: object) -> Serve:
+    """The server's settings from the command line's flags; those left out have their defaults."""
+    given = {key: value for key, value in flags.items() if value is not None}
+    try:
+        return Serve.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError([_sentence(detail) for detail in error.errors(include_url=False)]) from None
+
+
+def load_served(model: str, overrides: Sequence[str]) -> Loaded:
+    """The model and engine to serve: from a run file, or by the model's name with every default."""
+    strange = [flag for flag in overrides if flag.startswith("--") and _section(flag) not in SERVED_SECTIONS]
+    if strange:
+        raise ConfigError(
+            [f"command line: {strange[0]}: serving takes --model.*, --engine.*, --device, --deterministic"]
+        )
+    if model.endswith(".toml"):
+        return load(model, overrides)
+    return load(None, ["--model.name", model, *overrides])
+
+
+def _section(flag: str) -> str:
+    return flag.partition("=")[0].removeprefix("--").removeprefix("no-").partition(".")[0].replace("-", "_")
+
+
+def _sentence(detail: object) -> str:
+    assert isinstance(detail, dict)
+    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
+    return f"{place}{str(detail['msg']).removeprefix('Value error, ')}"

@@ -1,0 +1,128 @@
+"""Constrained output: which tokens may come next, from a compiled grammar over the bytes of the vocabulary.
+
+xgrammar, an optional extra, does the work: it also reads what outlines_core cannot (any JSON), compiles a regular
+expression for 151k tokens in 0.04 s instead of 1.7 s, and takes 10 to 50 microseconds for a mask.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from paceline.inference.base import Grammar, RequestError
+from paceline.inference.engine.patterns import rewritten
+from paceline.inference.engine.schemas import prepared
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+
+MOST_COMPILED = 128
+MOST_SOURCE = 1 << 16
+THREADS = 4
+MOST_WHITESPACE = 12
+"""In a row between two parts of JSON: room for an indented line, and a weak model cannot idle its budget away."""
+
+
+class Grammars:
+    """Makes a guide for each request; grammars are compiled once and kept.
+
+    Tokens count as the bytes they stand for, so characters may be cut anywhere between them. Special tokens are no
+    text: none is ever allowed, except the end of the turn where the grammar is complete.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_tokens = sorted(end_tokens)
+        self._kept: dict[Grammar, CompiledGrammar] = {}
+        self._compiling = threading.Lock()
+
+    def __call__(self, grammar: Grammar) -> "TokenGuide":
+        """Takes no time for a known grammar, but seconds for a new one with long bounded repeats. From any thread."""
+        from xgrammar import GrammarMatcher
+
+        compiled = self._kept.get(grammar)
+        if compiled is None:
+            with self._compiling:  # a group asks for the same grammar all at once
+                compiled = self._kept.get(grammar) or self._compile(grammar)
+                self._kept[grammar] = compiled
+                if len(self._kept) > MOST_COMPILED:
+                    del self._kept[next(iter(self._kept))]
+        return TokenGuide(GrammarMatcher(compiled), compiled.tokenizer_info.vocab_size)
+
+    @cached_property
+    def _compiler(self) -> "GrammarCompiler":
+        import xgrammar
+
+        # Counted to the highest id, not by `len`: ids may have gaps.
+        size = max(self._tokenizer.get_vocab().values()) + 1
+        read = xgrammar.TokenizerInfo.from_huggingface(
+            self._tokenizer, vocab_size=size, stop_token_ids=self._end_tokens
+        )
+        spelled = list(read.decoded_vocab)
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            if added.special and token < size:
+                spelled[token] = b""  # a token without bytes is never allowed
+        info = xgrammar.TokenizerInfo(spelled, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=self._end_tokens)
+        return xgrammar.GrammarCompiler(info, max_threads=min(THREADS, os.cpu_count() or 1), cache_enabled=False)
+
+    def _compile(self, grammar: Grammar) -> "CompiledGrammar":
+        if len(grammar.source) > MOST_SOURCE:
+            raise RequestError(f"the grammar has {len(grammar.source)} characters: at most {MOST_SOURCE} are taken")
+        try:
+            compiled = self._translate(grammar)
+        except RuntimeError as error:  # xgrammar's word for everything, its own file and line before the sentence
+            raise RequestError(f"the grammar is wrong: {str(error).strip().partition(': ')[2] or error}") from error
+        if not self._begins(compiled):
+            raise RequestError("no text follows this grammar, or none that this model's tokens can spell")
+        return compiled
+
+    def _translate(self, grammar: Grammar) -> "CompiledGrammar":
+        if grammar.kind == "regex":
+            return self._compiler.compile_regex(rewritten(grammar.source))
+        schema = '{"type": "object"}' if grammar.kind == "json" else prepared(grammar.source)
+        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
+
+    def _begins(self, compiled: "CompiledGrammar") -> bool:
+        from xgrammar import GrammarMatcher
+
+        size = compiled.tokenizer_info.vocab_size
+        return bool(TokenGuide(GrammarMatcher(compiled), size).allowed(size).any())
+
+
+class TokenGuide:
+    """One completion's place in its grammar."""
+
+    def __init__(self, matcher: "GrammarMatcher", size: int) -> None:
+        self._matcher = matcher
+        self._size = size
+        self._bits = torch.full((1, -(-size // 32)), -1, dtype=torch.int32)
+
+    def allowed(self, vocabulary: int) -> Tensor:
+        """True for every token that may come next; ids the tokenizer does not know never do."""
+        mask = np.zeros(vocabulary, dtype=np.bool_)
+        if not self._matcher.is_terminated():
+            if not self._matcher.fill_next_token_bitmask(self._bits):
+                self._bits.fill_(-1)  # its word for "all of them"
+            known = min(vocabulary, self._size)
+            bits = self._bits.numpy().view(np.uint8)[0]
+            mask[:known] = np.unpackbits(bits, bitorder="little", count=known).view(np.bool_)
+        return torch.from_numpy(mask)
+
+    def advance(self, token: int) -> bool:
+        """Take the token that came; True once an end token has."""
+        return not self._matcher.accept_token(token) or self._matcher.is_terminated()
+
+
+def grammars(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> Grammars | None:
+    """What an engine needs for constrained output; None where xgrammar is not installed."""
+    try:
+        import xgrammar  # noqa: F401
+    except ImportError:
+        return None
+    return Grammars(tokenizer, end_tokens)

@@ -1,0 +1,225 @@
+"""What crosses between a process that asks and a process that holds the engine: msgpack frames, never pickle.
+
+A frame is eight bytes of length and a list of messages. Sampled tokens travel as packed arrays, weights as safetensors
+bytes or as the paths of files both sides can read.
+"""
+
+import asyncio
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from paceline.inference.base import (
+    Completion,
+    EngineError,
+    EngineStats,
+    Finish,
+    GenerateRequest,
+    Limits,
+    Overloaded,
+    Piece,
+    RequestError,
+    TopLogprobs,
+    UnknownModel,
+)
+from paceline.model.weights import Adapter, Canary, Policy
+
+HEAD = struct.Struct("<Q")
+ERRORS = {kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded)}
+Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Whatever is said, about the request of this number."""
+
+    id: int
+
+
+class Generate(Message):
+    """Sample a completion, and tell of its tokens while they come if somebody listens."""
+
+    request: GenerateRequest
+    listen: bool
+
+
+class Cancel(Message):
+    """Nobody waits for this request any more."""
+
+
+class Score(Message):
+    """Score sequences."""
+
+    sequences: list[bytes]
+    temperature: float
+    model: str
+
+
+class Load(Message):
+    """Take new weights."""
+
+    version: int
+    weights: bytes | list[str]
+    """Safetensors bytes, or paths of safetensors files."""
+    adapter: Adapter | None
+    expected: str | None
+    canary: Canary | None
+
+
+class Ask(Message):
+    """Anything that takes no arguments."""
+
+    what: Question
+
+
+class Hello(Message):
+    """The first word of the engine's process: ready, or why it never will be."""
+
+    end_tokens: tuple[int, ...]
+    error: str | None = None
+
+
+class Sampled(Message):
+    """New tokens of a request that runs on."""
+
+    token_ids: bytes
+    logprobs: bytes
+    versions: bytes
+    top: list[TopLogprobs] | None
+
+    @classmethod
+    def of(cls, number: int, piece: Piece) -> "Sampled":
+        return cls(number, ints(piece.token_ids), floats(piece.logprobs), ints(piece.versions), piece.top)
+
+    def piece(self) -> Piece:
+        return Piece(as_ints(self.token_ids), as_floats(self.logprobs), as_ints(self.versions), self.top)
+
+
+class Done(Message):
+    """A completion, whole."""
+
+    token_ids: bytes
+    logprobs: bytes
+    versions: bytes
+    finish: Finish
+    log_z: bytes | None
+    top: list[TopLogprobs] | None
+    recomputed: bool
+    cached: int
+
+    @classmethod
+    def of(cls, number: int, done: Completion) -> "Done":
+        log_z = None if done.log_z is None else floats(done.log_z)
+        arrays = ints(done.token_ids), floats(done.logprobs), ints(done.versions)
+        return cls(number, *arrays, done.finish, log_z, done.top, done.recomputed, done.cached)
+
+    def completion(self) -> Completion:
+        return Completion(
+            token_ids=as_ints(self.token_ids),
+            logprobs=as_floats(self.logprobs),
+            versions=as_ints(self.versions),
+            finish=self.finish,
+            log_z=None if self.log_z is None else as_floats(self.log_z),
+            top=self.top,
+            recomputed=self.recomputed,
+            cached=self.cached,
+        )
+
+
+class Scores(Message):
+    """Log probabilities, sequence by sequence."""
+
+    logprobs: list[bytes]
+
+
+class Answer(Message):
+    """What a question or an update led to."""
+
+    policy: Policy | None = None
+    limits: Limits | None = None
+    stats: EngineStats | None = None
+    seconds: float = 0.0
+
+
+class Failed(Message):
+    """Why there is no answer; the class is kept by name."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, number: int, error: Exception) -> "Failed":
+        kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in ERRORS), "")
+        return cls(number, kind or "EngineError", str(error) if kind else f"{type(error).__name__}: {error}")
+
+    def error(self) -> EngineError:
+        return ERRORS.get(self.kind, EngineError)(self.message)
+
+
+class ToEngine(msgspec.Struct, array_like=True):
+    """What the asking side sends."""
+
+    messages: list[Generate | Cancel | Score | Load | Ask]
+
+
+class FromEngine(msgspec.Struct, array_like=True):
+    """What the engine's side sends: everything that happened since its last frame."""
+
+    messages: list[Hello | Sampled | Done | Scores | Answer | Failed]
+    busy_seconds: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(batch: ToEngine | FromEngine) -> list[bytes]:
+    body = _encoder.encode(batch)
+    return [HEAD.pack(len(body)), body]
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next frame's body, or None when the other side is gone."""
+    try:
+        (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Several pieces of one completion as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    top = None if pieces[0].top is None else [ranked for piece in pieces for ranked in piece.top or ()]
+    return Piece(
+        [token for piece in pieces for token in piece.token_ids],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+        [version for piece in pieces for version in piece.versions],
+        top,
+    )
+
+
+def ints(values: Sequence[int]) -> bytes:
+    return array("q", values).tobytes()
+
+
+def floats(values: Sequence[float]) -> bytes:
+    return array("d", values).tobytes()
+
+
+def as_ints(data: bytes) -> list[int]:
+    return _list("q", data)
+
+
+def as_floats(data: bytes) -> list[float]:
+    return _list("d", data)
+
+
+def _list(kind: str, data: bytes) -> list[Any]:
+    values = array(kind)
+    values.frombytes(data)
+    return values.tolist()

@@ -1,0 +1,142 @@
+"""The engine's side of a link: answers another process over a socket."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from paceline.inference.base import Completion, Engine, Piece, RequestError
+from paceline.inference.frames import (
+    Answer,
+    Ask,
+    Cancel,
+    Done,
+    Failed,
+    FromEngine,
+    Generate,
+    Hello,
+    Load,
+    Message,
+    Sampled,
+    Score,
+    Scores,
+    as_ints,
+    decode_to_engine,
+    floats,
+    frame,
+    join,
+    read_frame,
+)
+from paceline.inference.stored import StoredTensors
+from paceline.model.weights import WeightUpdate
+
+GATHER_SECONDS = 0.001
+"""How long news may wait for more: less than a decode step takes."""
+
+
+class EngineHost:
+    """Serves any engine over one socket, until the other side closes it.
+
+    What the engine's thread reports is piled up and sent by the event loop in one write: a step that feeds hundreds of
+    streams costs one wake-up and one system call. The loop waits a moment before it looks, or it would fight the engine
+    for Python's lock over every token. The flag is lowered before the pile is emptied, so nothing is left.
+    """
+
+    def __init__(self, engine: Engine, end_tokens: Sequence[int]) -> None:
+        self._engine = engine
+        self._end_tokens = tuple(end_tokens)
+        self._pile: deque[Message | tuple[int, Piece]] = deque()
+        self._woken = False
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[type[Message], Callable[..., Awaitable[Message]]] = {
+            Generate: self._generate,
+            Score: self._score,
+            Load: self._load,
+            Ask: self._ask,
+        }
+
+    async def serve(self, door: socket) -> None:
+        """Answer until the other side is gone; what it asked for last is then cancelled."""
+        self._loop = asyncio.get_running_loop()
+        reader, self._writer = await asyncio.open_unix_connection(sock=door)
+        self._post(Hello(0, self._end_tokens))
+        try:
+            while (body := await read_frame(reader)) is not None:
+                for message in decode_to_engine(body).messages:
+                    self._take(message)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            self._writer.close()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            if task := self._running.get(message.id):
+                task.cancel()
+            return
+        task = asyncio.ensure_future(self._answer(message))
+        self._running[message.id] = task
+        task.add_done_callback(lambda _: self._running.pop(message.id, None))
+
+    async def _answer(self, message: Message) -> None:
+        try:
+            self._post(await self._answers[type(message)](message))
+        except Exception as error:  # whatever it is, the asker is told, and a bug keeps its name
+            self._post(Failed.of(message.id, error))
+
+    async def _generate(self, message: Generate) -> Message:
+        listener = partial(self._heard, message.id) if message.listen else None
+        completion: Completion = await self._engine.generate(message.request, listener)
+        return Done.of(message.id, completion)
+
+    def _heard(self, number: int, piece: Piece) -> None:
+        self._post((number, piece))
+
+    async def _score(self, message: Score) -> Message:
+        sequences = [as_ints(ids) for ids in message.sequences]
+        scores = await self._engine.score(sequences, message.temperature, message.model)
+        return Scores(message.id, [floats(score) for score in scores])
+
+    async def _load(self, message: Load) -> Message:
+        if isinstance(message.weights, bytes):
+            try:
+                tensors = load(message.weights)
+            except SafetensorError as error:
+                raise RequestError(f"the weights are no safetensors file: {error}") from error
+        else:
+            tensors = StoredTensors([Path(file) for file in message.weights])
+            await asyncio.to_thread(tensors.fill)
+        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
+        return Answer(message.id, seconds=await self._engine.load_weights(update))
+
+    async def _ask(self, message: Ask) -> Message:
+        value = await getattr(self._engine, message.what)()
+        return Answer(message.id, **({} if value is None else {message.what: value}))
+
+    def _post(self, message: Message | tuple[int, Piece]) -> None:
+        """Send soon, with all that is piled up by then. From any thread."""
+        self._pile.append(message)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._woken = False
+        messages: list[Any] = []
+        pieces: dict[int, list[Piece]] = {}
+        while self._pile:
+            message = self._pile.popleft()
+            if isinstance(message, tuple):
+                pieces.setdefault(message[0], []).append(message[1])
+            else:
+                messages.append(message)
+        # Pieces come before whatever ended their request: the engine reports them first.
+        messages[:0] = [Sampled.of(number, join(some)) for number, some in pieces.items()]
+        if messages and not self._writer.is_closing():
+            self._writer.writelines(frame(FromEngine(messages, self._engine.busy_seconds)))

@@ -1,0 +1,206 @@
+"""Which engines serve, and with which weights: a failing one is set aside and returns with the current ones."""
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from paceline.inference.base import Engine, EngineError, Unreachable
+from paceline.inference.routing import Member
+from paceline.model.weights import WeightUpdate
+
+CHECK_SECONDS = 10.0
+PUBLISH_SECONDS = 900.0
+FIRST_DELAY, MOST_DELAY = 0.05, 2.0
+log = logging.getLogger("paceline.pool")
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """An engine that may come back after it was gone, perhaps without the weights it had."""
+
+    name: str
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        """A copy of an update that can be sent again later."""
+        ...
+
+
+class Roster:
+    """The members of a pool, in service or set aside.
+
+    in service -> (a failure, and no answer or other weights when asked) -> set aside
+               -> (asked again, with back-off) answers -> gets the last updates -> in service
+
+    An engine that lives and dies with this process never answers again, so nobody waits for it.
+    """
+
+    def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
+        names = [engine.name if isinstance(engine, Remote) else f"engine {i}" for i, engine in enumerate(engines)]
+        self.members = [Member(engine, name) for engine, name in zip(engines, names, strict=True)]
+        self._keeper = next((engine for engine in engines if isinstance(engine, Remote)), None)
+        self._updates: dict[str | None, WeightUpdate] = {}
+        """The last update of the base (None) and of each adapter. Replaced, never changed: its identity is its age."""
+        self._published: dict[str, int] = {}
+        """The version of the policy ("") and of each adapter that all who serve have taken."""
+        self._nurses: dict[Member, asyncio.Task[None]] = {}
+        self._meeting: asyncio.Task[None] | None = None
+        self._publishing = 0
+        self._jitter = jitter
+
+    @property
+    def serving(self) -> list[Member]:
+        return [member for member in self.members if member.trouble is None]
+
+    @property
+    def hopeless(self) -> bool:
+        """Nobody serves and nobody will."""
+        return not self.serving and not any(isinstance(member.engine, Remote) for member in self.members)
+
+    @property
+    def trouble(self) -> EngineError:
+        """Why nobody serves."""
+        causes = "; ".join(f"{member.name}: {member.trouble}" for member in self.members)
+        return EngineError(f"no engine is left: {causes}")
+
+    def delay(self, attempt: int) -> float:
+        """Exponential back-off, shortened by up to half so that those who wait do not return all at once."""
+        return min(MOST_DELAY, FIRST_DELAY * 2 ** min(attempt, 30)) * (1 - self._jitter() / 2)
+
+    async def meet(self) -> None:
+        """Learn each engine's size, once. With one engine there is nothing to choose."""
+        if len(self.members) == 1:
+            return
+        if self._meeting is None:
+            self._meeting = asyncio.ensure_future(self._meet_all())
+        await asyncio.shield(self._meeting)
+
+    async def fails(self, member: Member) -> bool:
+        """Whether an engine that failed a request is out of order; if so it is set aside."""
+        if member.trouble is not None:
+            return True
+        try:
+            policy = await _within(CHECK_SECONDS, member.engine.policy())
+        except EngineError as error:
+            self._set_aside(member, error)
+            return True
+        current = [update.version for name, update in self._updates.items() if not name]
+        if current and policy.version not in current and not self._publishing:
+            self._set_aside(member, EngineError(f"it serves version {policy.version}, not {current[-1]}"))
+            return True
+        return False
+
+    def floor(self, model: str) -> int:
+        """The oldest version a request sent now may be answered with."""
+        return self._published.get(model, 0)
+
+    async def publish(self, update: WeightUpdate) -> float:
+        """Every engine in service takes the update; answers with the longest pause.
+
+        One that does not is set aside. If all refuse, the update is at fault: the weights before it stay the current
+        ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
+        """
+        # Without a remote engine nothing is ever sent again, and what is not kept takes no memory.
+        update = kept = await self._keeper.keep(update) if self._keeper is not None else update
+        if self._keeper is None:
+            kept = dataclasses.replace(update, tensors={})
+        before = self._updates
+        name = None if update.adapter is None else update.adapter.name
+        self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
+        # An engine of this process has nobody to bring it back but the next update.
+        asked = [m for m in self.members if m.trouble is None or not isinstance(m.engine, Remote)]
+        self._publishing += 1
+        try:
+            answers = await asyncio.gather(*(self._send(member, update) for member in asked))
+        finally:
+            self._publishing -= 1
+        refused = [(m, a) for m, a in zip(asked, answers, strict=True) if isinstance(a, EngineError)]
+        pauses = [answer for answer in answers if isinstance(answer, float)]
+        if not pauses and refused and not all(isinstance(error, Unreachable) for _, error in refused):
+            self._updates = before
+            raise refused[0][1]
+        for member, error in refused:
+            self._set_aside(member, error)
+        pause = max(pauses) if pauses else await self._returned()
+        self._published[name or ""] = update.version
+        return pause
+
+    def close(self) -> None:
+        """Ask no more after engines that are set aside."""
+        for nurse in self._nurses.values():
+            nurse.cancel()
+        self._nurses.clear()
+
+    def _set_aside(self, member: Member, error: EngineError) -> None:
+        if member.trouble is None:
+            log.warning("%s is set aside: %s", member.name, error)
+        member.trouble = error
+        nurse = self._nurses.get(member)
+        if isinstance(member.engine, Remote) and (nurse is None or nurse.done()):
+            self._nurses[member] = asyncio.ensure_future(self._nurse(member))
+
+    async def _nurse(self, member: Member) -> None:
+        """Ask until it answers and holds the current weights."""
+        attempt = 0
+        while member.trouble is not None:
+            await asyncio.sleep(self.delay(attempt))
+            attempt += 1
+            try:
+                await self._restore(member)
+            except EngineError as error:
+                member.trouble = error
+        log.warning("%s is back", member.name)
+
+    async def _restore(self, member: Member) -> None:
+        sent: dict[str | None, WeightUpdate] | None = None
+        await _within(CHECK_SECONDS, self._measure(member))
+        while sent is not self._updates:  # they may change while we send
+            sent = self._updates
+            for update in sent.values():
+                await _within(PUBLISH_SECONDS, member.engine.load_weights(update))
+        member.trouble = None
+
+    async def _returned(self) -> float:
+        waited, attempt = 0.0, 0
+        while not self.serving:
+            if self.hopeless or waited > PUBLISH_SECONDS:
+                raise self.trouble
+            waited += (delay := self.delay(attempt))
+            attempt += 1
+            await asyncio.sleep(delay)
+        return 0.0
+
+    async def _send(self, member: Member, update: WeightUpdate) -> float | EngineError:
+        try:
+            pause = await _within(PUBLISH_SECONDS, member.engine.load_weights(update))
+        except EngineError as error:
+            return error
+        if not isinstance(member.engine, Remote):
+            member.trouble = None
+        return float(pause)
+
+    async def _meet_all(self) -> None:
+        await asyncio.gather(*map(self._meet, self.members))
+
+    async def _meet(self, member: Member) -> None:
+        try:
+            await _within(CHECK_SECONDS, self._measure(member))
+        except EngineError as error:
+            self._set_aside(member, error)
+
+    async def _measure(self, member: Member) -> None:
+        limits, stats = await asyncio.gather(member.engine.limits(), member.engine.stats())
+        member.context, member.capacity = limits.max_context, max(1, stats.capacity)
+
+
+async def _within(seconds: float, work: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Unreachable(f"no answer within {seconds:g} s") from None

@@ -1,0 +1,159 @@
+"""The application: routes, and an OpenAPI document that tells the truth about them."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from transformers import PreTrainedTokenizerBase
+
+from paceline.inference.base import Engine
+from paceline.inference.server import answers, bodies, control, weights
+from paceline.inference.server.chat import chat
+from paceline.inference.server.completions import complete
+from paceline.inference.server.errors import ErrorAnswer, install_error_handlers
+from paceline.inference.server.guard import Guard
+from paceline.inference.server.mailbox import Post
+from paceline.inference.server.metrics import Meter
+from paceline.inference.server.models import Models
+from paceline.inference.server.scribe import Scribe
+from paceline.inference.server.service import Service
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+SCHEMAS = "#/components/schemas/"
+SERVER_SENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+"""One event of a stream: JSON text, or [DONE]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path, what it takes, what it answers, and how it may refuse."""
+
+    path: str
+    endpoint: Endpoint
+    answer: type[BaseModel] | str
+    """A model for JSON, or the media type of anything else."""
+    body: type[BaseModel] | None = None
+    method: str = "GET"
+    refusals: tuple[int, ...] = (401, 503)
+    streams: bool = False
+
+
+POST_REFUSALS = (400, 401, 404, 413, 415, 429, 503)
+ROUTES = (
+    Route("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, "POST", POST_REFUSALS, streams=True),
+    Route(
+        "/v1/completions",
+        complete,
+        answers.CompletionAnswer,
+        bodies.CompletionBody,
+        "POST",
+        POST_REFUSALS,
+        streams=True,
+    ),
+    Route("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody, "POST", POST_REFUSALS),
+    Route("/v1/models", control.models, answers.ModelList),
+    Route("/health", control.health, answers.Status, refusals=(503,)),
+    Route("/metrics", control.metrics, "text/plain"),
+    Route("/policy", control.policy, answers.PolicyAnswer),
+    Route("/limits", control.limits, answers.LimitsAnswer),
+    Route("/stats", control.stats, answers.StatsAnswer),
+    Route("/adapters/version", control.adapter_versions, answers.AdapterVersions),
+    Route("/adapters/load", weights.load_adapter, answers.UpdateAnswer, bodies.AdapterBody, "POST", POST_REFUSALS),
+    Route(
+        "/weights/load", weights.load_weights, answers.UpdateAnswer, bodies.WeightsBody, "POST", (*POST_REFUSALS, 403)
+    ),
+    Route(
+        "/pause",
+        control.lever(lambda e: e.pause(), "Stop between two steps; requests wait."),
+        answers.Status,
+        method="POST",
+    ),
+    Route("/resume", control.lever(lambda e: e.resume(), "Go on after a pause."), answers.Status, method="POST"),
+    Route("/sleep", control.lever(lambda e: e.sleep(), "Pause and give memory back."), answers.Status, method="POST"),
+    Route("/wake", control.lever(lambda e: e.wake(), "Go on after sleep."), answers.Status, method="POST"),
+)
+MEANINGS = {
+    400: "The request is wrong.",
+    401: "The API key is missing or wrong.",
+    403: "Not from this folder.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests are waiting; try again later.",
+    503: "The engine does not answer.",
+}
+
+
+def build_app(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
+    *,
+    name: str,
+    api_key: str | None = None,
+    allowed: Sequence[Path] = (),
+    max_body_bytes: int,
+) -> FastAPI:
+    """The server's application around an engine that has been started."""
+    meter = Meter()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        limits = await engine.limits()
+        scribe = Scribe(tokenizer, end_tokens, limits.max_context)
+        models = Models(engine, name, limits)
+        folders = tuple(folder.resolve() for folder in allowed)
+        app.state.service = Service(engine, scribe, models, Post(), meter, folders)
+        yield
+
+    app = FastAPI(title="Paceline", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.max_body_bytes = max_body_bytes
+    for route in ROUTES:
+        _add(app, route)
+    install_error_handlers(app)
+    app.add_middleware(Guard, meter=meter, routes=[route.path for route in ROUTES], api_key=api_key)
+    app.openapi = lambda: _document(app)
+    return app
+
+
+def _add(app: FastAPI, route: Route) -> None:
+    text = route.answer if isinstance(route.answer, str) else None
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorAnswer, "description": MEANINGS[status]} for status in route.refusals
+    }
+    responses[200] = {"content": {text: {"schema": {"type": "string"}}}} if text else {"model": route.answer}
+    if route.streams:
+        responses[200]["content"] = {"text/event-stream": {"schema": SERVER_SENT}}
+    app.add_api_route(
+        route.path,
+        route.endpoint,
+        methods=[route.method],
+        responses=responses,
+        response_class=Response,
+        response_model=None,
+        summary=(route.endpoint.__doc__ or "").strip(),
+        openapi_extra=_takes(route.body) if route.body else None,
+    )
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{body.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document plus the bodies, which the endpoints read themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version="1", routes=app.routes)
+        schemas = document["components"]["schemas"]
+        for body in {route.body for route in ROUTES if route.body}:
+            described = body.model_json_schema(ref_template=SCHEMAS + "{model}")
+            schemas |= described.pop("$defs", {})
+            schemas[body.__name__] = described
+        app.openapi_schema = document
+    return app.openapi_schema

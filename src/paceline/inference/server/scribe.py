@@ -1,0 +1,101 @@
+"""Text and conversations to exact tokens, and back: everything the server asks of the tokenizer."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from paceline.inference.server.detokenise import Detokeniser
+from paceline.inference.server.errors import bad
+from paceline.inference.server.lexicon import Lexicon
+
+LONG_TEXT = 20_000
+"""Letters from which a text is tokenised on another thread, so that streams go on meanwhile."""
+CONTEXT = 4
+"""Prompt tokens a decoder may look back at."""
+RESERVED = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "return_tensors", "return_dict"}
+
+
+class Scribe:
+    """Writes prompts and reads replies. It refuses a text that cannot fit before it spends time on it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], max_context: int) -> None:
+        self.tokenizer = tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        self.lexicon = Lexicon(tokenizer)
+        self._most_letters = max_context * max(map(len, tokenizer.get_vocab()), default=1)
+        self._max_context = max_context
+        # Streams decode a few tokens at a time, and transformers' wrapper costs several times the decoding itself.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        tidies = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._quick_decode: Callable[[Sequence[int]], str] | None = backend.decode if backend and not tidies else None
+
+    async def encode(self, text: str, special: bool) -> tuple[int, ...]:
+        """The text's tokens; `special` adds what the tokenizer puts around a bare text."""
+        if len(text) > self._most_letters:
+            raise bad(
+                f"the prompt has {len(text)} letters, far more than a context of {self._max_context} tokens holds",
+                code="context_length_exceeded",
+            )
+        if len(text) < LONG_TEXT:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=special))
+        return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special))
+
+    async def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """The conversation, and the opening of the reply, as the model's chat template writes them."""
+        if clash := RESERVED & options.keys():
+            raise bad(f"chat_template_kwargs cannot set `{sorted(clash)[0]}`", "chat_template_kwargs")
+        if self.tokenizer.chat_template is None:
+            raise bad("this model has no chat template: use /v1/completions, or serve it with --model.chat_template")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
+            )
+        # A template is a small program that is run on what the client sent: whatever it trips over is the client's.
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise bad(f"the model's chat template cannot express this conversation: {error}", "messages") from error
+        assert isinstance(text, str)
+        return await self.encode(text, special=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply, without the tokens that only mark its structure."""
+        if self._quick_decode is not None:
+            return self._quick_decode(token_ids)
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text with every token shown."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        assert isinstance(text, str)
+        return text
+
+    def detokeniser(self, before: Sequence[int] = ()) -> Detokeniser:
+        """For a text that follows upon these tokens."""
+        return Detokeniser(self.decode, before[-CONTEXT:])
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: text content, and tool arguments as objects rather than JSON text."""
+    said = {key: value for key, value in message.items() if value is not None}
+    said["role"] = "system" if said["role"] == "developer" else said["role"]
+    content = said.get("content", "")
+    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if "tool_calls" in said:
+        said["tool_calls"] = [_with_object(call) for call in said["tool_calls"]]
+    return said
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (json.JSONDecodeError, RecursionError):
+        arguments = function["arguments"]
+    return {**call, "function": {**function, "arguments": arguments}}

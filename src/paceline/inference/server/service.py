@@ -1,0 +1,41 @@
+"""What every endpoint shares, in one place."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import Request
+
+from paceline.inference.base import Engine, EngineError
+from paceline.inference.server.mailbox import Post
+from paceline.inference.server.metrics import Meter
+from paceline.inference.server.models import Models
+from paceline.inference.server.scribe import Scribe
+
+
+@dataclass(slots=True)
+class Service:
+    """One engine and what the server knows around it. Lives as long as the server's event loop."""
+
+    engine: Engine
+    scribe: Scribe
+    models: Models
+    post: Post
+    meter: Meter
+    allowed: tuple[Path, ...] = ()
+    """Folders weights may be loaded from, resolved."""
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    async def check_alive(self) -> None:
+        """Raise if the engine cannot answer any more."""
+        await self.engine.stats()
+        if self.meter.engine_errors:
+            # Vital signs can outlive the engine's thread; its policy cannot. Asked only after something went wrong.
+            await self.engine.policy()
+
+    def note(self, error: EngineError) -> None:
+        self.meter.engine_errors += 1
+
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service

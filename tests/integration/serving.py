@@ -1,0 +1,78 @@
+"""A real server process for the tests that talk to one."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from openai import OpenAI
+
+MODEL = "paceline:quickstart"
+READY = re.compile(r"paceline: serving (\S+) at (http://\S+)/v1")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running `paceline serve`."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def get(self, path: str, **more) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **more)
+
+    def post(self, path: str, body=None, **more) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **more)
+
+    def idle(self, seconds: float = 10) -> bool:
+        """Whether the engine becomes empty within this time."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            stats = self.get("/stats").json()
+            if stats["running"] == stats["waiting"] == 0:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 30) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+
+@contextmanager
+def served(*arguments: str, model: str = MODEL) -> Generator[Server]:
+    """Start the real command on a free port and wait for its line."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "stderr.txt"
+        command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0", *arguments]
+        with log.open("w") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert process.stdout is not None
+            ready = READY.match(process.stdout.readline())
+            assert ready, log.read_text()
+            yield Server(process, ready[2], log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.kill(process.pid, signal.SIGKILL)
+                    process.wait()
+            if process.stdout:
+                process.stdout.close()
+            assert "Traceback" not in log.read_text(), log.read_text()

@@ -1,0 +1,59 @@
+"""A thousand clients at once, over plain sockets: the client must not be what is slow."""
+
+import asyncio
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from serving import served
+
+STREAMS = 1000
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served("--engine.max_running", "128", "--engine.max_context", "64") as running:
+        yield running
+
+
+async def one(port: int, body: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+    answer = await reader.read(-1)
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+async def all_at_once(port: int, body: bytes) -> list[bytes]:
+    return await asyncio.gather(*(one(port, body) for _ in range(STREAMS)))
+
+
+def resident(pid: int) -> int:
+    """Memory in pages."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
+def test_a_thousand_streams_complete(server):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    ask = {"prompt": [3, 73, 4], "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    port = int(server.url.rpartition(":")[2])
+    start = time.monotonic()
+    answers = asyncio.run(all_at_once(port, json.dumps(ask).encode()))
+    seconds = time.monotonic() - start
+    for answer in answers:
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.rstrip().endswith(b"data: [DONE]\n\n\r\n0") or b"data: [DONE]" in answer[-40:]
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == TOKENS
+    assert server.idle()
+    assert seconds < 60
+    # Nothing of a finished stream stays behind: a second flood needs no more memory than the first.
+    before = resident(server.process.pid)
+    asyncio.run(all_at_once(port, json.dumps(ask).encode()))
+    assert resident(server.process.pid) < before * 1.1
