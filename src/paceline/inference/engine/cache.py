@@ -47,6 +47,10 @@ class Cache(Protocol):
         """Take its place back; what it computed may be shared until it is overwritten."""
         ...
 
+    def scrub(self, sequence: Sequence) -> None:
+        """Overwrite what it wrote, before its place is released."""
+        ...
+
     def forget(self) -> None:
         """The weights changed: nothing computed so far is ever shared again."""
         ...
@@ -178,6 +182,11 @@ class SlotCache:
         if sequence.family is not None and sequence.computed > 1:
             self._left[slot] = (sequence.family, sequence.tokens[: sequence.computed])
         heapq.heappush(self._free, slot)
+
+    def scrub(self, sequence: Sequence) -> None:
+        sequence.family = None
+        for store in (*self.keys, *self.values):
+            store[sequence.slot].zero_()
 
     def forget(self) -> None:
         self._left.clear()

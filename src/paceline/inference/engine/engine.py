@@ -26,9 +26,9 @@ from paceline.inference.base import (
     Overloaded,
     Piece,
     RequestError,
-    UnknownModel,
 )
 from paceline.inference.engine.build import build
+from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
 from paceline.inference.engine.runner import Flight
 from paceline.inference.engine.sequence import Chunk, Guide
 from paceline.inference.engine.sequence import Sequence as Running
@@ -38,9 +38,6 @@ from paceline.model import Policy, WeightUpdate
 CLOSE_SECONDS = 30.0
 WARM_SECONDS = 900.0
 FLOCK_SECONDS = 0.001
-MAX_TOP_LOGPROBS = 20
-MIN_TEMPERATURE = 1e-20
-INT64 = (1 << 63) - 1
 
 
 class EmbeddedEngine:
@@ -69,6 +66,7 @@ class EmbeddedEngine:
         self._served, self._catalog = parts.served, parts.catalog
         self._vocabulary, self._device = parts.vocabulary, model.device
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._door = threading.Lock()
         self._flights: deque[Flight] = deque()
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
@@ -182,28 +180,7 @@ class EmbeddedEngine:
     # -- the door -----------------------------------------------------------------------------------------------------
 
     def _check(self, request: GenerateRequest, room: int = 1) -> None:
-        prompt = len(request.prompt_ids)
-        if prompt == 0:
-            raise RequestError("the prompt is empty: give at least one token")
-        if prompt + room > self.max_context:
-            raise RequestError(f"the prompt has {prompt} tokens, but the context holds {self.max_context}")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocabulary:
-            raise RequestError(f"the prompt holds token ids outside the vocabulary (0 to {self._vocabulary - 1})")
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}: ask for at least one")
-        if not (math.isfinite(request.temperature) and request.temperature >= 0):
-            raise RequestError(f"temperature is {request.temperature}: give a number from 0 on")
-        if 0 < request.temperature < MIN_TEMPERATURE:
-            raise RequestError(f"temperature is {request.temperature}, too small to divide by: give 0 for greedy")
-        if not 0 < request.top_p <= 1 or not 0 <= request.top_k <= INT64:
-            raise RequestError("top_p must be above 0 and at most 1, top_k 0 or more")
-        if not -INT64 - 1 <= request.noise <= INT64:
-            raise RequestError("the noise key must fit 64 bits: make it with noise_key")
-        if not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise RequestError(f"top_logprobs is {request.top_logprobs}: at most {MAX_TOP_LOGPROBS} are given")
-        if request.model not in self._catalog.versions:
-            served = ", ".join(sorted(self._catalog.adapters)) or "none"
-            raise UnknownModel(f"no adapter `{request.model}` is loaded; loaded are: {served}")
+        check(request, self._catalog, self.max_context - room, self._vocabulary)
         for model in (None, request.model):
             if model in self._distrust:
                 raise EngineError(self._distrust[model])
@@ -223,11 +200,12 @@ class EmbeddedEngine:
         return sequence.future
 
     def _post(self, work: Callable[[], None]) -> None:
-        if self._failure is not None:
-            raise EngineError(f"the engine stopped: {self._failure}") from self._failure
-        if self._closed:
-            raise EngineError("the engine is closed")
-        self._inbox.put(work)
+        with self._door:
+            if self._failure is not None:
+                raise EngineError(f"the engine stopped: {self._failure}") from self._failure
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._inbox.put(work)
 
     async def _ask(self, work: Callable[[], Any]) -> Any:
         """Run something on the engine's thread, between two steps."""
@@ -325,6 +303,7 @@ class EmbeddedEngine:
         assert sequence.scores is not None
         sequence.scores += scores
         if any(map(math.isnan, scores)):
+            sequence.broken = True
             self._fail(sequence, "the model's logits are not finite for these tokens")
         elif len(sequence.scores) >= len(sequence.tokens) - 1:
             self._scheduler.release(sequence)
@@ -334,6 +313,7 @@ class EmbeddedEngine:
         drawn = chunk.drawn
         assert drawn is not None
         if not math.isfinite(drawn.logprob):
+            sequence.broken = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
         if not math.isfinite(drawn.log_z or 0.0):
             return self._fail(sequence, "the grammar allows no token that the model could say here")
@@ -370,6 +350,8 @@ class EmbeddedEngine:
                 self._served.verify(update, sent)
         except Mismatch as error:
             self._distrust[name] = str(error)
+            for sequence in self._scheduler.withdraw(name):
+                self._fail(sequence, str(error))
             raise
         self._runner.sync()
         self._distrust.pop(name, None)
@@ -397,7 +379,8 @@ class EmbeddedEngine:
 
     def _fail_all(self, error: EngineError) -> None:
         """Answer everybody, those included whose request was still on its way."""
-        self._closed = True
+        with self._door:  # whoever is past it is in the inbox; nobody comes after
+            self._closed = True
         while not self._inbox.empty():
             work = self._inbox.get_nowait()
             if work is not None:

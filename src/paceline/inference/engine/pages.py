@@ -195,6 +195,11 @@ class PageCache:
         sequence.nodes.clear()
         self._slots.append(sequence.slot)
 
+    def scrub(self, sequence: Sequence) -> None:
+        sequence.family = None
+        own = [page for page in sequence.pages if self._holders[page] == 1]
+        self.kv[:, :, torch.tensor([NOBODY, *own], device=self.kv.device)] = 0
+
     def forget(self) -> None:
         self._free.extend(self._prefixes.clear())
 

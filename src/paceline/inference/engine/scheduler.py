@@ -181,6 +181,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.discard(sequence)
+        if sequence.broken:
+            self._cache.scrub(sequence)
         self._cache.release(sequence)
         sequence.slot, sequence.computed = -1, 0
         if sequence.requeue:
@@ -207,6 +209,13 @@ class Scheduler:
         """Take them out of the cache, to be computed anew. All launched steps must have landed."""
         for sequence in list(sequences):
             self._requeue(sequence)
+
+    def withdraw(self, model: str | None) -> list[Sequence]:
+        """Take out what waits for this model, or for any (None)."""
+        out = [entry[2] for entry in self._waiting if model is None or entry[2].request.model == model]
+        self._waiting = [entry for entry in self._waiting if entry[2] not in out]
+        heapq.heapify(self._waiting)
+        return out
 
     def drain(self) -> Iterable[Sequence]:
         """Take everything out, for shutting down."""

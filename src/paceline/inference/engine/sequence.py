@@ -60,6 +60,8 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     recomputed: bool = False
     requeue: bool = False
+    broken: bool = False
+    """Its keys and values may hold NaN, which no mask hides from whoever gets the memory next."""
 
     @property
     def length(self) -> int:

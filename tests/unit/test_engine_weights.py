@@ -1,0 +1,345 @@
+"""The laws of changing weights: every token was drawn from the weights it names, and a bad update changes nothing."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_engine import requests, serve, trainer_logprobs, until
+
+from conftest import VOCABULARY, tiny_model
+from engines import MATRIX, merged, random_adapter
+from paceline.inference import Completion, EngineError, GenerateRequest, RequestError, noise_key
+from paceline.inference.base import UnknownModel
+from paceline.model import PLAN, Adapter, Canary, Head, WeightUpdate, fingerprint, twin
+from paceline.model.attention import sdpa, window_mask
+from paceline.model.canary import make_canary
+
+POLICIES = [tiny_model(seed) for seed in range(4)]
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return dict(POLICIES[version].named_parameters())
+
+
+def gap(expected: torch.Tensor, got: list[float]) -> float:
+    return float(np.abs(expected.numpy() - np.array(got)).max())
+
+
+async def together(engine, crowd: list[GenerateRequest]) -> list[asyncio.Task]:
+    """All begin in one step, so that two runs see the same batches."""
+    await engine.pause()
+    tasks = [asyncio.create_task(engine.generate(request)) for request in crowd]
+    await until(lambda: engine._scheduler.waiting == len(crowd))
+    await engine.resume()
+    return tasks
+
+
+# -- swaps under load -------------------------------------------------------------------------------------------------
+
+
+class KeptKeys:
+    """A plan that keeps all keys and values, whoever made them: each token sees those before it and itself."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def attend(self, layer, q, k, v, scale, window):
+        for store, new in ((self.keys, k), (self.values, v)):
+            store[layer] = torch.cat([store[layer], new]) if layer in store else new
+        total = len(self.keys[layer])
+        mask = window_mask(torch.arange(total - len(q), total), torch.arange(total), window)
+        return sdpa(q[None], self.keys[layer][None], self.values[layer][None], scale, mask)[0]
+
+
+@torch.no_grad()
+def replayed_logprobs(request: GenerateRequest, completion: Completion) -> list[float]:
+    """Token by token with the weights each one names, over keys that are kept across swaps. The keys of a token are
+    made in the step that draws the next one, the prompt's in the step that draws the first."""
+    plan, logprobs = KeptKeys(), []
+    fresh, at = list(request.prompt_ids), 0
+    for token, version in zip(completion.token_ids, completion.versions, strict=True):
+        model = POLICIES[version]
+        positions = torch.arange(at, at + len(fresh))[None]
+        out = model.get_decoder()(
+            input_ids=torch.tensor([fresh]), position_ids=positions, use_cache=False, **{PLAN: plan}
+        )
+        logits = Head(model)(out.last_hidden_state[0, -1])
+        logprobs.append(torch.log_softmax(logits / request.temperature, -1)[token].item())
+        fresh, at = [token], at + len(fresh)
+    return logprobs
+
+
+def under_swaps(config: dict, seed: int) -> list[tuple[GenerateRequest, Completion]]:
+    """A crowd of requests whose weights change between random steps, from version 0 to 3."""
+    rng = random.Random(seed)
+    wanted = [replace(r, max_tokens=rng.randrange(1, 40)) for r in requests(groups=6, members=2, seed=seed)]
+    moments = sorted(rng.sample(range(2, 45), 3))
+
+    async def work(engine):
+        step = engine._step
+
+        def stepping():
+            step()
+            version = engine._catalog.versions[""]
+            if version < 3 and engine.steps >= moments[version]:
+                engine._swap(WeightUpdate(version + 1, weights(version + 1)), None)
+
+        engine._step = stepping
+        answers = await asyncio.gather(*(engine.generate(request) for request in wanted))
+        assert engine.swaps == 3
+        return answers
+
+    return list(zip(wanted, serve(twin(POLICIES[0]), work, max_running=5, prefill_tokens=16, **config), strict=True))
+
+
+@pytest.mark.parametrize("config", MATRIX)
+@pytest.mark.parametrize("on_swap", ["keep", "recompute"])
+def test_each_token_was_drawn_from_the_weights_it_names(config, on_swap):
+    """Kept keys give what a replay of the swaps gives, recomputed ones what the new weights give the whole prefix, and
+    a request of one version is exactly that version's, also when its prompt was under way at the swap."""
+    pure = mixed = 0
+    for request, completion in under_swaps(config | {"on_swap": on_swap}, seed=1):
+        versions = completion.versions
+        assert versions == sorted(versions)
+        scored = {v: trainer_logprobs(POLICIES[v], request, completion) for v in set(versions)}
+        if len(scored) == 1 or on_swap == "recompute":
+            exact = torch.stack([scored[v][i] for i, v in enumerate(versions)])
+            assert gap(exact, completion.logprobs) < 1e-4
+            pure += len(scored) == 1
+        if len(scored) > 1:
+            mixed += 1
+            assert completion.recomputed == (on_swap == "recompute")
+            wrong = torch.stack([scored[versions[0]][i] for i in range(len(versions))])
+            assert gap(wrong, completion.logprobs) > 1e-2
+        if on_swap == "keep":
+            assert completion.logprobs == pytest.approx(replayed_logprobs(request, completion), abs=1e-4)
+    assert pure
+    assert mixed
+
+
+# -- bad updates ------------------------------------------------------------------------------------------------------
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+GOOD = POLICIES[1].get_parameter(NAME)
+BAD = {
+    "empty": WeightUpdate(1, {}),
+    "unknown": WeightUpdate(1, {NAME: GOOD, "nobody": torch.zeros(3)}),
+    "shape": WeightUpdate(1, {**weights(1), NAME: GOOD[1:]}),
+    "dtype": WeightUpdate(1, {**weights(1), NAME: GOOD.half()}),
+    "fingerprint": WeightUpdate(1, weights(1), expected=fingerprint(weights(2).items())),
+    "adapter": WeightUpdate(1, random_adapter(POLICIES[0], 1), Adapter("x", 1.0)),
+    "canary": WeightUpdate(1, weights(1), canary=Canary((1, 2, 3), (0.0, -1.0), 1.0)),
+    "canary's token": WeightUpdate(1, weights(1), canary=Canary((1, VOCABULARY), (0.0, -1.0), 1.0)),
+}
+CROWD = [GenerateRequest(prompt_ids=(1, 2, 3 + i), max_tokens=30, noise=i) for i in range(3)]
+
+
+@pytest.mark.parametrize("config", MATRIX)
+def test_a_refused_update_changes_nothing(config):
+    """Neither the weights served nor a bit of what runs meanwhile, and the next good update goes through."""
+
+    async def work(engine):
+        undisturbed = await asyncio.gather(*await together(engine, CROWD))
+        before = await engine.policy()
+        tasks = await together(engine, CROWD)
+        await until(lambda: engine.tokens > 95)
+        for bad in BAD.values():
+            with pytest.raises(EngineError):
+                await engine.load_weights(bad)
+        assert not all(task.done() for task in tasks)
+        disturbed = await asyncio.gather(*tasks)
+        assert await engine.policy() == before
+        good = WeightUpdate(1, weights(1), expected=fingerprint(weights(1).items()))
+        await engine.load_weights(good)
+        return undisturbed, disturbed, await engine.policy(), engine.swaps
+
+    undisturbed, disturbed, policy, swaps = serve(twin(POLICIES[0]), work, **config)
+    assert disturbed == undisturbed
+    assert (policy.version, policy.fingerprint, swaps) == (1, fingerprint(weights(1).items()), 1)
+
+
+@pytest.mark.parametrize("config", MATRIX)
+def test_a_failed_canary_closes_the_door_until_a_good_update(config):
+    right, wrong = (make_canary(POLICIES[v], Head(POLICIES[v])) for v in (1, 2))
+
+    async def work(engine):
+        running = asyncio.create_task(engine.generate(replace(CROWD[0], max_tokens=100)))
+        await until(lambda: engine.tokens > 3)
+        with pytest.raises(EngineError, match="version 1 failed its canary"):
+            await engine.load_weights(WeightUpdate(1, weights(1), canary=wrong))
+        for refused in (engine.generate(CROWD[1]), engine.score([[1, 2, 3]])):
+            with pytest.raises(EngineError, match="canary"):
+                await refused
+        with pytest.raises(EngineError, match="no adapter slots"):  # a refused update makes nothing better
+            await engine.load_weights(BAD["adapter"])
+        with pytest.raises(EngineError, match="canary"):
+            await engine.generate(CROWD[1])
+        await engine.load_weights(WeightUpdate(2, weights(1), canary=right))
+        return await engine.generate(CROWD[1]), await running
+
+    after, running = serve(twin(POLICIES[0]), work, **config)
+    assert set(after.versions) == {2}
+    assert len(running.token_ids) == 100
+
+
+def test_checks_can_be_turned_off():
+    wrong = make_canary(POLICIES[2], Head(POLICIES[2]))
+
+    async def work(engine):
+        await engine.load_weights(WeightUpdate(1, weights(1), expected="0" * 16, canary=wrong))
+        return await engine.generate(CROWD[0])
+
+    assert set(serve(twin(POLICIES[0]), work, verify_weights=False).versions) == {1}
+
+
+def test_weights_that_arrive_damaged_close_the_door(monkeypatch):
+    """Whatever the engine now holds is not the old version: nothing computed before is found, nothing new begins."""
+
+    async def work(engine):
+        await engine.generate(CROWD[0])
+
+        def damaged(mine, sent, non_blocking):
+            for a, b in zip(mine, sent, strict=True):
+                a.copy_(b * 1.5)
+
+        monkeypatch.setattr(torch, "_foreach_copy_", damaged)
+        with pytest.raises(EngineError, match="does not hold the weights of version 1"):
+            await engine.load_weights(WeightUpdate(1, weights(1)))
+        with pytest.raises(EngineError, match="does not hold"):
+            await engine.generate(CROWD[0])
+        monkeypatch.undo()
+        await engine.load_weights(WeightUpdate(2, weights(2)))
+        return await engine.generate(CROWD[0])
+
+    good = serve(twin(POLICIES[0]), work)
+    assert gap(trainer_logprobs(POLICIES[2], CROWD[0], good), good.logprobs) < 1e-4
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+LORA = {"adapters": 2, "adapter_rank": 4}
+SCALES = {"": 0.5, "named": 1.25}
+
+
+def adapter_update(name: str, seed: int, version: int = 1, canary: Canary | None = None) -> WeightUpdate:
+    return WeightUpdate(version, random_adapter(POLICIES[0], seed), Adapter(name, SCALES[name]), canary=canary)
+
+
+def mixed_crowd(max_tokens: int = 20) -> list[GenerateRequest]:
+    rng, crowd = random.Random(5), []
+    for i in range(9):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 6, 35])))
+        model = ("", "base", "named")[i % 3]
+        crowd.append(GenerateRequest(prompt_ids=prompt, max_tokens=max_tokens, noise=noise_key(i), model=model))
+    return crowd
+
+
+@pytest.mark.parametrize("config", MATRIX)
+def test_base_policy_and_adapters_run_side_by_side(config):
+    """In one batch, each request is answered and scored by its own model and no other."""
+    base = POLICIES[0]
+    plain = {"base": base} | {
+        name: merged(base, random_adapter(base, seed), SCALES[name]) for name, seed in (("", 1), ("named", 2))
+    }
+    crowd = mixed_crowd()
+
+    async def work(engine):
+        canary = make_canary(plain["named"], Head(plain["named"]))
+        await engine.load_weights(adapter_update("", 1, version=3))
+        await engine.load_weights(adapter_update("named", 2, version=8, canary=canary))
+        answers = await asyncio.gather(*map(engine.generate, crowd))
+        scores = [
+            (await engine.score([[*r.prompt_ids, *a.token_ids]], model=r.model))[0]
+            for r, a in zip(crowd, answers, strict=True)
+        ]
+        assert (await engine.limits()).adapters == {"named": 8}
+        return answers, scores
+
+    answers, scores = serve(twin(base), work, prefill_tokens=20, **LORA, **config)
+    for request, answer, score in zip(crowd, answers, scores, strict=True):
+        expected = trainer_logprobs(plain[request.model], request, answer)
+        assert gap(expected, answer.logprobs) < 1e-4
+        assert gap(expected, score[len(request.prompt_ids) :]) < 1e-4
+        assert set(answer.versions) == {{"": 3, "named": 8, "base": 0}[request.model]}
+        other = trainer_logprobs(plain["named" if request.model != "named" else "base"], request, answer)
+        assert gap(other, answer.logprobs) > 1e-2
+
+
+@pytest.mark.parametrize("config", MATRIX)
+@pytest.mark.parametrize("on_swap", ["keep", "recompute"])
+def test_an_adapter_update_leaves_the_others_alone(config, on_swap):
+    """Requests of other models go on bit for bit; with kept keys even the batches stay the same."""
+    crowd = mixed_crowd(25)
+
+    async def run(engine, update):
+        await engine.load_weights(adapter_update("", 1))
+        await engine.load_weights(adapter_update("named", 2))
+        step = engine._step
+
+        def stepping():
+            step()
+            if update and engine.steps == 9:
+                engine._swap(adapter_update("named", 3, version=2), None)
+
+        engine._step = stepping
+        return await asyncio.gather(*await together(engine, crowd))
+
+    still, updated = (
+        serve(twin(POLICIES[0]), lambda engine, u=update: run(engine, u), on_swap=on_swap, **LORA, **config)
+        for update in (False, True)
+    )
+    for request, before, after in zip(crowd, still, updated, strict=True):
+        if request.model == "named":
+            assert set(after.versions) == {1, 2}
+        elif on_swap == "keep":
+            assert after == before
+        else:
+            assert after.token_ids == before.token_ids
+            assert after.logprobs == pytest.approx(before.logprobs, abs=1e-4)
+
+
+def test_trust_is_each_models_own():
+    """An adapter that fails its canary is refused alone, and another's good update does not clear its name."""
+    wrong = make_canary(POLICIES[2], Head(POLICIES[2]))
+
+    async def work(engine):
+        with pytest.raises(EngineError, match="canary"):
+            await engine.load_weights(adapter_update("named", 2, canary=wrong))
+        await engine.load_weights(adapter_update("", 1))
+        await asyncio.gather(*(engine.generate(replace(CROWD[0], model=model)) for model in ("", "base")))
+        with pytest.raises(EngineError, match="canary"):
+            await engine.generate(replace(CROWD[0], model="named"))
+        await engine.load_weights(adapter_update("named", 2, version=2))
+        return await engine.generate(replace(CROWD[0], model="named"))
+
+    assert set(serve(twin(POLICIES[0]), work, **LORA).versions) == {2}
+
+
+def test_unknown_models_and_full_slots_are_refused():
+    async def work(engine):
+        with pytest.raises(UnknownModel, match="`named`"):
+            await engine.generate(replace(CROWD[0], model="named"))
+        with pytest.raises(UnknownModel):
+            await engine.score([[1, 2]], model="named")
+        await engine.load_weights(adapter_update("", 1))
+        await engine.load_weights(adapter_update("named", 2))
+        tensors = random_adapter(POLICIES[0], 3)
+        for update, why in (
+            (WeightUpdate(1, tensors, Adapter("third", 1.0)), "slots are taken"),
+            (WeightUpdate(1, tensors, Adapter("base", 1.0)), "plain base"),
+            (WeightUpdate(1, random_adapter(POLICIES[0], 3, rank=5), Adapter("named", 1.0)), "rank 5"),
+            (WeightUpdate(1, tensors, Adapter("named", float("nan"))), "scale"),
+            (WeightUpdate(1, tensors, Adapter("named", 1.0), expected="0" * 16), "fingerprint"),
+        ):
+            with pytest.raises(EngineError, match=why) as refusal:
+                await engine.load_weights(update)
+            assert not isinstance(refusal.value, RequestError)
+        return await engine.generate(replace(CROWD[0], model="named"))
+
+    answer = serve(twin(POLICIES[0]), work, **LORA)
+    expected = merged(POLICIES[0], random_adapter(POLICIES[0], 2), SCALES["named"])
+    assert gap(trainer_logprobs(expected, CROWD[0], answer), answer.logprobs) < 1e-4
