@@ -14,10 +14,11 @@ from conftest import VOCABULARY, tiny_model
 from engines import merged, random_adapter
 from families import FAMILIES, tiny
 from paceline.config.inference import Engine as EngineConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
+from paceline.inference import EmbeddedEngine, EngineError, GenerateRequest, noise_key
 from paceline.inference.engine.noise import uniform
 from paceline.inference.engine.sampler import Draw, sample
 from paceline.model import PLAN, Adapter, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.model.canary import make_canary
 
 pytestmark = pytest.mark.gpu
 
@@ -152,6 +153,28 @@ def test_top_logprobs_truncation_and_greedy_beside_plain_rows():
             assert all(value <= 1e-6 for value in completion.log_z)
         if request.top_logprobs:
             assert [len(top) for top in completion.top] == [4] * len(completion.token_ids)
+
+
+def test_a_canary_is_checked_without_compiling_anything_new():
+    old, new = tiny_model(0).cuda(), tiny_model(1).cuda()
+    good, bad = make_canary(new, Head(new)), make_canary(old, Head(old))
+
+    async def work(engine):
+        running = [asyncio.create_task(engine.generate(r)) for r in requests(8, max_tokens=60)]
+        weights = dict(new.named_parameters())
+        pause = await engine.load_weights(WeightUpdate(1, weights, canary=good))
+        with pytest.raises(EngineError, match="canary"):
+            await engine.load_weights(WeightUpdate(2, weights, canary=bad))
+        await asyncio.gather(*running)
+        return pause
+
+    assert serve(twin(old), work, compile=True) < 2
+
+
+def test_one_request_at_a_time():
+    model = tiny_model().cuda()
+    completions, _ = complete(twin(model), requests(6), max_running=1)
+    assert mean_gap(model, requests(6), completions) < 1e-4
 
 
 @pytest.mark.parametrize("on_swap", ["keep", "recompute"])

@@ -233,7 +233,7 @@ class EmbeddedEngine:
             with torch.inference_mode(), self._runner.place():
                 self._runner.warm()
                 if self._device.type == "cuda":
-                    self._served.policy()  # its kernels too are ready before the first update
+                    self._served.warm()
                 self._ready.set()
                 while self._attend_inbox():
                     self._step()

@@ -28,6 +28,21 @@ class Served:
         self._parameters = dict(model.named_parameters())
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
 
+    def warm(self) -> None:
+        """Do once what an update does, so that no running request waits for a kernel to be loaded."""
+        self.policy()
+        if self._adapters is not None and self._adapters.slots == len(self._free):
+            halves = {"lora_A": lambda layer: (1, layer.in_features), "lora_B": lambda layer: (layer.out_features, 1)}
+            zeros = {
+                f"{name}.{half}.weight": layer.weight.new_zeros(shape(layer))
+                for name, layer in self._adapters.layers.items()
+                for half, shape in halves.items()
+            }
+            fingerprint(self._adapters.fitted(zeros).items())
+            self._adapters.load(1, zeros, 1.0)
+            fingerprint(self._adapters.tensors(1).items())
+            self._adapters.clear(1)
+
     def policy(self) -> Policy:
         """Read off the tensors that are really used."""
         return Policy(self._catalog.versions[POLICY], fingerprint(self._held(POLICY).items()))
@@ -114,7 +129,9 @@ class Served:
         if self._adapters is not None:
             slots = torch.full((len(token_ids),), self._catalog.slots[model], device=self._model.device)
             self._adapters.route(slots)
-        return sequence_logprobs(self._model, self._head, token_ids)
+        # A plan of another kind than the compiled one: compiling for a single short pass would hold everybody up.
+        with torch.compiler.set_stance("force_eager"):
+            return sequence_logprobs(self._model, self._head, token_ids)
 
     def _held(self, name: str) -> dict[str, Tensor]:
         slot = self._catalog.slots[name]

@@ -118,8 +118,8 @@ class GraphRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._table = torch.zeros(cache.slots + 1, cache.columns, dtype=torch.int32, device=device)
         self._last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
-        self._out = torch.zeros(2, cache.slots, dtype=torch.long, device=device)
-        rows = cache.slots
+        rows = max(2, cache.slots)  # code compiled for any number of tokens means two or more
+        self._out = torch.zeros(2, rows, dtype=torch.long, device=device)
         sizes = [rows] if deterministic else decode_sizes(rows)
         self._decoding = [self._captured(StepShape(n, 0, n)) for n in sizes]
         self._mixed = [self._captured(StepShape(rows, n, rows)) for n in extra_sizes(config.prefill_tokens)]
@@ -290,7 +290,7 @@ def decode_sizes(most: int) -> list[int]:
     """Batch sizes worth a graph of their own: doubling, then in steps of 32 and of 64."""
     sizes = [n for n in (2, 4, 8, 16, 24, 32, 48) if n < most]
     sizes += [n for n in (*range(64, 257, 32), *range(320, most, 64)) if n < most]
-    return [*sizes, max(2, most)]
+    return [*sizes, most]
 
 
 def extra_sizes(most: int) -> list[int]:
