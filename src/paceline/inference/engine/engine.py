@@ -316,7 +316,7 @@ class EmbeddedEngine:
             sequence.broken = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
         if not math.isfinite(drawn.log_z or 0.0):
-            return self._fail(sequence, "the grammar allows no token that the model could say here")
+            return self._fail(sequence, "the grammar allows no token that the model could say here", RequestError)
         self.tokens += 1
         finish = sequence.append(drawn, chunk.version)
         if sequence.guide is not None and sequence.guide.advance(drawn.token):
@@ -328,10 +328,10 @@ class EmbeddedEngine:
             self._scheduler.release(sequence)
             _answer(sequence, sequence.completion(finish))
 
-    def _fail(self, sequence: Running, why: str) -> None:
+    def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
         self._scheduler.release(sequence)
         if sequence.future.set_running_or_notify_cancel():
-            sequence.future.set_exception(EngineError(why))
+            sequence.future.set_exception(kind(why))
 
     # -- between two steps --------------------------------------------------------------------------------------------
 

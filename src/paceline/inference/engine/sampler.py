@@ -122,7 +122,7 @@ def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     ranked = ranked.masked_fill(rank >= limit, 0.0)
     before = ranked.cumsum(-1) - ranked
     over = before >= top_p[:, None] * ranked.sum(-1, keepdim=True)
-    ranked = ranked.masked_fill(over & (top_p < 1)[:, None], 0.0)
+    ranked = ranked.masked_fill(over & (top_p < 1)[:, None] & (rank > 0), 0.0)
     return torch.zeros_like(probs).scatter_(-1, order, ranked)
 
 
