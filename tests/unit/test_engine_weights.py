@@ -178,12 +178,12 @@ def test_a_failed_canary_closes_the_door_until_a_good_update(config):
             await engine.load_weights(BAD["adapter"])
         with pytest.raises(EngineError, match="canary"):
             await engine.generate(CROWD[1])
+        with pytest.raises(EngineError, match="canary"):  # nobody goes on with weights that are not proved
+            await running
         await engine.load_weights(WeightUpdate(2, weights(1), canary=right))
-        return await engine.generate(CROWD[1]), await running
+        return await engine.generate(CROWD[1])
 
-    after, running = serve(twin(POLICIES[0]), work, **config)
-    assert set(after.versions) == {2}
-    assert len(running.token_ids) == 100
+    assert set(serve(twin(POLICIES[0]), work, **config).versions) == {2}
 
 
 def test_checks_can_be_turned_off():

@@ -61,9 +61,13 @@ def local(
         fp32_head=config.model.fp32_head,
         lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
     )
-    trainer = TorchTrainer(
-        model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
-    )
+    try:
+        trainer = TorchTrainer(
+            model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
+        )
+    except BaseException:
+        engine.close()  # it holds memory of the device already
+        raise
     pool = Pool([engine])
 
     def voice(sampling: Sampling) -> Voice:

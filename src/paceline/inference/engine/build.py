@@ -84,7 +84,8 @@ def build(
 def _adapters(model: PreTrainedModel, config: inference.Engine, targets: list[str] | str) -> Adapters | None:
     if not config.adapters:
         return None
-    most = config.max_running + config.prefill_tokens
+    # Captured steps round both numbers up, the second to a power of two from 128 on.
+    most = max(2, config.max_running) + 2 * max(config.prefill_tokens, 128)
     return install(model, targets, config.adapters, config.adapter_rank, most)
 
 

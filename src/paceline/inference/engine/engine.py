@@ -32,7 +32,6 @@ from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
 from paceline.inference.engine.runner import Flight
 from paceline.inference.engine.sequence import Chunk, Guide
 from paceline.inference.engine.sequence import Sequence as Running
-from paceline.inference.engine.served import Mismatch
 from paceline.model import Policy, WeightUpdate
 
 CLOSE_SECONDS = 30.0
@@ -100,6 +99,8 @@ class EmbeddedEngine:
             self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
+        elif not self._ready.is_set():  # it was never started
+            self._let_go()
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         if request.grammar is not None:
@@ -348,7 +349,7 @@ class EmbeddedEngine:
         try:
             if sent is not None:
                 self._served.verify(update, sent)
-        except Mismatch as error:
+        except Exception as error:  # whatever it was, these weights are not proved
             self._distrust[name] = str(error)
             for sequence in self._scheduler.withdraw(name):
                 self._fail(sequence, str(error))

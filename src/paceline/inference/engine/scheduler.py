@@ -211,18 +211,21 @@ class Scheduler:
             self._requeue(sequence)
 
     def withdraw(self, model: str | None) -> list[Sequence]:
-        """Take out what waits for this model, or for any (None)."""
+        """Take out all that waits for this model or runs with it, or with any (None)."""
         out = [entry[2] for entry in self._waiting if model is None or entry[2].request.model == model]
         self._waiting = [entry for entry in self._waiting if entry[2] not in out]
         heapq.heapify(self._waiting)
-        return out
+        running = [s for s in self.running.values() if model is None or s.request.model == model]
+        for sequence in running:
+            self.release(sequence)
+        return [*out, *running]
 
     def drain(self) -> Iterable[Sequence]:
         """Take everything out, for shutting down."""
         everything = [*self.running.values(), *self._leaving, *(entry[2] for entry in self._waiting)]
         self._waiting.clear()
         for sequence in everything:
-            sequence.in_flight = 0
+            sequence.in_flight, sequence.broken = 0, False  # a device that failed cannot be asked to clean up
             self.release(sequence)
         return everything
 

@@ -159,6 +159,7 @@ def _prefill(
 
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, positions: Tensor) -> None:
     """Write [T, kv heads, dim] keys and values to the pages of their slots."""
+    assert k.stride(-1) == v.stride(-1) == 1
     tokens, heads, dim = k.shape
     _store[(tokens,)](
         k, v, keys, values, table, slots, positions,

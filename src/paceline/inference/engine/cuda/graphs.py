@@ -112,8 +112,7 @@ class GraphRunner:
         self._number = next(_numbers)
         _runners[self._number] = self
         self._plan = OpPlan(self._number)
-        if config.compile:
-            compile_blocks(self._decoder)
+        self._compile = config.compile
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._table = torch.zeros(cache.slots + 1, cache.columns, dtype=torch.int32, device=device)
@@ -152,6 +151,8 @@ class GraphRunner:
     def warm(self) -> None:
         """Compile once for all sizes, then capture each: the largest first, so that the others reuse its memory."""
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        if self._compile:
+            compile_blocks(self._decoder)
         for step in sorted((*self._mixed, *self._decoding), key=lambda s: -s.shape.size):
             step.inputs.copy_(torch.from_numpy(self._idle(step.shape)))
             self._body(step)
@@ -274,7 +275,9 @@ def compile_blocks(decoder: nn.Module) -> None:
     The layers differ only in their weights and their number, which the compiler is told not to bake in. The whole model
     in one piece would be a few percent faster and take a minute at every start.
     """
+    # The compiler's settings belong to a thread: this one is where it will run.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # ty: ignore[invalid-assignment]
+    torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
     for child in decoder.children():
         for block in child if isinstance(child, nn.ModuleList) else [child]:
             if not isinstance(block, nn.Embedding):

@@ -69,8 +69,10 @@ def _draw(
     rest = tl.minimum(rest, tl.max(inner_sums, 0) * (1 - 1e-12))
     inside = tl.minimum(tl.sum((inner_sums <= rest).to(tl.int32), 0), BLOCK - 1)
     picked = tl.minimum(chosen * BLOCK + inside, vocabulary - 1)
+    # Both are held inside their bounds: where logits are NaN, padding may win, and the host is yet to see it.
     _, winner = tl.max(tops, 0, return_indices=True)
-    picked = tl.where(given == 0, tl.load(best + row * blocks + winner), picked)
+    greedy = tl.load(best + row * blocks + tl.minimum(winner, blocks - 1))
+    picked = tl.maximum(tl.minimum(tl.where(given == 0, greedy, picked), vocabulary - 1), 0)
     raw = tl.load(logits + row.to(tl.int64) * vocabulary + picked).to(tl.float32) / temperature
     tl.store(tokens + row, picked.to(tl.int64))
     tl.store(logprobs + row, (raw - top - tl.log(total).to(tl.float32)).to(logprobs.dtype.element_ty))
