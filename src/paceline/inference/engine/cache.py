@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.inference.engine.sequence import Family, Sequence
+from paceline.model.native import attention as native
 from paceline.model.shape import AttentionShape
 
 
@@ -203,8 +204,15 @@ class SlotCache:
                 store[layer] = F.pad(old, (0, 0, 0, 0, 0, self.length - old.shape[1]))
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self.keys[layer][slots, positions] = k
-        self.values[layer][slots, positions] = v
+        keys, values = self.keys[layer], self.values[layer]
+        if native.serves(keys, keys.shape[2]):
+            native.keep(keys, values, k, v, slots, positions)
+        else:
+            keys[slots, positions] = k
+            values[slots, positions] = v
+
+    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer], self.values[layer]
 
     def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots 0 to `rows`, in place: [rows, width, kv heads, dim]."""

@@ -224,6 +224,9 @@ class PageCache:
     def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
         return self._gather(layer, slice(rows), width)
 
+    def whole(self, layer: int) -> None:
+        """Never: a sequence's pages lie apart."""
+
     def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
         return self._gather(layer, slice(slot, slot + 1), width)
 

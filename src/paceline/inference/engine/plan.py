@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import PackedPlan, sdpa, window_mask
+from paceline.model.native import attention as native
 
 
 class Store(Protocol):
@@ -23,6 +24,10 @@ class Store(Protocol):
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None: ...
 
     def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]: ...
+
+    def whole(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """All keys and values as [slots, length, kv heads, dim], if they lie like that."""
+        ...
 
     def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]: ...
 
@@ -85,9 +90,14 @@ class CachedPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_singles(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        """One query per slot. The heads that share a KV head become the query positions of one call, so the cache is
-        read in place and never repeated."""
+        """One query per slot: by our own kernel if there is one for it.
+
+        In torch, the heads that share a KV head become the query positions of one call: the cache is read in place and
+        never repeated."""
         slots = self.slots[: self._singles]
+        whole = self._cache.whole(layer)
+        if whole is not None and native.serves(whole[0], q.shape[1]):
+            return native.attend(*whole, q, slots, self.positions[: self._singles], scale, window)
         keys, values = self._cache.read(layer, self._rows, self._width)
         heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
         rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)

@@ -72,14 +72,14 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
     temperatures = draw.temperatures
     if draw.greedy:
         temperatures = torch.where(temperatures == 0, 1.0, temperatures)
-    logprobs = torch.log_softmax(logits / temperatures[:, None], -1)
-    kept, log_z = logprobs, None
-    if draw.allowed is not None:
+    scaled, log_z = logits / temperatures[:, None], None
+    if draw.allowed is None:
+        full = probs = torch.softmax(scaled, -1)
+    else:
         # Scaled up before the exponential: all that a grammar allows may be too improbable for float32.
-        kept = logprobs.masked_fill(~draw.allowed, -torch.inf)
+        kept = torch.log_softmax(scaled, -1).masked_fill_(~draw.allowed, -torch.inf)
         log_z = torch.where(draw.allowed.all(-1), 0.0, kept.logsumexp(-1))
-        kept = kept - log_z[:, None]
-    probs = kept.exp()
+        full, probs = None, kept.sub_(log_z[:, None]).exp_()
     if draw.truncates:
         probs = keep_top(probs, draw.top_p, draw.top_k)
         cut = probs.sum(-1).log()
@@ -87,6 +87,9 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
     tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
     if draw.greedy:
         tokens = torch.where(draw.temperatures == 0, probs.argmax(-1), tokens)
+    if full is not None and not draw.top:
+        return Sampled(tokens, full.gather(-1, tokens[:, None])[:, 0].log(), log_z)
+    logprobs = torch.log_softmax(scaled, -1)
     top = torch.topk(logprobs, min(draw.top, logits.shape[-1]), -1) if draw.top else None
     return Sampled(
         tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z, (top.indices, top.values) if top else None

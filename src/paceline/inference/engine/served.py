@@ -11,6 +11,7 @@ from paceline.inference.engine.catalog import BASE, POLICY, Catalog
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
 from paceline.model.adapters import AdapterError, Adapters
 from paceline.model.canary import sequence_logprobs
+from paceline.model.native.layers import Native
 
 
 class Mismatch(EngineError):
@@ -20,11 +21,14 @@ class Mismatch(EngineError):
 class Served:
     """The base and the adapters beside it; keeps the catalog true."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, adapters: Adapters | None, catalog: Catalog) -> None:
+    def __init__(
+        self, model: PreTrainedModel, head: Head, adapters: Adapters | None, catalog: Catalog, native: Native
+    ) -> None:
         self._model = model
         self._head = head
         self._adapters = adapters
         self._catalog = catalog
+        self._native = native
         self._parameters = dict(model.named_parameters())
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
 
@@ -80,6 +84,7 @@ class Served:
                 raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(mine)} in the model")
         mine: list[Tensor] = [self._parameters[name] for name in update.tensors]
         torch._foreach_copy_(mine, list(update.tensors.values()), non_blocking=True)
+        self._native.refresh()
         self._catalog.base_version = self._catalog.versions[BASE] = update.version
         return POLICY
 

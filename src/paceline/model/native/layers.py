@@ -1,0 +1,179 @@
+"""Puts our own kernels under a model's layers, in place; its names, parameters and results stay as they were."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.errors import PacelineError
+from paceline.model.adapters import SlotLinear
+from paceline.model.native import has_half_products, kernels
+
+Products = Literal["exact", "half"]
+
+FEW_ROWS = 32
+"""Rows up to which the exact kernel beats BLAS."""
+SMALL_WEIGHT = 1 << 16
+"""Numbers in a weight below which calling the kernel costs more than it saves."""
+
+
+class Native:
+    """The kernels under one model."""
+
+    def __init__(self, products: "list[Product | HalfProduct]") -> None:
+        self._products = products
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The weights changed: make anew what was made from them."""
+        for product in self._products:
+            product.refresh()
+
+
+def install(model: PreTrainedModel, products: Products = "exact") -> Native:
+    """Use the kernels wherever they compute what the layer computes; nothing happens where they do not exist."""
+    usable = model.device.type == "cpu" and model.dtype == torch.float32
+    if products == "half" and not (usable and has_half_products()):
+        raise PacelineError(
+            'engine.products = "half" needs a float32 model on a 64-bit ARM Linux machine with float16 arithmetic and '
+            'a C compiler: leave it at "exact" here'
+        )
+    library = kernels()
+    if library is None or not usable:
+        return Native([])
+    made: list[Product | HalfProduct] = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.numel() >= SMALL_WEIGHT:
+            kind = HalfProduct if products == "half" else Product
+            made.append(kind(library, module.weight, module.bias))
+            # A plain layer is its product; one with adapters beside it asks for the product of its base.
+            setattr(module, "base_product" if isinstance(module, SlotLinear) else "forward", made[-1])
+    for module in model.modules():
+        for candidate in (*norms(library, module), *gates(library, module)):
+            if candidate.agrees(module):
+                module.forward = candidate.forward
+                break
+    return Native(made)
+
+
+class Product:
+    """x @ weight.T + bias in float32."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        self._run = library.paceline_linear
+        self._weight, self._bias = weight, bias
+        self._n, self._k = weight.shape
+
+    def refresh(self) -> None: ...
+
+    def __call__(self, input: Tensor) -> Tensor:
+        rows = input.numel() // self._k
+        if not 1 < rows <= FEW_ROWS:
+            return F.linear(input, self._weight, self._bias)
+        x = input.contiguous()
+        out = torch.empty((*x.shape[:-1], self._n))
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self._run(x.data_ptr(), self._weight.data_ptr(), bias, out.data_ptr(), rows, self._n, self._k)
+        return out
+
+
+class HalfProduct:
+    """The same with both sides in float16 and the sums in float32, from a float16 copy of the weight."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        self._run = library.paceline_linear_half
+        self._weight, self._bias = weight, bias
+        self._n, self._k = weight.shape
+        self._wide = -(-self._k // 8) * 8
+        self._copy = torch.zeros(-(-self._n // 4), self._wide // 8, 4, 8, dtype=torch.float16)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Four rows interleaved, eight numbers of each in turn, as the kernel reads them."""
+        rows = F.pad(self._weight.detach(), (0, self._wide - self._k, 0, -self._n % 4))
+        self._copy.copy_(rows.view(-1, 4, self._wide // 8, 8).transpose(1, 2))
+
+    def __call__(self, input: Tensor) -> Tensor:
+        x = input.contiguous()
+        rows = x.numel() // self._k
+        out = torch.empty((*x.shape[:-1], self._n))
+        small, scales = _scratch.take(-(-rows // 4) * 4, self._wide)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self._run(x.data_ptr(), self._copy.data_ptr(), bias, out.data_ptr(), small, scales, rows, self._n, self._k)
+        return out
+
+
+class _Scratch(threading.local):
+    """Room for a rounded x and its scales, kept from call to call."""
+
+    def __init__(self) -> None:
+        self._numbers, self._scales = torch.empty(0, dtype=torch.float16), torch.empty(0)
+
+    def take(self, rows: int, width: int) -> tuple[int, int]:
+        if rows * width > self._numbers.numel():
+            self._numbers = torch.empty(rows * width, dtype=torch.float16)
+        if rows > self._scales.numel():
+            self._scales = torch.empty(rows)
+        return self._numbers.data_ptr(), self._scales.data_ptr()
+
+
+_scratch = _Scratch()
+
+
+# -- between the products: tried on random numbers first, because the same name may mean another formula ---------------
+
+
+class Candidate(NamedTuple):
+    """A forward pass that may be a module's own."""
+
+    width: int
+    forward: Callable[[Tensor], Tensor]
+
+    @torch.no_grad()
+    def agrees(self, module: nn.Module) -> bool:
+        """Whether both give the same for numbers of different sizes."""
+        noise = torch.randn(6, self.width, generator=torch.Generator().manual_seed(1))
+        x = (noise * torch.tensor([1e-3, 0.1, 1.0, 3.0, 10.0, 100.0])[:, None])[None]
+        theirs, ours = module(x), self.forward(x)
+        return torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def norms(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
+    """Root mean square norms, times the weight or, as in Gemma, times one plus the weight."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
+        return []
+    dim = weight.shape[-1]
+
+    def norm(offset: float, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        pointers = (t.data_ptr() for t in (x, weight, out))
+        library.paceline_norm(*pointers, x.numel() // dim, dim, epsilon, offset)
+        return out
+
+    return [Candidate(dim, partial(norm, offset)) for offset in (0.0, 1.0)]
+
+
+def gates(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
+    """down(silu(gate(x)) * up(x))"""
+    parts = dict(module.named_children())
+    if parts.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return []
+    first, second, last = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
+    if not isinstance(first, nn.Linear):
+        return []
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up = first(x), second(x)
+        library.paceline_gate(gate.data_ptr(), up.data_ptr(), gate.numel())
+        return last(gate)
+
+    return [Candidate(first.in_features, forward)]
