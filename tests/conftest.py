@@ -1,14 +1,47 @@
-"""Small real models for the law tests: random weights, every family feature that matters, seconds to build."""
+"""What the law tests share: small real models with random weights, and the real tokenizers."""
+
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import paceline
 from paceline.model import ATTENTION
 
 torch.set_num_threads(1)
 
 VOCABULARY = 67
+QUICKSTART = Path(paceline.__file__).parent / "quickstart"
+ARCHIVE = Path(__file__).parents[2] / "shared" / "tokenizers.tar.xz"
+ENDS = {
+    "quickstart": "<|end|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>",
+}
+"""Each tokenizer's token at the end of a turn."""
+
+
+@pytest.fixture(scope="session")
+def load(tmp_path_factory):
+    """Loads a tokenizer by name, unpacking the archive when it is first needed."""
+    unpacked: list[Path] = []
+
+    def load(name: str):
+        if name == "quickstart":
+            return AutoTokenizer.from_pretrained(QUICKSTART, local_files_only=True)
+        if not ARCHIVE.exists():
+            pytest.skip(f"needs the real tokenizers of {ARCHIVE.parent.name}/{ARCHIVE.name}")
+        if not unpacked:
+            unpacked.append(tmp_path_factory.mktemp("tokenizers"))
+            with tarfile.open(ARCHIVE) as archive:
+                archive.extractall(unpacked[0], filter="data")
+        return AutoTokenizer.from_pretrained(unpacked[0] / "tokenizers" / name, local_files_only=True)
+
+    return load
 
 
 def tiny_model(seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -32,12 +32,32 @@ the model and engine sections of a run file can be set by their dotted path:
   --model.dtype bfloat16   --engine.max_context 4096   --deterministic
 """
 
+ROLLOUTS = (
+    """
+examples:
+  paceline rollout reverse-text -n 4                       a built-in environment, played by the tiny model
+  paceline rollout my-run.toml --env tools --split eval    an environment of a run file, on held-out rows
+  paceline rollout gsm8k --dataset gsm8k/train.jsonl --endpoint http://127.0.0.1:8000/v1
+  paceline rollout my-run.toml --row 3 -n 8                one row, as a group would play it
+"""
+    + OVERRIDES
+)
+
+DATA = """
+examples:
+  paceline data rows.jsonl                                 the first rows, as the model will see them
+  paceline data train.parquet --field question=prompt --field gt_answer=answer --model ./my-model
+  paceline data demonstrations.jsonl --demonstrations      what would be trained, in green
+"""
+
 EXAMPLES = """
 examples:
   paceline train examples/quickstart.toml                  train the quickstart, about half a minute on a laptop
   paceline train examples/quickstart.toml --staleness 0    the same, sampling and training in turn
   paceline train runs/quickstart/config.toml --resume latest --steps 80
   paceline check my-run.toml                               is it valid, and what does it mean?
+  paceline rollout reverse-text -n 4                       look at episodes before training
+  paceline data rows.jsonl                                 look at rows as the model will see them
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
@@ -47,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if rest and known.command not in ("train", "check", "serve"):
+    if rest and known.command not in ("train", "check", "serve", "rollout"):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
         return known.run(known, rest)
@@ -99,6 +119,34 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="run the engine in its own process (on a GPU)",
     )
+    rollout = command("rollout", _rollout, "Play episodes of an environment and look at them.", ROLLOUTS)
+    rollout.add_argument("target", help="run file (TOML), or the type of an environment")
+    rollout.add_argument("-n", "--count", type=int, default=4, help="episodes (4)")
+    rollout.add_argument("--env", help="the environment's name, where the run file has several")
+    rollout.add_argument("--split", choices=["train", "eval"], default="train")
+    rollout.add_argument("--row", type=int, help="play all episodes on this row")
+    rollout.add_argument("--endpoint", help="base URL of any OpenAI-compatible server, instead of the run's model")
+    rollout.add_argument("--endpoint-model", help="the model's name there (the first it lists)")
+    rollout.add_argument("--api-key", help="what the endpoint wants to be sent")
+    rollout.add_argument("--concurrency", type=int, default=8, help="episodes at once (8)")
+    data = command("data", _data, "Show dataset rows as the model will see them, with token counts.", DATA)
+    data.add_argument("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name")
+    data.add_argument("--limit", type=int, default=5, help="rows to show (5)")
+    data.add_argument("--model", default="paceline:quickstart", help="whose tokenizer and chat template")
+    data.add_argument("--field", action="append", default=[], metavar="THEIRS=OURS", help="rename a field; repeatable")
+    data.add_argument("--demonstrations", action="store_true", help="rows must end in an assistant message")
+    search = command("search-server", _search, "Serve a corpus to retrieval environments: POST /search.")
+    for flag, kind, text in (
+        ("--corpus", str, "documents, .jsonl with `id`, `text` and perhaps `title` (those of the package)"),
+        ("--index", str, "folder to keep the index in"),
+        ("--top-k", int, "results for a query that does not say (5)"),
+        ("--host", str, "address to listen on (127.0.0.1)"),
+        ("--port", int, "port; 0 picks a free one (8100)"),
+        ("--embeddings-url", str, "base URL of an OpenAI-compatible endpoint, to search by meaning"),
+        ("--embeddings-model", str, "its model"),
+        ("--embeddings-api-key", str, "its key"),
+    ):
+        search.add_argument(flag, type=kind, help=text)
     command("schema", _schema, "Print the JSON schema of run files, for editors.")
     return parser
 
@@ -145,6 +193,39 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
     except EngineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.cluster.rollouts import RolloutOptions, load_rollouts, rollouts
+
+    loaded = load_rollouts(known.target, overrides)
+    names = ("count", "env", "split", "row", "endpoint", "endpoint_model", "api_key", "concurrency")
+    return rollouts(loaded.config, RolloutOptions(**{name: getattr(known, name) for name in names}))
+
+
+def _data(known: argparse.Namespace, overrides: list[str]) -> int:
+    from rich.console import Console
+
+    from paceline.config.model import Model
+    from paceline.data import open_rows
+    from paceline.model import load_tokenizer
+    from paceline.rollout.show import show_rows
+
+    wrong = [pair for pair in known.field if not all(pair.partition("="))]
+    if wrong:
+        raise PacelineError(f"--field {wrong[0]}: write THEIRS=OURS, such as --field question=prompt")
+    fields = dict(pair.split("=", 1) for pair in known.field)
+    rows = open_rows(known.source, fields, demonstrations=known.demonstrations)
+    show_rows(rows, load_tokenizer(Model(name=known.model)), known.limit, Console())
+    return 0
+
+
+def _search(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.envs.search.options import SearchOptions, load_options
+    from paceline.envs.search.server import serve_search
+
+    serve_search(load_options(**{name: getattr(known, name) for name in SearchOptions.model_fields}))
     return 0
 
 

@@ -103,7 +103,22 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
         table["sampling"]["temperature"] = table["sampling"].get("temperature") or 0.5
     for index, env in enumerate(table.get("env", [])):
         env["name"] = f"{env.get('name', '')}{index}"
+        for key in TIED.get(env["type"], ()):
+            env.pop(key, None)
+        if env["type"] == "reasoning-gym":
+            env["task"] = "gcd"
     return table
+
+
+TIED = {
+    "reasoning-gym": ("tasks", "args"),
+    "module": ("fields",),
+    "alphabet-sort": ("min_turns", "max_turns", "min_names", "max_names", "letters", "items"),
+    "calculator": (
+        "min_terms", "max_terms", "min_operand", "max_operand", "question", "result", "partial_credit", "call_reward",
+    ),
+}  # fmt: skip
+"""Keys of an environment that must fit one another."""
 
 
 RUN_FILES = tables(RunConfig).map(settle)
@@ -360,10 +375,12 @@ def test_command_line_errors(arguments, sentence):
          "the keys there are `every` and `keep`"),
         # Types.
         ("algo.type = 'gpro'", 'algo.type: there is no type "gpro"; did you mean "grpo"? '
-         "The types are `grpo`, `max_rl`, `reward` and `custom`"),
+         "The types are `grpo`, `max_rl`, `reward`, `constant`, `rae`, `hierarchical` and `custom`"),
         ("trainer.loss.type = 3", "trainer.loss.type: there is no type 3; the types are `dppo` and `ppo`"),
         ("[[env]]\nweight = 1",
-         'env.0: `type` is missing: add type = "reverse-text", "arithmetic" or "custom"'),
+         'env.0: `type` is missing: add type = "reverse-text", "arithmetic", "alphabet-sort", "calculator", '
+         '"equality", "math", "gsm8k", "code", "retrieval", "token-in", "module", "reasoning-gym", "textarena", '
+         '"verifiers", "arena" or "custom"'),
         ("[env]\nweight = 1", "env: expected a list of tables, at least 1, got a table; "
          "write the header in double brackets, such as [[env]]"),
         # Values.

@@ -15,10 +15,10 @@ from paceline.config.model import Model
 from paceline.inference import Completion, GenerateRequest, Piece
 from paceline.inference.server.detokenise import Detokeniser
 from paceline.inference.server.lexicon import Lexicon
-from paceline.inference.server.scribe import Scribe, for_template
+from paceline.inference.server.scribe import Scribe
 from paceline.inference.server.stops import StopMatcher
-from paceline.inference.server.tools import ToolReader
 from paceline.inference.server.utterance import Utterance
+from paceline.inference.tools import ToolReader, for_template
 from paceline.model import load_tokenizer
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers.tar.xz"

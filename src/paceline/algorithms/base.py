@@ -46,16 +46,18 @@ class Algorithm(ABC):
 
 
 class RewardCredit(Algorithm):
-    """The family that needs nothing but rewards: one number per rollout, the same for all its sampled tokens."""
+    """The family that needs nothing but rewards: one number per rollout, the same for all its sampled tokens. Rollouts
+    are compared with those of the same actor."""
 
     @abstractmethod
     def credit(self, rewards: NDArray) -> NDArray:
         """Advantages of a group's rollouts from their rewards."""
 
     def assign(self, group: Group) -> None:
-        rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
-        for rollout, advantage in zip(group.rollouts, self.credit(rewards), strict=True):
-            broadcast(rollout, float(advantage))
+        for rollouts in group.by_actor().values():
+            rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+            for rollout, advantage in zip(rollouts, self.credit(rewards), strict=True):
+                broadcast(rollout, float(advantage))
 
 
 def centred(rewards: NDArray) -> NDArray:

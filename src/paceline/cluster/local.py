@@ -17,7 +17,7 @@ from paceline.inference import EmbeddedEngine, Pool
 from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
 from paceline.model.loading import engine_twin
 from paceline.orchestrator import Course, lay_out
-from paceline.rollout import Renderer, Voice
+from paceline.rollout import Recorder, Renderer, Voice
 from paceline.trainer import TorchTrainer
 
 SMALL_MODEL = 20_000_000
@@ -69,9 +69,10 @@ def local(
         engine.close()  # it holds memory of the device already
         raise
     pool = Pool([engine])
+    recorder = Recorder(config.recording.host, config.recording.port)
 
     def voice(sampling: Sampling) -> Voice:
-        return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)))
+        return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
 
     try:
         engine.start()

@@ -3,7 +3,7 @@
 from paceline.config import algorithm, env, inference, model, trainer
 from paceline.config.errors import ConfigError
 from paceline.config.load import Loaded, dump, load, schema
-from paceline.config.run import Breaker, Checkpoint, ConfigWarning, Eval, Filters, Record, RunConfig
+from paceline.config.run import Breaker, Checkpoint, ConfigWarning, Eval, Filters, Record, Recording, RunConfig
 
 __all__ = [
     "Breaker",
@@ -14,6 +14,7 @@ __all__ = [
     "Filters",
     "Loaded",
     "Record",
+    "Recording",
     "RunConfig",
     "algorithm",
     "dump",

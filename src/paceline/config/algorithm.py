@@ -4,7 +4,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from paceline.config.algorithm_selfplay import RAE, Constant, Hierarchical
 from paceline.config.base import Hook, Section
+
+__all__ = ["GRPO", "RAE", "AlgorithmConfig", "Constant", "Custom", "Hierarchical", "MaxRL", "Reward"]
 
 
 class GRPO(Section):
@@ -43,4 +46,4 @@ class Custom(Hook):
     type: Literal["custom"] = "custom"
 
 
-AlgorithmConfig = Annotated[GRPO | MaxRL | Reward | Custom, Field(discriminator="type")]
+AlgorithmConfig = Annotated[GRPO | MaxRL | Reward | Constant | RAE | Hierarchical | Custom, Field(discriminator="type")]

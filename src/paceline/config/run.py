@@ -67,6 +67,15 @@ class Record(Section):
     """Project name for the exporters."""
 
 
+class Recording(Section):
+    """Where agents that know only a base URL reach their seat. Each episode has an unguessable address of its own."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; another than loopback for agents in a sandbox of their own."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free one."""
+
+
 class Breaker(Section):
     """When failing rollouts stop the run instead of being dropped."""
 
@@ -122,6 +131,7 @@ class RunConfig(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
+    recording: Recording = Recording()
     breaker: Breaker = Breaker()
 
     @field_validator("name")

@@ -2,43 +2,88 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import overload
 
 from paceline.errors import PacelineError
 
 Row = dict
+
+Placed = Iterator[tuple[str, Row]]
+"""Rows, each with the place to name when it is bad."""
 
 
 class DataError(PacelineError):
     """A dataset that cannot be used, as a sentence for the user."""
 
 
+class Rows(Sequence[Row]):
+    """A sequence that makes each row when it is asked for, so that every reader has a row of their own."""
+
+    @abstractmethod
+    def _row(self, index: int) -> Row:
+        """The row at an index that is known to exist."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(len(self))[index]]
+        return self._row(range(len(self))[index])  # a range knows negative indices and where a sequence ends
+
+
+class Kept(Rows):
+    """Some rows of a sequence, in their order."""
+
+    def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
+        self._rows = rows
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _row(self, index: int) -> Row:
+        return self._rows[self.indices[index]]
+
+
 def read_rows(source: str) -> list[Row]:
     """All rows of a .jsonl, .json or .csv file."""
     path = Path(source)
-    readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}
+    readers = {".jsonl": jsonl_rows, ".json": json_rows, ".csv": csv_rows}
     if path.suffix not in readers:
         raise DataError(f"dataset {source}: only .jsonl, .json and .csv files can be read, not `{path.suffix}`")
-    try:
-        rows = list(readers[path.suffix](path))
-    except FileNotFoundError:
-        raise DataError(f"dataset {source}: no such file, looked in {path.parent.resolve().name}/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"dataset {source}: cannot be read: {error}") from error
+    with reading(source):
+        rows = [row for _, row in readers[path.suffix](path)]
     if not rows:
         raise DataError(f"dataset {source}: holds no rows")
     return rows
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+@contextmanager
+def reading(source: str) -> Generator[None]:
+    """What the disk or its bytes object to, as a sentence."""
+    try:
+        yield
+    except FileNotFoundError:
+        folder = Path(source).parent.resolve().name
+        raise DataError(f"dataset {source}: no such file, looked in {folder}/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"dataset {source}: cannot be read: {error}") from error
+
+
+def jsonl_rows(path: Path) -> Placed:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _object(line, f"{path}:{number}")
+                yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
 
 
-def _json(path: Path) -> Iterator[Row]:
+def json_rows(path: Path) -> Placed:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -46,29 +91,30 @@ def _json(path: Path) -> Iterator[Row]:
     if not isinstance(rows, list):
         raise DataError(f"{path}: must hold a list of objects, not {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
-        yield _checked(row, f"{path}, row {number}")
+        yield f"{path}, row {number}", _checked(row, f"{path}, row {number}")
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def csv_rows(path: Path) -> Placed:
     with path.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets write a byte order mark
         reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
                 if None in row or None in row.values():
                     raise DataError(f"{path}:{reader.line_num}: a row must have as many fields as the header")
-                yield row
+                yield f"{path}:{reader.line_num}", row
         except csv.Error as error:
             raise DataError(f"{path}:{reader.reader.line_num}: not valid CSV: {error}") from error
 
 
-def _object(text: str, where: str) -> Row:
+def parse_object(text: str, place: str) -> Row:
+    """The row a line of JSON holds."""
     try:
-        return _checked(json.loads(text), where)
+        return _checked(json.loads(text), place)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error.msg}") from error
+        raise DataError(f"{place}: not valid JSON: {error.msg}") from error
 
 
-def _checked(row: object, where: str) -> Row:
+def _checked(row: object, place: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be an object, not {type(row).__name__}")
+        raise DataError(f"{place}: a row must be an object, not {type(row).__name__}")
     return row

@@ -47,9 +47,21 @@ class Environment(ABC):
     def examples(self, split: Split) -> Sequence[Row]:
         """The rows of a split. Called once; the order must not change between runs."""
 
+    async def prepare(self, example: Row) -> Row:
+        """Whatever all episodes of a group must have in common and the row does not say. Called once per group, on a
+        copy of the row."""
+        return example
+
     @abstractmethod
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         """Play one episode on a copy of a row. None drops it."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this environment, as JSON."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional by design
+        """Back to a checkpoint's state."""
 
 
 class SingleTurn(Environment):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from paceline.algorithms import Algorithm, build_algorithm
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
-from paceline.data import Cursor, Row, Ticket
+from paceline.data import Draws, Row, Ticket, decontaminate, order_of
 from paceline.envs import EnvError, Environment, build_environment
 
 
@@ -19,9 +19,11 @@ class Course:
     algorithm: Algorithm
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
-    cursor: Cursor
+    cursor: Draws
     draws: int | None = None
     """Tickets to draw in all; None is no end."""
+    note: str = ""
+    """Something about the rows that the user should hear of."""
 
     @property
     def name(self) -> str:
@@ -57,16 +59,20 @@ def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> d
 
 def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Course:
     environment = given or build_environment(env)
-    rows = environment.examples("train")
+    rows, eval_rows, note = environment.examples("train"), environment.examples("eval"), ""
     if not rows:
         raise EnvError(f"environment `{env.name}` has no training rows")
+    if env.contamination:
+        rows, report = decontaminate(rows, eval_rows)
+        note = f"{env.name}: {report}"
     assert env.algo is not None
     return Course(
         config=env,
         environment=environment,
         algorithm=build_algorithm(env.algo),
         rows=rows,
-        eval_rows=environment.examples("eval"),
-        cursor=Cursor(len(rows), config.seed, env.name),
+        eval_rows=eval_rows,
+        cursor=order_of(rows, config.seed, env.name, env.curriculum),
         draws=None if config.epochs is None else config.epochs * len(rows),
+        note=note,
     )

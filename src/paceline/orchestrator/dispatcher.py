@@ -133,7 +133,7 @@ class Dispatcher:
     def _why_not(self, group: Group, course: Course) -> str | None:
         """Credit the group; the reason if it must not train."""
         assert course.config.min_group_size is not None
-        if len(group.rollouts) < course.config.min_group_size:
+        if group.members < course.config.min_group_size:
             return "group_too_small"
         course.algorithm.assign(group)
         if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
@@ -209,11 +209,18 @@ class Dispatcher:
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
         """What led to this batch: groups drawn after its last ticket are left for the next one."""
-        last = max(group.ticket.number for group in batch)
+        past = self.resolved_by(batch)
         tally, self.tally = self.tally, Tally()
-        self.tally.resolved = [group for group in tally.resolved if group.ticket.number > last]
-        tally.resolved = [group for group in tally.resolved if group.ticket.number <= last]
+        taken = {group.ticket.number for group in past}
+        self.tally.resolved = [group for group in tally.resolved if group.ticket.number not in taken]
+        tally.resolved = past
         return tally
+
+    def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
+        """Groups that led to this batch, in ticket order: those that trained and those that were dropped."""
+        last = max(group.ticket.number for group in batch)
+        past = [group for group in self.tally.resolved if group.ticket.number <= last]
+        return sorted(past, key=lambda group: group.ticket.number)
 
     def stop(self) -> None:
         """Draw nothing more and wake whoever waits for a batch."""

@@ -2,16 +2,24 @@
 
 import asyncio
 import copy
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from paceline.data import Row, Ticket
-from paceline.envs import POLICY
+from paceline.envs import Outcome
 from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
-from paceline.rollout import Group, Rollout, Seat, Voice, assemble
+from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
 
 TRAIN, EVAL = 0, 1
 """Domains of sampling noise, so that evaluation never draws what training draws."""
+
+T = TypeVar("T")
+
+
+class EpisodeLost(Exception):
+    """What a user's code did instead of playing on. It belongs to its episode alone."""
 
 
 class Player:
@@ -25,9 +33,14 @@ class Player:
 
     async def group(self, course: Course, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
-        row = course.rows[ticket.row]
+        try:
+            row = await self.prepare(course, course.rows[ticket.row])
+        except EpisodeLost as lost:
+            failed = [Rollout(ticket=ticket, member=0, error=str(lost))]
+            return Group(ticket=ticket, rollouts=[], places=course.group_size, failed=failed)
         members = range(course.group_size)
-        rollouts = await asyncio.gather(*(self.episode(course, row, ticket, m, ticket.number) for m in members))
+        episodes = await asyncio.gather(*(self.episode(course, row, ticket, m, ticket.number) for m in members))
+        rollouts = [rollout for episode in episodes for rollout in episode]
         alive = [rollout for rollout in rollouts if rollout.error is None]
         for rollout in alive:
             rollout.samples = assemble(rollout)
@@ -35,32 +48,83 @@ class Player:
         failed = [rollout for rollout in rollouts if rollout.error is not None]
         return Group(ticket=ticket, rollouts=alive, places=course.group_size, failed=failed)
 
-    async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> Rollout:
-        """One episode on a copy of the row."""
-        rollout = Rollout(ticket=ticket, member=member)
-        seat = Seat(self._voice, (self._seed, self._domain, ticket.number, member), order)
-        rollout.turns = seat.turns
-        what = f"an episode of `{course.name}`"
+    async def prepare(self, course: Course, row: Row) -> Row:
+        """What all episodes on this row have in common; raises `EpisodeLost`."""
+        return await self._users(course, "the preparation", lambda: course.environment.prepare(copy.deepcopy(row)))
+
+    async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
+        """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
+        noise = (self._seed, self._domain, ticket.number, member)
+        seats = Table(self._voice, noise, order, course.environment.actors)
         try:
-            play = course.environment.play(copy.deepcopy(row), {POLICY: seat})
-            outcome = await self._clock.within(course.config.timeout, what, play)
-            if outcome is None:
-                rollout.error, rollout.dropped = f"{course.name}: dropped by the environment", True
-            elif not seat.turns:
-                rollout.error = f"{course.name}: the episode ended without a word from the policy"
-            else:
-                rollout.metrics = {name: float(value) for name, value in outcome.metrics.items()}
-                rollout.reward = float(outcome.rewards[POLICY])
+            outcome = await self._users(
+                course, "an episode", lambda: course.environment.play(copy.deepcopy(row), seats)
+            )
+        except EpisodeLost as lost:
+            return [failure(ticket, member, seats, str(lost))]
+        finally:
+            seats.leave()
+        if outcome is None:
+            return [failure(ticket, member, seats, f"{course.name}: dropped by the environment", dropped=True)]
+        return finished(course.name, ticket, member, seats, outcome)
+
+    async def _users(self, course: Course, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """What a user's code answers within its time; whatever it raises is the loss of its episode."""
+        try:
+            return await self._clock.within(course.config.timeout, f"{what} of `{course.name}`", work())
         except EngineError as error:
             if not isinstance(error, RequestError | Overloaded):
                 raise
-            rollout.error = f"{course.name}: {error}"
-        except asyncio.CancelledError:
+            raise EpisodeLost(f"{course.name}: {error}") from error
+        except asyncio.CancelledError as error:
             # Ours to pass on only if we were cancelled; otherwise something inside the environment was.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            rollout.error = f"{course.name}: something the environment awaited was cancelled"
-        except Exception as error:  # whatever a user's environment raises belongs to its episode alone
-            rollout.error = f"{course.name}: {type(error).__name__}: {error}"
-        return rollout
+            raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
+        except Exception as error:
+            raise EpisodeLost(f"{course.name}: {type(error).__name__}: {error}") from error
+
+
+def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome) -> list[Rollout]:
+    """A rollout for each trained seat that spoke."""
+    spoke = {at: seat for at, seat in seats.items() if seat.turns and seat.trained}
+    if error := fault(spoke, outcome):
+        return [failure(ticket, member, seats, f"{name}: {error}")]
+    metrics = {key: float(value) for key, value in outcome.metrics.items()}
+    return [
+        Rollout(
+            ticket=ticket,
+            member=member,
+            actor=seat.actor,
+            kind=seat.kind,
+            parent=seat.parent,
+            turns=seat.turns,
+            reward=float(outcome.rewards[at]),
+            metrics=metrics | {f"overridden/{key}": float(count) for key, count in seat.overrides.items()},
+        )
+        for at, seat in spoke.items()
+    ]
+
+
+def fault(spoke: Mapping[str, Seat], outcome: Outcome) -> str | None:
+    """Why an episode that was played to its end counts for nothing."""
+    if not isinstance(outcome, Outcome):
+        return f"the episode ended with {outcome!r}: return an Outcome, or None to drop the episode"
+    if not spoke:
+        return "the episode ended without a word from the policy"
+    if missing := spoke.keys() - outcome.rewards.keys():
+        return f"the outcome has no reward for {sorted(missing)}, though they spoke"
+    for key, value in outcome.metrics.items():
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            return f"the metric `{key}` is {value!r}: a metric must be a number"
+    return None
+
+
+def failure(ticket: Ticket, member: int, seats: Mapping[str, Seat], error: str, dropped: bool = False) -> Rollout:
+    """What is left of an episode that gives no rollout."""
+    rollout = Rollout(ticket=ticket, member=member, error=error, dropped=dropped)
+    spoke = [seat for seat in seats.values() if seat.turns]
+    for seat in [*spoke, *seats.values()][:1]:
+        rollout.actor, rollout.turns = seat.actor, seat.turns
+    return rollout

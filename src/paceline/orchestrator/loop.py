@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.data import Ledger, Sample, encode
+from paceline.data import Ledger, Sample, encode, learn
 from paceline.inference import Pool
 from paceline.monitor import Monitor
 from paceline.orchestrator.checkpoint import Checkpoints
@@ -70,12 +70,14 @@ class Conductor:
                     samples = await self._score(batch)
                 with self._watch.phase("train"):
                     report = await self._p.trainer.step(samples)
+                self._learn(batch)
                 with self._watch.phase("publish"):
                     await self._publish()
                 await self._settle(batch, samples, report)
             await self._save()
         finally:
             await self._dispatcher.close()
+            await self._p.voice.close()
 
     def stop(self) -> None:
         """End after the step under way, with a checkpoint."""
@@ -89,6 +91,8 @@ class Conductor:
     async def _begin(self) -> None:
         if self._config.resume:
             await self._restore(self._config.resume)
+        for note in (course.note for course in self._p.courses.values() if course.note):
+            self._p.monitor.note(note)
         await self._publish()
         if self._config.eval.every and self.step == 0:
             metrics = await self._evaluate()
@@ -101,6 +105,12 @@ class Conductor:
         for group in batch:
             samples += await self._p.courses[group.ticket.env].algorithm.score(group.samples())
         return samples
+
+    def _learn(self, batch: Sequence[Group]) -> None:
+        """Tell each environment's order of rows how they went, before the next ones are drawn."""
+        for group in self._dispatcher.resolved_by(batch):
+            rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+            learn(self._p.courses[group.ticket.env].cursor, group.ticket.row, rewards)
 
     async def _publish(self) -> None:
         """Hand the engine the trainer's weights; the gate opens for the next version."""
@@ -162,6 +172,7 @@ class Conductor:
             "ledger": self._ledger.state(),
             "cursors": {course.name: course.cursor.state() for course in courses},
             "algorithms": {course.name: course.algorithm.state() for course in courses},
+            "environments": {course.name: course.environment.state() for course in courses},
         }
         await self._p.checkpoints.save(self.step, json.dumps(state), self._p.trainer.save)
         self._saved_at = self.step
@@ -177,6 +188,7 @@ class Conductor:
         for course in self._p.courses.values():
             course.cursor.load(state["cursors"][course.name])
             course.algorithm.load(state["algorithms"][course.name])
+            course.environment.load(state["environments"][course.name])
         self._p.checkpoints.forget_after(self.step)
 
     @property

@@ -38,6 +38,9 @@ def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str
         of_env = [rollout for rollout in rollouts if rollout.env == env]
         rewards = [rollout.reward or 0.0 for rollout in of_env]
         out[f"{prefix}/{env}/mean"] = fmean(rewards)
+        actors = dict.fromkeys(rollout.actor for rollout in of_env)
+        for actor in actors if len(actors) > 1 else ():
+            out[f"{prefix}/{env}/{actor}/mean"] = fmean(r.reward or 0.0 for r in of_env if r.actor == actor)
         if spread:
             out[f"{prefix}/{env}/std"] = pstdev(rewards)
             for name in sorted({name for rollout in of_env for name in rollout.metrics}):

@@ -1,8 +1,24 @@
 """Conversations recorded as exact tokens."""
 
 from paceline.rollout.assemble import assemble
+from paceline.rollout.recording import Recorder
 from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.seat import Reply, Seat, Voice
+from paceline.rollout.seat import Reply, Seat, SeatLeft, Voice
+from paceline.rollout.table import Table
 from paceline.rollout.types import Group, Message, Rollout, Turn
 
-__all__ = ["Group", "Message", "RenderError", "Renderer", "Reply", "Rollout", "Seat", "Turn", "Voice", "assemble"]
+__all__ = [
+    "Group",
+    "Message",
+    "Recorder",
+    "RenderError",
+    "Renderer",
+    "Reply",
+    "Rollout",
+    "Seat",
+    "SeatLeft",
+    "Table",
+    "Turn",
+    "Voice",
+    "assemble",
+]

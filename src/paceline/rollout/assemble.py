@@ -1,6 +1,6 @@
 """A rollout becomes samples: turns that extend one another exactly share one, any other starts its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,16 +39,17 @@ class _Thread:
         self.truncated = turn.finish == "length"
 
 
-def _threads(turns: Sequence[Turn]) -> Iterator[_Thread]:
-    thread: _Thread | None = None
+def _threads(turns: Sequence[Turn]) -> list[_Thread]:
+    """Each turn joins the longest thread whose tokens its prompt repeats from the first to the last. Of two turns that
+    go on from the same place the later one starts anew: there the common past is context and trains no second time."""
+    threads: list[_Thread] = []
     for turn in turns:
-        if thread is not None and turn.prompt_ids[: len(thread.tokens)] != thread.tokens:
-            yield thread
-            thread = None
-        thread = thread or _Thread()
+        fitting = [thread for thread in threads if turn.prompt_ids[: len(thread.tokens)] == thread.tokens]
+        thread = max(fitting, key=lambda thread: len(thread.tokens), default=None)
+        if thread is None:
+            threads.append(thread := _Thread())
         thread.add(turn)
-    if thread is not None:
-        yield thread
+    return threads
 
 
 def _sample(thread: _Thread, rollout: Rollout) -> Sample:

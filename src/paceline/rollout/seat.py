@@ -1,12 +1,26 @@
 """A seat in an episode: a client that speaks for the policy and records every token."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from paceline.config.inference import Sampling
+from paceline.errors import PacelineError
 from paceline.inference import Completion, GenerateRequest, Pool, noise_key
+from paceline.rollout.history import History
 from paceline.rollout.render import Renderer
-from paceline.rollout.types import Message, Turn
+from paceline.rollout.types import Message, Turn, copied
+
+
+class Lodge(Protocol):
+    """Gives a seat an address of its own (`recording.py`)."""
+
+    async def address(self, seat: "Seat") -> str: ...
+
+    def vacate(self, seat: "Seat") -> None: ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +31,11 @@ class Voice:
     renderer: Renderer
     sampling: Sampling
     end_tokens: frozenset[int]
+    lodge: Lodge | None = None
+
+    async def close(self) -> None:
+        if self.lodge is not None:
+            await self.lodge.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,67 +43,152 @@ class Reply:
     """What the policy said."""
 
     text: str
+    """All of it, tool calls as the model wrote them."""
     truncated: bool
     """It hit the token limit before it was done."""
+    message: Message = field(default_factory=dict)
+    """To append to the conversation, with `tool_calls` if it made any."""
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.message:
+            object.__setattr__(self, "message", {"role": "assistant", "content": self.text})
 
     @property
-    def message(self) -> Message:
-        return {"role": "assistant", "content": self.text}
+    def content(self) -> str:
+        """What was said, without tool calls."""
+        return self.message["content"]
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """In OpenAI's form: `call["function"]["name"]` and `["arguments"]`, the latter as JSON text."""
+        return self.message.get("tool_calls", [])
+
+
+class SeatLeft(PacelineError):
+    """Somebody speaks from a seat whose episode is over."""
 
 
 class Seat:
-    """Takes messages or token ids, calls the pool, and records the exact tokens, logprobs and versions."""
+    """Takes messages or token ids, calls the pool, and records the exact tokens, logprobs and versions.
 
-    def __init__(self, voice: Voice, noise: Sequence[int], order: int) -> None:
+    A conversation that goes on from anything this seat said keeps those tokens as they were sampled. It need not be the
+    last thing said: an episode may branch, take a turn back, or hold several conversations at once.
+    """
+
+    def __init__(
+        self,
+        voice: Voice,
+        noise: Sequence[int],
+        order: int,
+        actor: str = "policy",
+        model: str = "",
+        trained: bool = True,
+    ) -> None:
+        self.actor, self.trained = actor, trained
+        self.parent, self.kind = "", ""
+        """The seat whose episode opened this one, and what kind of episode it plays (`table.py`)."""
+        self.max_tokens: int | None = None
+        """Longest reply from here; the run's own limit when None."""
         self.turns: list[Turn] = []
+        self.overrides: Counter[str] = Counter()
+        """Settings an agent asked for over its URL, in whose place the run's own were used."""
         self._voice = voice
+        self._model = model
         self._noise = tuple(noise)
         self._order = order
         self._calls = 0
+        self._history = History()
+        self._left = False
 
-    async def chat(self, messages: Sequence[Message]) -> Reply:
-        """The policy's next message in this conversation."""
+    async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
+        """The policy's next message in this conversation; `tools` in OpenAI's form."""
         renderer = self._voice.renderer
-        messages = [dict(message) for message in messages]
-        prompt = renderer.extend(self.turns[-1], messages) if self.turns else renderer.prompt(messages)
-        return await self._speak(prompt, messages)
+        messages = [copied(message) for message in messages]
+        past = self._history.find(messages, tools)
+        prompt = renderer.open(messages, tools) if past is None else renderer.go_on(past.turn, messages, past.opening)
+        completion = await self._sample(prompt.ids)
+        return self._record(list(prompt.ids), completion, messages, list(tools) if tools else None, prompt.text)
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         """The policy's continuation of exact tokens."""
-        return await self._speak(list(token_ids), None)
+        return self._record(list(token_ids), await self._sample(token_ids))
 
-    async def _speak(self, prompt: list[int], messages: list[Message] | None) -> Reply:
+    async def base_url(self) -> str:
+        """An address for `openai` clients, and whoever speaks like them; it is recorded like everything else and
+        answers until the episode is over."""
+        if self._voice.lodge is None:
+            raise PacelineError("this seat has no recording server behind it")
+        address = await self._voice.lodge.address(self)
+        if self._left:
+            self._voice.lodge.vacate(self)
+            raise SeatLeft("the episode is over: this seat has no address any more")
+        return address
+
+    def setting(self, name: str) -> Any:
+        """The run's value of a sampling setting, by OpenAI's name for it; None if it has none."""
+        return getattr(self._voice.sampling, name.replace("max_completion_tokens", "max_tokens"), None)
+
+    def leave(self) -> None:
+        """The episode is over: nothing said from here on counts."""
+        self._left = True
+        if self._voice.lodge is not None:
+            self._voice.lodge.vacate(self)
+
+    async def _sample(self, prompt: Sequence[int]) -> Completion:
         sampling = self._voice.sampling
+        if self._left:
+            raise SeatLeft("the episode is over: this seat takes no more calls")
         noise = noise_key(*self._noise, self._calls)
         self._calls += 1
         completion = await self._voice.pool.generate(
             GenerateRequest(
                 prompt_ids=tuple(prompt),
-                max_tokens=sampling.max_tokens,
+                max_tokens=self.max_tokens or sampling.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 stop_token_ids=self._voice.end_tokens,
                 noise=noise,
                 order=self._order,
+                model=self._model,
             )
         )
-        return self._record(prompt, messages, completion)
+        if self._left:
+            raise SeatLeft("the episode ended while the policy was speaking")
+        return completion
 
-    def _record(self, prompt: list[int], messages: list[Message] | None, completion: Completion) -> Reply:
+    def _record(
+        self,
+        prompt: list[int],
+        completion: Completion,
+        messages: list[Message] | None = None,
+        tools: list[dict] | None = None,
+        opening: str | None = None,
+    ) -> Reply:
         text = self._voice.renderer.reply(completion.token_ids)
-        self.turns.append(
-            Turn(
-                prompt_ids=prompt,
-                completion_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                finish=completion.finish,
-                temperature=self._voice.sampling.temperature,
-                log_z=completion.log_z,
-                recomputed=completion.recomputed,
-                messages=messages,
-                text=text,
-            )
+        said = self._voice.renderer.message(text, tools) if tools else None
+        turn = Turn(
+            prompt_ids=prompt,
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish=completion.finish,
+            temperature=self._voice.sampling.temperature,
+            log_z=completion.log_z,
+            recomputed=completion.recomputed,
+            messages=messages,
+            tools=tools,
+            text=text,
+            said=said,
         )
-        return Reply(text, truncated=completion.finish == "length")
+        self.turns.append(turn)
+        self._history.add(turn, opening)
+        return Reply(
+            text=text,
+            truncated=completion.finish == "length",
+            message=copied(turn.message),
+            tokens=len(completion.token_ids),
+            prompt_tokens=len(prompt),
+        )

@@ -1,5 +1,6 @@
 """What an episode leaves behind: turns, rollouts, groups."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,6 +8,11 @@ from paceline.data import Sample, Ticket
 from paceline.inference import Finish
 
 Message = dict
+
+
+def copied(message: Message) -> Message:
+    """A message nobody else can change: what was said stays as it was said."""
+    return {key: value if isinstance(value, str) else copy.deepcopy(value) for key, value in message.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +29,16 @@ class Turn:
     recomputed: bool = False
     messages: list[Message] | None = None
     """The conversation the prompt was rendered from; None for a prompt given as tokens."""
+    tools: list[dict] | None = None
+    """The tools the prompt told of."""
     text: str = ""
-    """What was said, without the end-of-turn token."""
+    """What was sampled, as text, without the end-of-turn token."""
+    said: Message | None = None
+    """The message it was handed on as, if that is not simply the text: with tool calls read out of it."""
+
+    @property
+    def message(self) -> Message:
+        return self.said or {"role": "assistant", "content": self.text}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +47,12 @@ class Rollout:
 
     ticket: Ticket
     member: int
+    actor: str = "policy"
+    """Who spoke."""
+    kind: str = ""
+    """What kind of episode, where an environment plays several."""
+    parent: str = ""
+    """The seat whose episode started this one, inside the same draw; empty at the root."""
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -66,10 +86,11 @@ class Rollout:
             "ticket": self.ticket.number,
             "row": self.ticket.row,
             "member": self.member,
+            "actor": self.actor,
             "reward": self.reward,
             "metrics": self.metrics,
             "error": self.error,
-            "messages": [*conversation, *({"role": "assistant", "content": t.text} for t in self.turns[-1:])],
+            "messages": [*conversation, *(turn.message for turn in self.turns[-1:])],
             "tokens": self.completion_length,
             "versions": sorted({v for t in self.turns for v in t.versions}),
             "finish": self.turns[-1].finish if self.turns else None,
@@ -78,13 +99,25 @@ class Rollout:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """Rollouts that are compared with one another: those of one ticket that finished."""
+    """Rollouts of one ticket that finished: those of one actor are compared with one another."""
 
     ticket: Ticket
     rollouts: list[Rollout]
     places: int
-    """Rollouts it was started with, and what it counts in a batch whoever survived."""
+    """Episodes it was started with, and what it counts in a batch whoever survived."""
     failed: Sequence[Rollout] = ()
+
+    @property
+    def members(self) -> int:
+        """Episodes of which at least one actor's rollout is here."""
+        return len({rollout.member for rollout in self.rollouts})
+
+    def by_actor(self) -> dict[tuple[str, str], list[Rollout]]:
+        """The rollouts that are compared with one another: of one actor in one kind of episode."""
+        actors: dict[tuple[str, str], list[Rollout]] = {}
+        for rollout in self.rollouts:
+            actors.setdefault((rollout.kind, rollout.actor), []).append(rollout)
+        return actors
 
     def samples(self) -> list[Sample]:
         return [sample for rollout in self.rollouts for sample in rollout.samples]

@@ -10,11 +10,10 @@ from paceline.inference.server.http import EventStream, Json, read_body, unless_
 from paceline.inference.server.logprobs import chat_logprobs
 from paceline.inference.server.plan import forced_call, grammar_of, plan
 from paceline.inference.server.reply import Reply, stream
-from paceline.inference.server.scribe import for_template
 from paceline.inference.server.service import Service, service_of
-from paceline.inference.server.tools import ToolCall, ToolReader
 from paceline.inference.server.usage import heading
 from paceline.inference.server.utterance import Delta
+from paceline.inference.tools import ToolCall, ToolReader, for_template
 
 
 async def chat(request: Request) -> Response:

@@ -1,7 +1,6 @@
 """Text and conversations to exact tokens, and back: everything the server asks of the tokenizer."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,23 +78,3 @@ class Scribe:
     def detokeniser(self, before: Sequence[int] = ()) -> Detokeniser:
         """For a text that follows upon these tokens."""
         return Detokeniser(self.decode, before[-CONTEXT:])
-
-
-def for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: text content, and tool arguments as objects rather than JSON text."""
-    said = {key: value for key, value in message.items() if value is not None}
-    said["role"] = "system" if said["role"] == "developer" else said["role"]
-    content = said.get("content", "")
-    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if "tool_calls" in said:
-        said["tool_calls"] = [_with_object(call) for call in said["tool_calls"]]
-    return said
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except (json.JSONDecodeError, RecursionError):
-        arguments = function["arguments"]
-    return {**call, "function": {**function, "arguments": arguments}}

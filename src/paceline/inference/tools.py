@@ -11,6 +11,7 @@ A call that is not well formed, or names no tool of the request, stays text: the
 import json
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +92,7 @@ class ToolReader:
         while text:
             try:
                 value, end = decoder.raw_decode(text)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 return None
             call = self._call(value)
             if call is None:
@@ -108,14 +109,24 @@ class ToolReader:
             arguments = _json(arguments)
         if not isinstance(arguments, dict):
             return None
-        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        text = json.dumps(arguments, ensure_ascii=False)
+        # JSON can spell half a character, which no text may hold.
+        return ToolCall(value["name"], text) if _is_text(text) else None
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _begins(text: str, mark: str) -> bool:
@@ -126,3 +137,35 @@ def _begins(text: str, mark: str) -> bool:
 def _overlap(text: str, mark: str) -> int:
     """Length of the longest end of the text with which the mark begins."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: text content, and tool arguments as objects rather than JSON text."""
+    said = {key: value for key, value in message.items() if value is not None}
+    said["role"] = "system" if said["role"] == "developer" else said["role"]
+    content = said.get("content", "")
+    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    # Some templates refuse or respell a message that has calls, even if there are none.
+    if calls := said.pop("tool_calls", None):
+        said["tool_calls"] = [_with_object(call) for call in calls]
+    return said
+
+
+def with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `for_template` gives it, its calls written into its text."""
+    functions = [call.get("function", call) for call in message["tool_calls"]]
+    calls = [{"name": f["name"], "arguments": f.get("arguments", {})} for f in functions]
+    spelled = [f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"content": "\n".join([message["content"], *spelled] if message["content"] else spelled)}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" not in call:
+        return call
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,118 @@
+"""Thousands of episodes at once, with tools that take their time: does the engine ever wait?
+
+2,000 episodes of the quickstart model are kept in flight. After each reply a tool sleeps for 0 to 2 seconds, then the
+conversation goes on; four turns make an episode. What counts is the engine's idle share while all of them are running,
+and what a turn costs the orchestrator: processor time of the event loop's thread, over turns.
+
+Bars: idle under 5% (as a ratio: 5% over what was measured, at least 1), and under 1 ms a turn. One tool in a hundred
+hangs until its episode's deadline, one raises, one floods its output: none of them may harm another episode.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from bars import Row, arguments, finish
+from paceline.cluster.local import Local, local
+from paceline.config import RunConfig
+from paceline.config.env import CustomEnv
+from paceline.data import Ticket
+from paceline.envs import Environment, Outcome
+from paceline.envs.offloop import run_user_code
+from paceline.orchestrator import RealClock
+from paceline.orchestrator.episodes import Player
+from paceline.rollout import Voice
+
+TURNS = 4
+
+
+def tool(seconds: float, trouble: str) -> str:
+    """A user's tool as they come: synchronous, slow, and not always well behaved."""
+    time.sleep(3600 if trouble == "hangs" else seconds)
+    if trouble == "raises":
+        raise ValueError("the tool broke")
+    return "x" * 10_000_000 if trouble == "floods" else "ok"
+
+
+class SlowTools(Environment):
+    """Talk, call, talk."""
+
+    def examples(self, split):
+        rng = random.Random(0)
+        return [{"word": "".join(rng.choices("abcdefghij", k=6)), "seed": i} for i in range(512)]
+
+    async def play(self, example, seats):
+        rng = random.Random(example["seed"] * 7919 + id(seats) % 1009)
+        trouble = rng.choices(["", "hangs", "raises", "floods"], [97, 1, 1, 1])[0]
+        messages = [{"role": "user", "content": f"reverse: {example['word']}"}]
+        for turn in range(TURNS):
+            reply = await seats["policy"].chat(messages)
+            if turn == TURNS - 1:
+                break
+            answer = await run_user_code(tool, rng.uniform(0, 2), trouble if turn == 1 else "", timeout=20.0)
+            messages += [reply.message, {"role": "user", "content": f"reverse: {answer[:6]}"}]
+        return Outcome.solo(1.0)
+
+
+async def crowd(here: Local, voice: Voice, options: argparse.Namespace) -> dict[str, float]:
+    player = Player(voice, RealClock(), seed=0)
+    course = here.courses["slow"]
+    ends, turns = Counter(), 0
+    begun, stop = 0, False
+    running: set[asyncio.Task] = set()
+
+    async def one(number: int) -> None:
+        nonlocal turns
+        ticket = Ticket(number, "slow", 0, number, number % len(course.rows))
+        (rollout,) = await player.episode(course, course.rows[ticket.row], ticket, 0, number)
+        turns += len(rollout.turns)
+        ends["finished" if rollout.error is None else rollout.error.split(": ")[1][:24]] += 1
+
+    def refill() -> None:
+        nonlocal begun
+        while not stop and len(running) < options.episodes:
+            task = asyncio.create_task(one(begun))
+            begun += 1
+            running.add(task)
+            task.add_done_callback(lambda done: (running.discard(done), refill()))
+
+    refill()
+    await asyncio.sleep(options.warm)
+    wall, busy, own, before = time.perf_counter(), here.pool.busy_seconds, time.thread_time(), turns
+    await asyncio.sleep(options.seconds)
+    wall, busy = time.perf_counter() - wall, here.pool.busy_seconds - busy
+    own, done = time.thread_time() - own, turns - before
+    stop = True
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return {"idle": max(0.0, 1 - busy / wall), "ms_per_turn": 1e3 * own / max(done, 1), "turns": done, **ends}
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--episodes", type=int, default=2000, help="kept in flight")
+    parser.add_argument("--seconds", type=float, default=60, help="measured, after --warm")
+    parser.add_argument("--warm", type=float, default=30)
+    options = parser.parse_args()
+    section = CustomEnv(name="slow", import_path="benchmarks:none", timeout=30.0, group_size=1)
+    config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1)
+    slow = {"slow": SlowTools()}
+    with tempfile.TemporaryDirectory() as folder, local(config, Path(folder), lambda text: None, slow) as here:
+        found = asyncio.run(crowd(here, here.voice(config.sampling.model_copy(update={"max_tokens": 12})), options))
+    print(found)
+    rows = [
+        Row("engine idle", "", found["idle"], 0.05, "allowed", 0.05 / max(found["idle"], 1e-9), 1.0),
+        Row("orchestrator", "ms a turn", found["ms_per_turn"], 1.0, "allowed", 1.0 / found["ms_per_turn"], 1.0),
+    ]
+    return finish(f"{options.episodes} episodes with slow tools", rows, options.json, found=found)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The arena: actors, the episodes they meet in, and what is remembered between them."""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from paceline.arena.episode import Episode
+from paceline.arena.state import EpisodeState, Seating
+from paceline.arena.store import ArtifactStore
+from paceline.arena.types import Actor, ArenaError, Artifact, EpisodeRequest, EpisodeResult, Step
+from paceline.envs import Split
+from paceline.rollout import Message, Reply, Seat, Table
+
+T = TypeVar("T")
+
+
+class Arena:
+    """Register actors, episodes and stores, then say what is to be played.
+
+    `requests(split)` lists episodes known beforehand; `get_batch()` draws new ones as training goes on, from the stores
+    if it likes. An arena fills in at least one of them. `client` and `credit_assigner` are for `training_loop` and are
+    left out in a run file.
+    """
+
+    def __init__(self, client: Any = None, credit_assigner: Any = None, seed: int = 0) -> None:
+        self.client, self.credit_assigner = client, credit_assigner
+        self.actors: dict[str, Actor] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.stores: dict[str, ArtifactStore] = {}
+        self.rng = random.Random(seed)
+        """Draw from this and no other, and a resumed run draws what an unbroken one would."""
+        self._drawn: deque[EpisodeRequest] = deque()
+
+    # -- what a user fills in ---------------------------------------------------------------------------------------
+
+    def get_batch(self) -> Sequence[EpisodeRequest]:
+        """The next episodes to train on. Requests of one type and artifact are tries of one thing."""
+        return []
+
+    def requests(self, split: Split) -> Sequence[EpisodeRequest]:
+        """Episodes known beforehand, in a fixed order; those of `eval` are played for evaluation only."""
+        return []
+
+    # -- registries -------------------------------------------------------------------------------------------------
+
+    def add_actor(self, actor: Actor) -> None:
+        _add(self.actors, actor.id, actor, "actor")
+
+    def add_episode(self, episode: Episode) -> None:
+        _add(self.episodes, episode.episode_type, episode, "episode type")
+
+    def add_store(self, name: str, store: ArtifactStore) -> None:
+        _add(self.stores, name, store, "store")
+
+    def actor(self, id: str) -> Actor:
+        return _find(self.actors, id, "actor", "add_actor")
+
+    def episode(self, episode_type: str) -> Episode:
+        return _find(self.episodes, episode_type, "episode type", "add_episode")
+
+    def store(self, name: str) -> ArtifactStore:
+        return _find(self.stores, name, "store", "add_store")
+
+    def check(self, request: EpisodeRequest) -> None:
+        """Everybody a request names is registered."""
+        for name in (*self.episode(request.episode_type).actors, *request.models):
+            self.actor(name)
+
+    # -- playing ----------------------------------------------------------------------------------------------------
+
+    def draw(self) -> EpisodeRequest:
+        """The next request of `get_batch`; several tries of one thing are drawn once, since a group repeats it."""
+        if not self._drawn:
+            self._drawn.extend({request.key: request for request in self.get_batch()}.values())
+        if not self._drawn:
+            raise ArenaError(f"{type(self).__name__} has nothing to play: its get_batch() gave no request")
+        return self._drawn.popleft()
+
+    def seat(self, request: EpisodeRequest, table: Table, above: Seating | None = None) -> Seating:
+        """Take seats for an episode: a root takes those the table came with, a child opens its own."""
+        self.check(request)
+        names = self.episode(request.episode_type).actors or tuple(self.actors)
+        parent = above.home if above else ""
+        trained = request.is_trainable and (above is None or above.trained)
+        kind, seats = request.episode_type, {}
+        for name in names:
+            model = request.models.get(name, "")
+            trains = trained and not model
+            free = not above and not model and name in table and not table[name].turns
+            at = name if free else table.open(name, parent=parent, model=model)
+            _settle(table[at], self.actor(name), kind, trains)
+            seats[name] = at
+        return Seating(table, seats, kind, parent, trained)
+
+    async def play(self, request: EpisodeRequest, seating: Seating) -> EpisodeResult:
+        """One episode in seats that were taken for it."""
+        return await self.episode(request.episode_type).play(self, request, seating)
+
+    async def run_episode(self, request: EpisodeRequest, table: Table) -> EpisodeResult:
+        """One episode at a fresh table."""
+        return await self.play(request, self.seat(request, table))
+
+    async def call_model(
+        self, state: EpisodeState, messages: Sequence[Message], actor: str | None = None, model: str = ""
+    ) -> Reply:
+        """What an actor says to these messages. Without an actor it is a judge who answers, and is never trained;
+        `model` then names a served adapter, the policy when left out."""
+        if actor is None:
+            return await state.seating.judge(model).chat(messages)
+        seat = state.seating.seat(self.actor(actor).id)
+        messages = list(messages)
+        reply = await seat.chat(messages)
+        state.steps.append(Step(actor, tuple(messages), reply.text, reply.truncated))
+        return reply
+
+    def aside(self) -> Self:
+        """A copy whose stores and draws are its own: what is played there leaves no trace here."""
+        other = copy.copy(self)
+        other.stores = {name: store.copy() for name, store in self.stores.items()}
+        other.rng = random.Random()
+        other.rng.setstate(self.rng.getstate())
+        other._drawn = self._drawn.copy()
+        return other
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON: the stores, the random numbers, and what is drawn but not yet played."""
+        version, numbers, gauss = self.rng.getstate()
+        return {
+            "stores": {name: store.state() for name, store in self.stores.items()},
+            "rng": [version, list(numbers), gauss],
+            "drawn": [
+                [r.episode_type, {"id": r.artifact.id, "data": r.artifact.data}, r.meta, r.is_trainable, dict(r.models)]
+                for r in self._drawn
+            ],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Back to a checkpoint's state."""
+        for name, entries in state["stores"].items():
+            self.store(name).load(entries)
+        version, numbers, gauss = state["rng"]
+        self.rng.setstate((version, tuple(numbers), gauss))
+        self._drawn = deque(
+            EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
+            for kind, artifact, meta, trains, models in state["drawn"]
+        )
+
+
+def _settle(seat: Seat, actor: Actor, kind: str, trained: bool) -> None:
+    seat.kind, seat.trained, seat.max_tokens = kind, trained, actor.max_tokens
+
+
+def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
+    if not name:
+        raise ArenaError(f"{what} {value!r} has no name: give it one")
+    if name in registry:
+        raise ArenaError(f"{what} `{name}` is registered already: each needs a name of its own")
+    registry[name] = value
+
+
+def _find(registry: Mapping[str, T], name: str, what: str, how: str) -> T:
+    if name not in registry:
+        known = ", ".join(f"`{other}`" for other in registry) or "none"
+        raise ArenaError(f"{what} `{name}` is not registered in this arena: registered are {known}; add it with {how}")
+    return registry[name]

@@ -1,0 +1,77 @@
+"""An arena as an environment of a run file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from paceline.arena.arena import Arena
+from paceline.arena.types import ArenaError, EpisodeRequest, EpisodeResult
+from paceline.config.env.arena import ArenaEnv as Config
+from paceline.data import Row
+from paceline.data.importing import import_object
+from paceline.envs import Environment, Outcome, Split
+from paceline.rollout import Seat, Table
+
+
+class ArenaEnvironment(Environment):
+    """Plays an arena's requests. All tries of a group play the same request; every actor who spoke in it, in it or in
+    what it spawned, gives a rollout."""
+
+    def __init__(self, arena: Arena, train_examples: int = 1024) -> None:
+        self.arena = arena
+        self.actors = tuple(arena.actors)
+        self._train_examples = train_examples
+        if not self.actors or not arena.episodes:
+            raise ArenaError(f"{type(arena).__name__} has no actors or no episodes: add_actor and add_episode first")
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        """A row per request known beforehand; else rows whose request is drawn when a group begins."""
+        known = self.arena.requests(split)
+        for request in known:
+            self.arena.check(request)
+        if known or split == "eval":
+            return [{"split": split, "request": request} for request in known]
+        if type(self.arena).get_batch is Arena.get_batch:
+            raise ArenaError(f"{type(self.arena).__name__} has nothing to play: fill in requests() or get_batch()")
+        return [{"split": split} for _ in range(self._train_examples)]
+
+    async def prepare(self, example: Row) -> Row:
+        return example if "request" in example else example | {"request": self.arena.draw()}
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        assert isinstance(seats, Table)
+        request: EpisodeRequest = example["request"]
+        if example["split"] == "eval":
+            # Evaluation must not teach: what it would store is forgotten with its copy of the arena.
+            return outcome(await self.arena.aside().run_episode(replace(request, is_trainable=True), seats))
+        result = await self.arena.run_episode(request, seats)
+        return outcome(result) if request.is_trainable else None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return self.arena.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.arena.load(state)
+
+
+def outcome(result: EpisodeResult) -> Outcome:
+    """Rewards by seat over the whole tree. Metrics of children are averaged under the name of their kind."""
+    rewards: dict[str, float] = {}
+    below: dict[str, list[float]] = {}
+    for played in result.tree():
+        rewards |= {seat: played.rewards[actor] for actor, seat in played.seats.items()}
+        for name, value in played.metrics.items() if played is not result else ():
+            below.setdefault(f"{played.request.episode_type}/{name}", []).append(value)
+    averages = {name: fmean(values) for name, values in below.items()}
+    return Outcome(rewards, result.metrics | averages | {"game_turns": float(len(result.steps))})
+
+
+def arena_environment(config: Config) -> ArenaEnvironment:
+    """The arena an import path names: an Arena class, or a function that makes one."""
+    found = import_object(config.import_path)
+    arena = found(**config.kwargs) if callable(found) else found
+    if not isinstance(arena, Arena):
+        raise ArenaError(f"{config.import_path}: gave {arena!r}, not a paceline.arena.Arena")
+    return ArenaEnvironment(arena, config.train_examples)

@@ -1,0 +1,152 @@
+"""Episodes: what happens between actors, in hooks that a game fills in.
+
+initial actor -> [ what they hear -> their words -> environment's response -> done? -> next actor ] -> rubric
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.arena.rubric import Rubric
+from paceline.arena.state import EpisodeState, Seating
+from paceline.arena.together import together
+from paceline.arena.types import Artifact, EpisodeRequest, EpisodeResult, Event
+from paceline.rollout import Message, Reply
+
+if TYPE_CHECKING:
+    from paceline.arena.arena import Arena
+
+
+class Episode(ABC):
+    """One kind of episode. The object is shared by all that are played at once: what belongs to one is in its state."""
+
+    actors: Sequence[str] = ()
+    """Who sits in it, in order; all actors of the arena when left empty."""
+
+    @property
+    @abstractmethod
+    def episode_type(self) -> str:
+        """The name requests choose it by."""
+
+    @property
+    @abstractmethod
+    def rubric(self) -> Rubric:
+        """What it pays."""
+
+    @abstractmethod
+    async def rollout(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+        """Play it, speaking through `call_model`."""
+
+    def init_state(self, state: EpisodeState, artifact: Artifact) -> None:  # noqa: B027 - optional by design
+        """Prepare `state.data` before anybody speaks."""
+
+    def get_metrics(self, state: EpisodeState) -> dict[str, float]:
+        """Numbers to report beside the rubric's."""
+        return {}
+
+    async def call_model(self, state: EpisodeState, actor: str, messages: Sequence[Message]) -> Reply:
+        """What an actor says to these messages; recorded and trained."""
+        return await state.arena.call_model(state, messages, actor)
+
+    async def spawn(self, state: EpisodeState, request: EpisodeRequest) -> EpisodeResult:
+        """Play another episode as a child of this one."""
+        (result,) = await self.spawn_all(state, [request])
+        return result
+
+    async def spawn_all(self, state: EpisodeState, requests: Sequence[EpisodeRequest]) -> list[EpisodeResult]:
+        """Play several children at once."""
+        arena, above = state.arena, state.seating
+        # Seats are taken before anybody speaks: their noise follows their place, which must not depend on who is quick.
+        seatings = [arena.seat(request, above.table, above) for request in requests]
+        plays = [arena.play(request, seating) for request, seating in zip(requests, seatings, strict=True)]
+        results = await together(plays)
+        state.children += results
+        return results
+
+    async def play(self, arena: "Arena", request: EpisodeRequest, seating: Seating) -> EpisodeResult:
+        """One episode from its request to its rewards, with its continuations."""
+        state = EpisodeState(arena, request, seating)
+        self.init_state(state, request.artifact)
+        await self.rollout(arena, request.artifact, state)
+        rewards, metrics = await self.rubric.score(state, arena)
+        result = EpisodeResult(
+            request=request,
+            seats=seating.seats,
+            rewards=rewards,
+            metrics=metrics | self.get_metrics(state),
+            steps=state.steps,
+            data=state.data,
+            children=state.children,
+        )
+        return result if state.then is None else result.followed_by(await arena.play(state.then, seating))
+
+
+class MultiTurnEpisode(Episode):
+    """Actors speak in turns. Each hears, as one message, what happened since their own last turn.
+
+    Everything said is heard by all, as `describe` tells it; what `get_observation` answers reaches nobody but the actor
+    whose turn it is. The environment responds to every turn, also the last one, before `is_done` is asked.
+    """
+
+    max_turns: int = 32
+    """Turns of all actors together; -1 for no end but `is_done`."""
+
+    @abstractmethod
+    def get_initial_prompt(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> str:
+        """What `state.current_actor` hears on their first turn."""
+
+    def get_initial_actor(self, artifact: Artifact, state: EpisodeState) -> str:
+        """Who begins."""
+        return state.actors[0]
+
+    def get_observation(self, state: EpisodeState, arena: "Arena", artifact: Artifact) -> str | None:
+        """What only `state.current_actor` sees at this moment."""
+        return None
+
+    async def env_response(self, state: EpisodeState, arena: "Arena", artifact: Artifact) -> str | None:
+        """Act on what was just said (`state.last_text`); the answer is heard by all. Set `state.done` to end it."""
+        return None
+
+    def is_done(self, state: EpisodeState, artifact: Artifact) -> bool:
+        return False
+
+    def get_next_actor(self, state: EpisodeState, artifact: Artifact) -> str:
+        """Whose turn is next; in order when left out."""
+        return state.actors[(state.actors.index(state.current_actor) + 1) % len(state.actors)]
+
+    def describe(self, event: Event, listener: str) -> str | None:
+        """How another actor hears of an event; None keeps it from them."""
+        return f"{event.speaker}: {event.text}" if event.speaker else event.text
+
+    def compose(self, state: EpisodeState, opening: str | None, told: Sequence[str], observation: str | None) -> str:
+        """The message `state.current_actor` hears: their initial prompt if it is their first turn, what others said and
+        did since their last one, and what they alone observe."""
+        return "\n\n".join(part for part in (opening, *told, observation) if part)
+
+    async def rollout(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+        state.current_actor = self.get_initial_actor(artifact, state)
+        while True:
+            await self._turn(arena, artifact, state)
+            if response := await self.env_response(state, arena, artifact):
+                state.events.append(Event("", response))
+            if state.done or state.turn == self.max_turns or self.is_done(state, artifact):
+                return
+            state.current_actor = self.get_next_actor(state, artifact)
+
+    async def _turn(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+        actor = arena.actor(state.current_actor)
+        opening = None if state.began(actor.id) else self.get_initial_prompt(arena, artifact, state)
+        observation = self.get_observation(state, arena, artifact)
+        described = (self.describe(event, actor.id) for event in state.news(actor.id))
+        told = [text for text in described if text is not None]
+        conversation = state.conversation(actor)
+        conversation.append({"role": "user", "content": self.compose(state, opening, told, observation)})
+        reply = await self.call_model(state, actor.id, conversation)
+        conversation.append(reply.message)
+        state.events.append(Event(actor.id, reply.text))
+
+
+class SingleTurnEpisode(MultiTurnEpisode):
+    """One actor, one reply."""
+
+    max_turns = 1

@@ -1,0 +1,104 @@
+"""Who speaks in episodes that are only looked at: the run's model in this process, or whatever an endpoint serves."""
+
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from paceline.cluster.serving import embedded
+from paceline.config import RunConfig
+from paceline.config.inference import Sampling
+from paceline.inference import Engine, EngineError, HttpEngine, Pool
+from paceline.model import load_tokenizer
+from paceline.model.loading import resolve
+from paceline.rollout import Recorder, Renderer, Table, Voice
+from paceline.rollout.endpoint import Endpoint, EndpointTable
+
+ASK_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """Lays tables for episodes."""
+
+    table: Callable[[Sequence[int], Sequence[str]], Table]
+    """Seats for some actors, with some noise."""
+    close: Callable[[], Coroutine[Any, Any, None]]
+    spell: Callable[[Sequence[int]], str]
+    """A prompt that was given as tokens, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An OpenAI-compatible server."""
+
+    url: str
+    model: str | None = None
+    """The model's name there; the first it lists when left out."""
+    api_key: str | None = None
+
+
+@contextmanager
+def open_house(config: RunConfig, sampling: Sampling, address: Address | None, concurrency: int) -> Generator[House]:
+    """Tokens are exact with the model in this process, and with a `paceline serve` of that very model. Any other
+    endpoint is asked in words."""
+    recorder = Recorder(config.recording.host, config.recording.port)
+    if address is None:
+        room = config.engine.model_copy(update={"max_running": min(config.engine.max_running, concurrency)})
+        with embedded(config.model_copy(update={"engine": room})) as (engine, ends):
+            yield _exact(engine, load_tokenizer(config.model), ends, sampling, recorder)
+    elif serves(address, config.model.name):
+        engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
+        engine.start()
+        yield _exact(engine, tokenizer, _ends(tokenizer, config), sampling, recorder)
+    else:
+        endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, lodge=recorder)
+        yield House(lambda _, actors: EndpointTable(endpoint, actors), endpoint.close, lambda ids: f"{len(ids)} tokens")
+
+
+def serves(address: Address, name: str) -> bool:
+    """Whether the endpoint is a `paceline serve` of the model of this name, so that tokens can be exchanged."""
+    if address.model not in (None, name):
+        return False
+    base = address.url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=ASK_SECONDS) as client:
+            if client.get("/limits").status_code != 200:
+                return False
+            return client.get("/v1/models").json()["data"][0]["id"] == name
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineError(f"{address.url} does not answer: {str(error) or type(error).__name__}") from error
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def _exact(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], sampling: Sampling, recorder: Recorder
+) -> House:
+    stops = frozenset((*ends, *sampling.stop_token_ids))
+    voice = Voice(Pool([engine]), Renderer(tokenizer, ends), sampling, stops, recorder)
+
+    async def close() -> None:
+        await voice.close()
+        if isinstance(engine, HttpEngine):
+            await engine.aclose()
+
+    def spell(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return House(lambda noise, actors: Table(voice, noise, 0, actors), close, spell)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> list[int]:
+    """Tokens that end a turn, without loading the model for them."""
+    try:
+        configured = GenerationConfig.from_pretrained(resolve(config.model.name)).eos_token_id
+    except OSError:  # a model without generation settings of its own
+        configured = None
+    extra = [configured] if isinstance(configured, int) else configured or []
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return list(dict.fromkeys((*own, *extra)))

@@ -1,0 +1,269 @@
+"""`paceline rollout`: play some episodes of an environment and look at them, before any training."""
+
+import asyncio
+import copy
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from paceline.cluster.house import Address, House, open_house
+from paceline.config import Loaded, RunConfig, load
+from paceline.config.env import EnvBase
+from paceline.data import Cursor, Row, Ticket
+from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
+from paceline.errors import PacelineError
+from paceline.inference import EngineError, Overloaded, RequestError
+from paceline.monitor.show_rollout import show_rollout, show_summary
+from paceline.orchestrator import RealClock
+from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
+from paceline.rollout.endpoint import EndpointSeat
+from paceline.rollout.history import meaning
+
+LOOKING = 2
+"""Domain of sampling noise, beside training's and evaluation's."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """What to play, how often, and who speaks."""
+
+    count: int = 4
+    """Episodes."""
+    env: str | None = None
+    """The environment's name, where the run file has several."""
+    split: Split = "train"
+    row: int | None = None
+    """Play all episodes on this row, as a group; else each on its own, the ones a run would draw first."""
+    endpoint: str | None = None
+    """Base URL of an OpenAI-compatible server; the run file's model in this process when left out."""
+    endpoint_model: str | None = None
+    """The model's name there; the first it lists when left out."""
+    api_key: str | None = None
+    concurrency: int = 8
+    """Episodes played at once."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.concurrency < 1:
+            raise PacelineError(
+                "a rollout needs at least one episode, and one at a time: give -n and --concurrency >= 1"
+            )
+        if self.endpoint is None and (self.endpoint_model or self.api_key):
+            raise PacelineError(
+                "--endpoint-model and --api-key are about an endpoint: give its base URL with --endpoint"
+            )
+
+
+def load_rollouts(target: str, overrides: Sequence[str]) -> Loaded:
+    """The run file `target` names; or, if it is an environment's type, every default with flags that set its keys.
+
+    `retrieval --top-k 2 --sampling.temperature 0.7` means `--env.0.type retrieval --env.0.top-k 2 --sampling...`.
+    """
+    if target.endswith(".toml"):
+        return load(target, overrides)
+    return load(None, ["--env.0.type", target, *(_placed(argument) for argument in overrides)])
+
+
+def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None = None) -> int:
+    """Play and print; answers with an exit code: 1 if any episode failed. Ctrl-C raises KeyboardInterrupt."""
+    console = Console(file=stream)
+    section = pick_section(config, options.env)
+    environment = build_environment(section)
+    console.print(Text(f"{section.name}, played by {options.endpoint or config.model.name}", "dim"))
+    sampling = config.eval.sampling if options.split == "eval" else None
+    address = Address(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
+    with open_house(config, sampling or config.sampling, address, options.concurrency) as house:
+        playing = play_some(
+            section, options, house, environment, seed=config.seed, show=lambda record: show_rollout(record, console)
+        )
+        records = asyncio.run(playing)
+    show_summary(records, console)
+    return int(any(record["error"] for record in records))
+
+
+def pick_section(config: RunConfig, name: str | None) -> EnvBase:
+    if name is None and len(config.env) == 1:
+        return config.env[0]
+    found = next((env for env in config.env if env.name == name), None)
+    if found is None:
+        known = ", ".join(f"`{env.name}`" for env in config.env)
+        said = f"there is no environment `{name}`" if name else "the run file has several environments"
+        raise PacelineError(f"{said}: choose one of {known} with --env")
+    return found
+
+
+# -- playing ----------------------------------------------------------------------------------------------------------
+
+
+async def play_some(
+    section: EnvBase,
+    options: RolloutOptions,
+    house: House,
+    environment: Environment | None = None,
+    *,
+    seed: int = 0,
+    show: Callable[[Record], None] = lambda record: None,
+) -> list[Record]:
+    """Play episodes; a record for each seat that spoke. They are shown in order, each as soon as it is there."""
+    environment = environment or build_environment(section)
+    rows = environment.examples(options.split)
+    if not rows:
+        raise EnvError(f"environment `{section.name}` has no {options.split} rows")
+    gate = asyncio.Semaphore(options.concurrency)
+    prepared: dict[int, asyncio.Task[Row]] = {}
+
+    async def one(ticket: Ticket, member: int) -> list[Record]:
+        async with gate:
+            if ticket.number not in prepared:
+                prepared[ticket.number] = asyncio.ensure_future(environment.prepare(copy.deepcopy(rows[ticket.row])))
+            return await _episode(section, environment, house, prepared[ticket.number], ticket, member, seed)
+
+    tasks = [asyncio.create_task(one(*draw)) for draw in _draws(section, options, len(rows), seed)]
+    records: list[Record] = []
+    try:
+        for task in tasks:
+            for record in await task:
+                records.append(record)
+                show(record)
+    finally:
+        for task in (*tasks, *prepared.values()):
+            task.cancel()
+        await asyncio.gather(*tasks, *prepared.values(), return_exceptions=True)
+        await house.close()
+    return records
+
+
+def _draws(section: EnvBase, options: RolloutOptions, rows: int, seed: int) -> Iterable[tuple[Ticket, int]]:
+    """Which rows: one for all, the first of the held-out ones, or those a run of this seed would train on first."""
+    if options.row is not None:
+        if not 0 <= options.row < rows:
+            raise EnvError(f"environment `{section.name}` has {options.split} rows 0 to {rows - 1}, not {options.row}")
+        return [(Ticket(0, section.name, 0, 0, options.row), member) for member in range(options.count)]
+    if options.split == "eval":
+        return [(Ticket(n, section.name, n // rows, n, n % rows), 0) for n in range(options.count)]
+    cursor = Cursor(rows, seed, section.name)
+    return [(Ticket(number, section.name, *cursor.draw()), 0) for number in range(options.count)]
+
+
+async def _episode(
+    section: EnvBase,
+    environment: Environment,
+    house: House,
+    row: "asyncio.Task[Row]",
+    ticket: Ticket,
+    member: int,
+    seed: int,
+) -> list[Record]:
+    """One episode. Whatever goes wrong in it is told in its record; only a lost engine ends the others too."""
+    table = house.table((seed, LOOKING, ticket.number, member), environment.actors)
+    outcome, error, began = None, None, time.perf_counter()
+
+    async def play() -> Outcome | None:
+        return await environment.play(copy.deepcopy(await asyncio.shield(row)), table)
+
+    try:
+        outcome = await RealClock().within(section.timeout, f"an episode of `{section.name}`", play())
+        error = "dropped by the environment" if outcome is None else _unpaid(table, outcome)
+    except EngineError as failure:
+        if not isinstance(failure, RequestError | Overloaded):
+            raise
+        error = str(failure)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        error = "something the environment awaited was cancelled"
+    except PacelineError as failure:
+        error = str(failure)
+    except Exception as failure:  # a user's code: shown with its place, so that it can be mended
+        error = f"{type(failure).__name__}: {failure}{_place(failure)}"
+    finally:
+        table.leave()
+    return _records(table, house, ticket, member, outcome, error, time.perf_counter() - began)
+
+
+def _unpaid(table: Table, outcome: Outcome) -> str | None:
+    spoke = {name for name, seat in table.items() if seat.turns and seat.trained}
+    if not spoke:
+        return "the episode ended without a word from the policy"
+    missing = sorted(spoke - outcome.rewards.keys())
+    return f"the outcome has no reward for {missing}, though they spoke" if missing else None
+
+
+def _place(error: BaseException) -> str:
+    """The line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+# -- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _records(
+    table: Table, house: House, ticket: Ticket, member: int, outcome: Outcome | None, error: str | None, seconds: float
+) -> list[Record]:
+    spoke = {name: seat for name, seat in table.items() if seat.turns} or dict(list(table.items())[:1])
+    metrics = {key: float(value) for key, value in outcome.metrics.items()} if outcome else {}
+    last = list(spoke)[-1]
+    return [
+        _record(
+            Rollout(
+                ticket=ticket,
+                member=member,
+                actor=seat.actor,
+                kind=seat.kind,
+                parent=seat.parent,
+                turns=seat.turns,
+                reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
+                metrics=metrics if seat.trained else {},
+                error=error if name == last else None,
+            ),
+            seat,
+            house,
+        )
+        | {"seconds": seconds}
+        for name, seat in spoke.items()
+    ]
+
+
+def _record(rollout: Rollout, seat: Seat, house: House) -> Record:
+    """What the run directory keeps of a rollout, and what else is good to see."""
+    conversations = told(rollout.turns, house.spell)
+    last = conversations[-1] if conversations else {"messages": [], "sampled": []}
+    record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}
+    if len(conversations) > 1:
+        record["conversations"] = conversations
+    if isinstance(seat, EndpointSeat):
+        return record | {"tokens": seat.tokens}
+    return record | {"context": rollout.trajectory_length, "samples": len(assemble(rollout))}
+
+
+def told(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:
+    """The conversations of a seat, each once and whole, and the places in them that were sampled."""
+    whole = [[*_given(turn, spell), turn.message] for turn in turns]
+    keys = [tuple(map(meaning, messages)) for messages in whole]
+    return [
+        {"messages": messages, "sampled": sorted({len(k) - 1 for k in keys if key[: len(k)] == k})}
+        for messages, key in zip(whole, keys, strict=True)
+        if not any(len(k) > len(key) and k[: len(key)] == key for k in keys)
+    ]
+
+
+def _given(turn: Turn, spell: Callable[[Sequence[int]], str]) -> list[Message]:
+    return turn.messages if turn.messages is not None else [{"role": "tokens", "content": spell(turn.prompt_ids)}]
+
+
+def _placed(argument: str) -> str:
+    """A flag that is no key of the run file is one of the environment."""
+    if not argument.startswith("--"):
+        return argument
+    start = "--no-" if argument.startswith("--no-") else "--"
+    key = argument.removeprefix(start)
+    root = key.partition("=")[0].partition(".")[0].replace("-", "_")
+    return argument if root in RunConfig.model_fields else f"{start}env.0.{key}"

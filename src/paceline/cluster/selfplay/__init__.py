@@ -1,0 +1,37 @@
+"""Self-play in a few lines of Python, without a run file: an arena, a trainer, and a loop between them.
+
+    model, tokenizer = load("paceline:quickstart")
+    optimizer = optim.Adam(learning_rate=1e-5)
+    config = TrainerConfig(micro_batch_tokens=4096, staleness_limit=3)
+
+    client = OpenAIClient(base_url="http://localhost:8000/v1")      # paceline serve NAME --engine.adapters 1
+    trainer = Trainer(model, optimizer, config, client)
+    arena = MyArena(client, credit_assigner=GRPOCredit())
+
+    await training_loop(arena=arena, trainer=trainer, num_steps=1000, episode_concurrency=8)
+
+The parts are those of a run: seats record exact tokens, algorithms give credit, the trainer steps. What a run adds
+(evaluation, checkpoints, metrics on disk, resume) needs a run file with an `arena` environment.
+"""
+
+from paceline.cluster.selfplay.client import Client, OpenAIClient, load
+from paceline.cluster.selfplay.credit import ConstantCredit, GRPOCredit, RAECredit
+from paceline.cluster.selfplay.loops import synchronous_training_loop, training_loop
+from paceline.cluster.selfplay.stage import Stage
+from paceline.cluster.selfplay.trainer import Trainer, TrainerConfig, TrainingBatch, optim
+
+__all__ = [
+    "Client",
+    "ConstantCredit",
+    "GRPOCredit",
+    "OpenAIClient",
+    "RAECredit",
+    "Stage",
+    "Trainer",
+    "TrainerConfig",
+    "TrainingBatch",
+    "load",
+    "optim",
+    "synchronous_training_loop",
+    "training_loop",
+]

@@ -1,0 +1,61 @@
+"""The model that is trained, and the server it is sampled from."""
+
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paceline.config.inference import Sampling
+from paceline.config.model import Lora, Model
+from paceline.errors import PacelineError
+from paceline.inference import HttpEngine, Pool
+from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer
+from paceline.rollout import Renderer, Voice
+
+ADAPTER = Lora()
+
+
+def load(name: str, lora: Lora | None = ADAPTER, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model ready to train, with its tokenizer; `lora = None` trains all of it."""
+    config = Model(name=name, lora=lora)
+    return attach_lora(load_model(config), config, seed), load_tokenizer(config)
+
+
+class Client:
+    """Where actors are sampled from."""
+
+    def __init__(self, pool: Pool, sampling: Sampling | None = None) -> None:
+        self.pool = pool
+        self._sampling = sampling or Sampling()
+        self._voice: Voice | None = None
+
+    def connect(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """From now on speak in this model's template. A `Trainer` does this for its client."""
+        ends = end_tokens(tokenizer, model)
+        self._voice = Voice(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))
+
+    @property
+    def voice(self) -> Voice:
+        if self._voice is None:
+            raise PacelineError("this client does not know the model's template yet: make the Trainer first")
+        return self._voice
+
+
+class OpenAIClient(Client):
+    """A running `paceline serve`. Adapters are sent to it over HTTP; full weights as a file in `folder`, which it must
+    `--allow`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        folder: Path | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self._engine = HttpEngine(base_url, api_key=api_key, folder=folder)
+        super().__init__(Pool([self._engine]), sampling)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        self.pool.close()
+        await self._engine.aclose()

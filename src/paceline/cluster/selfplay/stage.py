@@ -1,0 +1,78 @@
+"""From an arena's requests to credited samples."""
+
+import asyncio
+from collections.abc import Sequence
+
+from paceline.algorithms import Algorithm
+from paceline.arena import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
+from paceline.arena.together import together
+from paceline.cluster.selfplay.trainer import Trainer, TrainingBatch
+from paceline.config import Breaker as BreakerConfig
+from paceline.config.env.arena import ArenaEnv
+from paceline.data import Cursor, Sample, Ticket
+from paceline.orchestrator import Breaker, Course, RealClock
+from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.episodes import Player
+from paceline.rollout import Group, Rollout, assemble
+
+EPISODE_SECONDS = 600.0
+
+
+class Stage:
+    """Plays what an arena asks for. Requests of one episode type and artifact form a group."""
+
+    def __init__(self, arena: Arena, trainer: Trainer, seed: int = 0) -> None:
+        if not isinstance(arena.credit_assigner, Algorithm):
+            raise ArenaError("the arena has no credit_assigner: give it GRPOCredit(), RAECredit() or ConstantCredit()")
+        self._arena, self._tickets = arena, trainer.tickets
+        self._player = Player((arena.client or trainer.client).voice, RealClock(), seed)
+        self._breaker = Breaker(BreakerConfig())
+        self._course = Course(
+            config=ArenaEnv(name="arena", import_path="paceline.arena:Arena", timeout=EPISODE_SECONDS),
+            environment=ArenaEnvironment(arena),
+            algorithm=arena.credit_assigner,
+            rows=(),
+            eval_rows=(),
+            cursor=Cursor(1, seed, "arena"),
+        )
+
+    async def step(self, concurrency: int = 8) -> TrainingBatch:
+        """One batch of the arena, at most `concurrency` root episodes at once."""
+        tries: dict[tuple[str, str], list[EpisodeRequest]] = {}
+        for request in self._arena.get_batch():
+            tries.setdefault(request.key, []).append(request)
+        if not tries:
+            raise ArenaError(f"{type(self._arena).__name__} has nothing to play: its get_batch() gave no request")
+        places = asyncio.Semaphore(concurrency)
+        groups = await together([self._group(requests, places) for requests in tries.values()])
+        records: list[Sample] = []
+        for group in groups:
+            self._judge(group)
+            records += await self._course.algorithm.score([] if without_signal(group) else group.samples())
+        return TrainingBatch(records, groups)
+
+    async def _group(self, requests: Sequence[EpisodeRequest], places: asyncio.Semaphore) -> Group:
+        number = next(self._tickets)
+        ticket = Ticket(number, self._course.name, 0, number, 0)
+
+        async def one(member: int, request: EpisodeRequest) -> list[Rollout]:
+            async with places:
+                row = {"split": "train", "request": request}
+                return await self._player.episode(self._course, row, ticket, member, number)
+
+        episodes = await together([one(member, request) for member, request in enumerate(requests)])
+        rollouts = [rollout for episode in episodes for rollout in episode]
+        alive = [rollout for rollout in rollouts if rollout.error is None]
+        for rollout in alive:
+            rollout.samples = assemble(rollout)
+            self._course.algorithm.observe(rollout)
+        failed = [rollout for rollout in rollouts if rollout.error is not None]
+        return Group(ticket=ticket, rollouts=alive, places=len(requests), failed=failed)
+
+    def _judge(self, group: Group) -> None:
+        for rollout in (*group.failed, *group.rollouts):
+            if rollout.error is None:
+                self._breaker.success()
+            elif not rollout.dropped:
+                self._breaker.failure(rollout.error)
+        self._course.algorithm.assign(group)

@@ -1,0 +1,136 @@
+"""A trainer that is handed samples and decides itself when they make a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+from typing import Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paceline.cluster.selfplay.client import Client
+from paceline.config import trainer as sections
+from paceline.config.model import Model
+from paceline.data import Sample
+from paceline.errors import PacelineError
+from paceline.model import load_tokenizer
+from paceline.orchestrator.staleness import fresh_enough
+from paceline.rollout import Group
+from paceline.trainer import StepReport, TorchTrainer
+
+
+def Adam(learning_rate: float = 1e-5) -> sections.Optimizer:
+    """Adam with float32 masters."""
+    return sections.Optimizer(lr=learning_rate)
+
+
+optim = SimpleNamespace(Adam=Adam)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """What a `Trainer` does with records."""
+
+    micro_batch_tokens: int = 4096
+    min_samples_per_step: int = 16
+    """Fresh samples that make an optimizer step."""
+    loss_type: Literal["token", "sample"] = "token"
+    ppo_clip_min: float = 0.8
+    ppo_clip_max: float = 1.2
+    staleness_limit: int = 3
+    """Versions a sample's oldest token may be behind; older ones are left out and counted."""
+    kl_coef: float = 0.1
+    use_kl_penalty: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_kl_penalty:
+            raise PacelineError("use_kl_penalty = True: the trainer has no KL reference yet, so leave it at False")
+
+    def section(self, optimizer: sections.Optimizer) -> sections.Trainer:
+        return sections.Trainer(
+            optimizer=optimizer,
+            loss=sections.PPO(clip_low=1 - self.ppo_clip_min, clip_high=self.ppo_clip_max - 1),
+            normalise=self.loss_type,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """One draw of the arena, played and credited."""
+
+    records: list[Sample]
+    """What trains. Groups in which all did equally well carry no signal and are left out."""
+    groups: list[Group]
+
+    def rewards(self) -> dict[str, float]:
+        """Mean reward of each actor."""
+        played: dict[str, list[float]] = {}
+        for rollout in (rollout for group in self.groups for rollout in group.rollouts):
+            played.setdefault(rollout.actor, []).append(rollout.reward or 0.0)
+        return {actor: sum(rewards) / len(rewards) for actor, rewards in played.items()}
+
+
+class Trainer:
+    """Takes samples, steps when there are enough, and publishes each new version to its client."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: sections.Optimizer,
+        config: TrainerConfig,
+        client: Client,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config, self.client = config, client
+        self.stale = 0
+        """Samples left out because they were too old."""
+        self.tickets = count()
+        """Numbers what is drawn, so that no two draws of this trainer share their noise."""
+        self.reports: list[StepReport] = []
+        self._trainer = TorchTrainer(model, config.section(optimizer))
+        self._waiting: list[Sample] = []
+        client.connect(model, tokenizer or load_tokenizer(Model(name=str(model.name_or_path))))
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    async def accumulate(self, records: Sequence[Sample]) -> StepReport | None:
+        """Take samples in; a step when `min_samples_per_step` fresh ones are there, else None.
+
+        They wait as samples, not as gradients: the step's normaliser counts all of its tokens, and what grew stale
+        while it waited can still be left out.
+        """
+        self._waiting = self._fresh([*self._waiting, *records])
+        if len(self._waiting) < self.config.min_samples_per_step:
+            return None
+        return await self._step()
+
+    async def train_step(self, batch: TrainingBatch) -> StepReport | None:
+        """Exactly one step on this batch and whatever waits; None if nothing fresh is there."""
+        self._waiting = self._fresh([*self._waiting, *batch.records])
+        return await self._step() if self._waiting else None
+
+    async def publish_weights(self) -> None:
+        """Hand the current version to whoever samples from it."""
+        await self.client.pool.load_weights(await self._trainer.weights())
+
+    async def flush(self) -> StepReport | None:
+        """Train what is left over, however little it is."""
+        return await self.train_step(TrainingBatch([], []))
+
+    def close(self) -> None:
+        self._trainer.close()
+
+    def _fresh(self, records: Sequence[Sample]) -> list[Sample]:
+        aged = [fresh_enough(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
+        self.stale += aged.count(None)
+        return [sample for sample in aged if sample is not None]
+
+    async def _step(self) -> StepReport:
+        batch, self._waiting = self._waiting, []
+        report = await self._trainer.step(batch)
+        self.reports.append(report)
+        await self.publish_weights()
+        return report

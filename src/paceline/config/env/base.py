@@ -1,0 +1,34 @@
+"""What every environment's section has."""
+
+from pydantic import Field, field_validator
+
+from paceline.config.algorithm import AlgorithmConfig
+from paceline.config.base import Section
+
+
+class EnvBase(Section):
+    """What every environment has."""
+
+    name: str = ""
+    """Name in metrics and tickets; the type when left out. Must be unique in a run."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the rollouts, relative to the other environments."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Rollouts per example; the run's `group_size` when left out."""
+    min_group_size: int | None = Field(default=None, ge=1)
+    """Fewer surviving rollouts drop the group. 2 for group-relative algorithms, else 1."""
+    algo: AlgorithmConfig | None = None
+    """This environment's algorithm; the run's `algo` when left out."""
+    curriculum: bool = False
+    """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row."""
+    contamination: bool = False
+    """Leave out training rows that share thirteen words in a row with a held-out one."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds an episode may take before it counts as failed."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if "/" in name or name == "all":
+            raise ValueError("an environment name is used in metric keys: no '/' and not 'all'")
+        return name

@@ -1,0 +1,114 @@
+"""Several datasets as one, each drawn in proportion to its weight."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from paceline.data.curriculum import Curriculum
+from paceline.data.cursor import Cursor
+from paceline.data.rows import DataError, Kept, Row, Rows
+from paceline.data.sources import open_rows
+
+
+class Mixture(Rows):
+    """The rows of all parts, one part after the other. How often each is drawn is the cursor's affair."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Row]], weights: Mapping[str, float]) -> None:
+        if not parts:
+            raise DataError("a mixture needs at least one dataset")
+        for name, rows in parts.items():
+            if not len(rows):
+                raise DataError(f"dataset {name}: holds no rows")
+            if not (weight := weights.get(name, 0.0)) > 0 or not math.isfinite(weight):
+                raise DataError(f"dataset {name}: its weight must be a number above 0, not {weights.get(name)}")
+        self.names = tuple(parts)
+        self.weights = tuple(float(weights[name]) for name in parts)
+        self._parts = tuple(parts.values())
+        self._ends = tuple(accumulate(len(part) for part in self._parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(len(part) for part in self._parts)
+
+    def name_of(self, row: int) -> str:
+        """Which dataset a row belongs to."""
+        return self.names[self._locate(row)[0]]
+
+    def keep(self, indices: Sequence[int]) -> "Mixture":
+        """The same mixture of some of its rows, given in ascending order."""
+        kept: dict[str, list[int]] = {name: [] for name in self.names}
+        for index in indices:
+            part, offset = self._locate(index)
+            kept[self.names[part]].append(offset)
+        parts = {name: Kept(part, kept[name]) for name, part in zip(self.names, self._parts, strict=True)}
+        return Mixture(parts, dict(zip(self.names, self.weights, strict=True)))
+
+    def _row(self, index: int) -> Row:
+        part, offset = self._locate(index)
+        return self._parts[part][offset]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        part = bisect_right(self._ends, index)
+        return part, index - self._ends[part] + len(self._parts[part])
+
+
+def open_mixture(weights: Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any) -> Mixture:
+    """The datasets behind several URIs, by weight; `options` are those of `open_rows`."""
+    return Mixture({uri: open_rows(uri, fields, **options) for uri in weights}, weights)
+
+
+class MixtureCursor:
+    """Walks each part by a cursor of its own; the part that lags most behind its share is next.
+
+    After any n draws the parts have been served as fairly as whole draws allow (Sainte-Laguë: the least
+    (draws + 1/2) / weight goes first), so each batch is mixed alike and no part comes in streaks. Order inside a part
+    is its cursor's: a pure function of (seed, epoch, index), and under a curriculum of its state.
+
+    >>> cursor = MixtureCursor(sizes=(2, 10), weights=(1.0, 2.0), seed=0, name="demo")
+    >>> [cursor.draw()[2] >= 2 for _ in range(6)]
+    [True, False, True, True, False, True]
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str, *, curriculum: bool = False
+    ) -> None:
+        walk = Curriculum if curriculum else Cursor
+        self.rows = sum(sizes)
+        self._weights = tuple(weights)
+        self._parts = [walk(size, seed, f"{name}/{part}") for part, size in enumerate(sizes)]
+        self._ends = list(accumulate(sizes))
+
+    @property
+    def draws(self) -> int:
+        return sum(part.draws for part in self._parts)
+
+    def draw(self) -> tuple[int, int, int]:
+        """The next (epoch, draw index, row). An epoch is as many draws as there are rows, whichever they are."""
+        draw = self.draws
+        part = min(range(len(self._parts)), key=lambda p: (self._parts[p].draws + 0.5) / self._weights[p])
+        _, _, row = self._parts[part].draw()
+        return draw // self.rows, draw, self._start(part) + row
+
+    def update(self, row: int, rewards: Sequence[float]) -> None:
+        """How a row went, for its part's curriculum; shuffled epochs do not care."""
+        index = bisect_right(self._ends, row)
+        part = self._parts[index]
+        if isinstance(part, Curriculum):
+            part.update(row - self._start(index), rewards)
+
+    def _start(self, part: int) -> int:
+        return self._ends[part] - self._parts[part].rows
+
+    def state(self) -> list:
+        return [part.state() for part in self._parts]
+
+    def load(self, state: list) -> None:
+        if len(state) != len(self._parts):
+            raise DataError(f"the checkpoint mixes {len(state)} datasets, the run file {len(self._parts)}")
+        for part, its in zip(self._parts, state, strict=True):
+            part.load(its)

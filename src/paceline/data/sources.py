@@ -1,0 +1,119 @@
+"""Rows by URI.
+
+    rows.jsonl  .json  .csv  .parquet  .arrow      a local file
+    train@openai/gsm8k                             a split of a dataset of the hub
+    reasoning-gym:chain_sum?size=100&seed=7        a scheme that an upper layer has registered
+
+Whatever the source, what comes back is one kind of sequence: every row was checked when it was opened, is read when it
+is asked for, and belongs to the reader.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from paceline.data.fields import Shape
+from paceline.data.formats import FORMATS, Listed, Stored
+from paceline.data.hub import open_hub
+from paceline.data.rows import DataError, Row
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+-]+):(?!//)([^?]*)(?:\?(.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A URI of a scheme, taken apart: `reasoning-gym:chain_sum?size=100`."""
+
+    uri: str
+    scheme: str
+    name: str
+    """What stands before the question mark: a task, a split."""
+    options: Mapping[str, str]
+
+    def integer(self, option: str, default: int | None = None, least: int = 1) -> int | None:
+        """An option that is a whole number."""
+        text = self.options.get(option)
+        if text is None:
+            return default
+        if not re.fullmatch(r"-?\d+", text) or int(text) < least:
+            raise DataError(f"dataset {self.uri}: `{option}` must be a whole number from {least}, not `{text}`")
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the rows of a scheme are made, and the options it knows besides `limit`, which all have."""
+
+    open: Callable[[Address], Sequence[Row]]
+    options: Sequence[str] = ()
+
+
+_SCHEMES: dict[str, Scheme] = {}
+
+
+def register_scheme(name: str, open_address: Callable[[Address], Sequence[Row]], options: Sequence[str] = ()) -> None:
+    """Let URIs begin with `name:`. Called by the layers above, which know where such rows come from."""
+    _SCHEMES[name] = Scheme(open_address, options)
+
+
+def parse_address(uri: str) -> Address | None:
+    """The parts of a URI that begins with a scheme; None for files and hub names."""
+    if "@" in uri.partition("?")[0] or (found := _SCHEME.fullmatch(uri)) is None:
+        return None
+    scheme, name, query = found.groups()
+    return Address(uri, scheme, name, dict(parse_qsl(query or "", keep_blank_values=True)))
+
+
+def open_rows(
+    uri: str,
+    fields: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    *,
+    demonstrations: bool = False,
+    require: Sequence[str] = (),
+    schemes: Mapping[str, Scheme] | None = None,
+) -> Sequence[Row]:
+    """The rows behind a URI, all of them checked; the first `limit` if given.
+
+    `fields` maps the source's names to ours, `{"gt_answer": "answer"}`; `require` names what no row may lack;
+    `schemes` holds for this call and comes before those registered.
+    """
+    shape = Shape(fields or {}, demonstrations, tuple(require))
+    if limit is not None and limit < 1:
+        raise DataError(f"dataset {uri}: the limit must be at least 1, not {limit}")
+    rows = _open(uri, shape, limit, {**_SCHEMES, **(schemes or {})})
+    if not len(rows):
+        raise DataError(f"dataset {uri}: holds no rows")
+    return rows
+
+
+def _open(uri: str, shape: Shape, limit: int | None, schemes: Mapping[str, Scheme]) -> Stored:
+    path = Path(uri)
+    if path.suffix in FORMATS and ("@" not in uri or path.exists()):
+        return FORMATS[path.suffix](uri, shape, limit)
+    if (address := parse_address(uri)) is not None:
+        return _open_address(address, shape, limit, schemes)
+    if "@" in uri:
+        return open_hub(uri, shape, limit)
+    raise DataError(
+        f"dataset {uri}: not a {', '.join(FORMATS)} file, nor `split@owner/name`; schemes: {_known(schemes)}"
+    )
+
+
+def _open_address(address: Address, shape: Shape, limit: int | None, schemes: Mapping[str, Scheme]) -> Stored:
+    uri, scheme = address.uri, schemes.get(address.scheme)
+    if scheme is None:
+        raise DataError(f"dataset {uri}: there is no scheme `{address.scheme}:`; schemes: {_known(schemes)}")
+    if unknown := sorted(address.options.keys() - {"limit", *scheme.options}):
+        known = ", ".join(f"`{option}`" for option in ("limit", *scheme.options))
+        raise DataError(f"dataset {uri}: there is no option `{unknown[0]}`; `{address.scheme}:` knows {known}")
+    limits = [n for n in (limit, address.integer("limit")) if n is not None]
+    rows = scheme.open(address)
+    places = (f"dataset {uri}, row {number}" for number in range(1, len(rows) + 1))
+    return Listed(rows, places, shape, min(limits, default=None))
+
+
+def _known(schemes: Mapping[str, Scheme]) -> str:
+    return ", ".join(f"`{name}:`" for name in sorted(schemes)) or "none"

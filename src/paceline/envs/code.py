@@ -1,0 +1,93 @@
+"""Programs judged by hidden tests, in a sandbox."""
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.config.env.graded import Code as Config
+from paceline.data import Row
+from paceline.envs.answers import conversation, dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
+from paceline.rollout import Seat
+
+JUDGE = f"{Path(__file__).with_name('sandbox') / 'judge.py'}:judge"
+GRACE = 15.0
+"""Seconds beyond its own deadline a judge may take, to start cells and to end them."""
+_PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_PLAIN_BLOCK = re.compile(r"```[ \t]*\r?\n(.*?)```", re.DOTALL)
+
+
+class Code(Environment):
+    """The solution runs in a sandbox and its tests outside, where it cannot see them (`paceline.envs.sandbox`).
+
+    A test is Python text that raises if the solution is wrong. It calls the solution by name, with plain data; it may
+    compare only plain data, functions to call again, and objects of a class with a capitalised name. With an
+    `entry_point` that is the only name it finds, and a function `check(candidate)` is called with it.
+
+    Metrics: `solved` (every test passed), `passed` (share of them), `sandbox` (1: the kernel's namespaces; 0: only the
+    guard inside the interpreter), `check_failed` and under it the share of each kind of failure.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._workers = Workers(config.workers)
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        source = self._config.dataset if split == "train" else self._config.eval_dataset
+        return [self._row(row, where) for where, row in dataset_rows(source)]
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        reply = await seats[POLICY].chat(example["messages"])
+        return await self.grade(reply.text, example["tests"], example.get("entry_point"))
+
+    async def grade(self, text: str, tests: Sequence[str], entry_point: str | None = None) -> Outcome:
+        """The outcome of a reply."""
+        c = self._config
+        limits = {
+            "seconds": c.time_limit,
+            "memory_mb": c.memory_mb,
+            "file_mb": c.file_mb,
+            "processes": c.processes,
+        }
+        args = [solution_in(text), list(tests), entry_point, c.reward == "all", c.sandbox, limits]
+        try:
+            verdict = await self._workers.call(JUDGE, args, c.time_limit + GRACE)
+        except WorkerFailed as failed:
+            return Outcome.solo(0.0, solved=0.0, passed=0.0, **failure_metrics(failed))
+        if "no_jail" in verdict:
+            why = f"this machine allows no namespaces ({verdict['no_jail']})"
+            raise EnvError(f'environment `{c.name}`: {why}: set sandbox = "auto", or run where they are allowed')
+        passed = verdict["passed"] / len(tests)
+        solved = float(verdict["passed"] == len(tests))
+        reward = solved if c.reward == "all" else passed
+        sandbox = float(verdict["jailed"])
+        return Outcome.solo(reward, solved=solved, passed=passed, sandbox=sandbox, **failure_metrics(None))
+
+    def _row(self, row: Row, where: str) -> Row:
+        tests = row.get("tests")
+        tests = [tests] if isinstance(tests, str) else tests
+        if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+            raise EnvError(f"{where}: `tests` must be Python text or a list of it, not {tests!r}")
+        entry_point = row.get("entry_point")
+        if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
+            raise EnvError(f"{where}: `entry_point` must be the name of a function, not {entry_point!r}")
+        for test in tests:
+            try:
+                ast.parse(test)
+            except (SyntaxError, ValueError) as error:
+                raise EnvError(f"{where}: a test is not valid Python: {error}") from error
+        return row | {"messages": conversation(row, where, self._config.system), "tests": tests}
+
+
+def solution_in(text: str) -> str:
+    r"""The program in a reply: its last block marked as Python, else its last block without a mark, else all of it.
+
+    >>> solution_in("First ```python\nx = 1\n``` and better:\n```python\nx = 2\n```")
+    'x = 2\n'
+    """
+    for blocks in (_PYTHON_BLOCK.findall(text), _PLAIN_BLOCK.findall(text)):
+        if blocks:
+            return blocks[-1]
+    return text

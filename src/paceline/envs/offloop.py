@@ -1,0 +1,174 @@
+"""Other people's code, kept away from the event loop that feeds the engine.
+
+Async functions are awaited. Sync ones run in threads, so that a tool which sleeps two seconds stops nobody else.
+
+A thread cannot be killed. A call that ran past its deadline, or whose episode was cancelled, is *abandoned*: the caller
+goes on at once, whatever the call still returns is thrown away, its place goes to another thread, and its own thread
+ends with it. Threads are daemons, so a call that never returns does not keep the process alive either. Once `STUCK` of
+them hang, further calls are refused: some tool is broken, and each of its threads holds memory.
+
+What no thread can stop is `os._exit`, a crash in native code, or native code that keeps the interpreter's lock. Code
+that may do such things belongs in a process of its own.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from paceline.envs.base import EnvError
+
+THREADS = 512
+"""Sync calls that run at once; more wait in line. A thread is made when no other is free."""
+STUCK = 2048
+"""Abandoned calls still running before further ones are refused."""
+IDLE_SECONDS = 10.0
+"""A thread without work ends after this long."""
+
+
+async def run_user_code(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+    """What `function(*args)` returns, wherever it runs. Context variables are those of the caller.
+
+    Raises what the function raises, except that an attempt to end the process is an `EnvError`; `TimeoutError` when it
+    takes longer than `timeout` seconds.
+    """
+    try:
+        async with asyncio.timeout(timeout) as deadline:
+            return await _result(function, args)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise  # the function's own
+        raise TimeoutError(f"`{name_of(function)}` took longer than {timeout:g} s") from error
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What its author calls it."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+async def _result(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        value = await _THREADS.run(function, args)
+        # A lambda or an object around an async function cannot be told from a sync one before it was called.
+        return await value if inspect.isawaitable(value) else value
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _tried_to_exit(function, error) from error
+
+
+def _tried_to_exit(function: Callable[..., Any], error: BaseException) -> EnvError:
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return EnvError(f"`{name_of(function)}` tried to end the process ({what}): return, or raise an ordinary error")
+
+
+class _Call:
+    """One call on its way through a thread: waiting, running, then over or abandoned."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._context = contextvars.copy_context()
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        self.over = self.abandoned = False
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        try:
+            return self._context.run(self._function, *self._args), None
+        except Exception as error:  # handed to whoever awaits the call
+            return None, error
+        except BaseException as error:  # would end this thread, or pass for a cancellation over there
+            return None, _tried_to_exit(self._function, error)
+
+    def deliver(self, result: tuple[Any, BaseException | None]) -> None:
+        """From the thread to the loop. A pair, because a future refuses to hold a StopIteration."""
+        try:
+            self._loop.call_soon_threadsafe(lambda: self.done.done() or self.done.set_result(result))
+        except RuntimeError:
+            assert self._loop.is_closed()  # the run ended first, nobody waits any more
+
+
+class Threads:
+    """Runs calls in at most `limit` threads. Unlike `ThreadPoolExecutor` it replaces threads whose call was abandoned,
+    and the process can end while they hang."""
+
+    def __init__(self, limit: int = THREADS, stuck: int = STUCK) -> None:
+        self._limit, self._most_stuck = limit, stuck
+        self._waiting: deque[_Call] = deque()
+        self._changed = threading.Condition()
+        self._threads = self._idle = self._stuck = 0
+
+    async def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        call = _Call(function, args)
+        self._enqueue(call)
+        try:
+            value, error = await call.done
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
+        if error is not None:
+            raise error
+        return value
+
+    def _enqueue(self, call: _Call) -> None:
+        with self._changed:
+            if self._stuck >= self._most_stuck:
+                raise EnvError(
+                    f"{self._stuck} calls of user code never came back: give the tools time limits of their own"
+                )
+            self._waiting.append(call)
+            self._staff()
+
+    def _staff(self) -> None:
+        """Somebody for everyone who waits, as far as the limit goes."""
+        if len(self._waiting) <= self._idle or self._threads >= self._limit:
+            self._changed.notify()
+            return
+        try:
+            threading.Thread(target=self._work, name="paceline user code", daemon=True).start()
+            self._threads += 1
+        except RuntimeError as error:
+            self._understaffed(error)
+
+    def _understaffed(self, error: RuntimeError) -> None:
+        """The machine gives no more threads. If there are any, they will come to everyone."""
+        while self._threads == 0 and self._waiting:
+            lost = EnvError(f"no thread can be started for user code: {error}")
+            self._waiting.popleft().deliver((None, lost))
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            result = call.run()
+            with self._changed:
+                call.over = True
+                self._stuck -= call.abandoned
+            if call.abandoned:
+                return  # its place was given away
+            call.deliver(result)
+
+    def _next(self) -> _Call | None:
+        with self._changed:
+            self._idle += 1
+            found = self._changed.wait_for(lambda: self._waiting, IDLE_SECONDS)
+            self._idle -= 1
+            if found:
+                return self._waiting.popleft()
+            self._threads -= 1
+            return None
+
+    def _abandon(self, call: _Call) -> None:
+        with self._changed:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif not call.over:
+                call.abandoned = True
+                self._stuck += 1
+                self._threads -= 1
+                if self._waiting:
+                    self._staff()
+
+
+_THREADS = Threads()

@@ -1,0 +1,154 @@
+"""Questions whose answers must be looked up, over several turns."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.config.env.retrieval import Retrieval as Config
+from paceline.data import Row, read_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.envs.search.client import Found, LocalSearch, SearchClient, Searcher
+from paceline.envs.search.corpus import QUESTIONS
+from paceline.envs.search.store import open_index
+from paceline.rollout import Message, Seat
+
+INSTRUCTIONS = """\
+Answer the question. What you do not know you can look up: write <search>some words</search> and stop, and you will be \
+shown what was found between <information> and </information>. You may look up several things, one after another. When \
+you know the answer, write only it between <answer> and </answer>.
+
+Question: {question}"""
+HINT = "Write <search>some words</search> to look something up, or <answer>your answer</answer>."
+NOTHING = "Nothing was found."
+
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What a reply does. `formed`: this once, at its end, and without results the model made up itself."""
+
+    kind: Literal["search", "answer"]
+    text: str
+    formed: bool
+
+
+class Retrieval(Environment):
+    """The reward is the answer's score. Metrics: `correct`, `searches` (that were run) and `format` (whether every
+    reply was well formed). What was found is context; only what the model said is trained."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._searcher: Searcher = (
+            SearchClient(config.url, config.top_k, config.search_timeout)
+            if config.url is not None
+            else LocalSearch(open_index(config.corpus), config.top_k)
+        )
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        own = self._config.dataset if split == "train" else self._config.eval_dataset
+        if own is not None:
+            return [_example(row, f"{own}, row {number}") for number, row in enumerate(read_rows(own), start=1)]
+        if self._config.dataset is not None or self._config.eval_dataset is not None:
+            return []
+        return [_example(row, QUESTIONS.name) for row in read_rows(str(QUESTIONS)) if row["split"] == split]
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        seat, messages = seats[POLICY], list(example["messages"])
+        searches, formed, answer = 0, True, ""
+        for turn in range(1, self._config.max_turns + 1):
+            reply = await seat.chat(messages)
+            move = read_move(reply.text)
+            formed = formed and move is not None and move.formed
+            if move is not None and move.kind == "answer":
+                answer = move.text
+                break
+            # A reply that ran into the token limit was no turn to go on from.
+            if turn == self._config.max_turns or reply.truncated:
+                break
+            if move is not None and move.text:
+                searches += 1
+                messages += [reply.message, await self._results(move.text)]
+            else:
+                messages += [reply.message, {"role": "user", "content": HINT}]
+        return self._outcome(answer, example["answer"], searches, formed)
+
+    async def _results(self, query: str) -> Message:
+        found = await self._searcher.search(query)
+        return {"role": self._config.results_role, "content": shown(found, self._config.max_result_chars)}
+
+    def _outcome(self, answer: str, accepted: list[str], searches: int, formed: bool) -> Outcome:
+        correct = max(float(normalised(answer) == normalised(one)) for one in accepted)
+        metrics = {"correct": correct, "searches": float(searches), "format": float(formed)}
+        if self._config.score == "exact":
+            return Outcome.solo(correct, **metrics)
+        shared = max(f1(answer, one) for one in accepted)
+        return Outcome.solo(shared, **metrics, f1=shared)
+
+
+def read_move(text: str) -> Move | None:
+    """The first thing a reply does, thoughts aside: what follows a search was written without its results.
+
+    >>> read_move("I wonder. <search>the oldest bridge</search>")
+    Move(kind='search', text='the oldest bridge', formed=True)
+    """
+    spoken = text.rpartition("</think>")[2]
+    found = _ACTION.search(spoken)
+    if found is None:
+        return None
+    formed = not spoken[found.end() :].strip() and "<information>" not in spoken
+    kind: Literal["search", "answer"] = "search" if found[1] == "search" else "answer"
+    return Move(kind, found[2].strip(), formed)
+
+
+def shown(found: Sequence[Found], most: int) -> str:
+    """Results as the model reads them."""
+    lines = [f"[{number}] {_entry(result, most)}" for number, result in enumerate(found, start=1)]
+    return "\n".join(["<information>", *(lines or [NOTHING]), "</information>"])
+
+
+def _entry(result: Found, most: int) -> str:
+    text = " ".join(result["text"].split())
+    text = text if len(text) <= most else f"{text[:most].rstrip()} ..."
+    return f"{result['title']}: {text}" if result.get("title") else text
+
+
+def normalised(answer: str) -> str:
+    """Without case, punctuation, articles and spare white space, as SQuAD compares answers.
+
+    >>> normalised(" The Sea of  Brand. ")
+    'sea of brand'
+    """
+    plain = " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+    return plain or answer.strip().lower()  # "A" and "?" are answers too
+
+
+def f1(given: str, wanted: str) -> float:
+    """Harmonic mean of precision and recall over words."""
+    ours, theirs = normalised(given).split(), normalised(wanted).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = (Counter(ours) & Counter(theirs)).total()
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def _example(row: dict[str, Any], where: str) -> Row:
+    """A row with the conversation it begins with and an answer that can be compared."""
+    answer = row.get("answer")
+    accepted = [answer] if isinstance(answer, str | int | float) else answer
+    if not isinstance(accepted, list) or not accepted or not all(isinstance(a, str | int | float) for a in accepted):
+        raise EnvError(f"{where}: a question needs an `answer`, a string or a list of those that are accepted")
+    if "messages" in row:
+        messages = row["messages"]
+    elif isinstance(row.get("question"), str) and row["question"].strip():
+        messages = [{"role": "user", "content": INSTRUCTIONS.format(question=row["question"])}]
+    else:
+        raise EnvError(f"{where}: a row needs a `question`, or `messages` that ask one")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise EnvError(f"{where}: `messages` must be a list of objects with `role` and `content`")
+    return row | {"messages": messages, "answer": [str(one) for one in accepted]}

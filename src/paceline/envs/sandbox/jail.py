@@ -1,0 +1,224 @@
+"""Walls around a process: the kernel's namespaces where it allows them, or a guard inside the interpreter.
+
+Everything here acts on the calling process and cannot be taken back.
+"""
+
+# pathlib takes a while to import, and this is on the way to every check.
+# ruff: noqa: PTH101, PTH102, PTH103, PTH112, PTH114, PTH120, PTH123, PTH211
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_KEPT = 2 | 4 | 8 | 1024 | 2048
+"""Flags of a mount that nobody without privileges may take off: nosuid, nodev, noexec, noatime, nodiratime. Numbered
+alike by `statvfs` and `mount`."""
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CAPABILITY_VERSION_3 = 0x20080522
+NOBODY = 65534
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+HERE = os.path.dirname(os.path.realpath(__file__))
+STANDARD = os.path.dirname(os.path.realpath(os.__file__))
+"""Python's own library."""
+PACKAGES = ("site-packages", "dist-packages")
+
+
+# --- the kernel's walls
+
+
+def enter(root: str, megabytes: int) -> None:
+    """Into namespaces of our own, with an empty file system over the folder `root` that holds Python's library and
+    `/work`. The network is gone at once, other processes for whoever is forked next. OSError where it is forbidden."""
+    if sys.platform != "linux":
+        raise OSError("only Linux has namespaces")
+    _unshare()
+    sys.path[:] = map(os.path.realpath, sys.path)  # links do not come along
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={megabytes}m,mode=755")
+    for folder in _library():
+        _bind(folder, root + folder)
+    if not os.path.isdir(root + STANDARD):
+        raise OSError(f"{STANDARD} is out of reach")
+    for folder in LIBRARIES:
+        if os.path.islink(folder):
+            os.symlink(os.path.realpath(folder), root + folder)
+    for hidden in _packages():
+        if os.path.isdir(root + hidden):
+            _mount("tmpfs", root + hidden, "tmpfs", MS_RDONLY)
+    os.mkdir(f"{root}/work")
+    os.chmod(f"{root}/work", 0o777)
+    os.chroot(root)
+    os.chdir("/work")
+
+
+def _unshare() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        try:
+            return _call("unshare", SPACES)
+        except OSError:
+            pass  # root of a container, with no more rights than anybody
+    _call("unshare", SPACES | CLONE_NEWUSER)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{NOBODY} {uid} 1")
+    _write("/proc/self/gid_map", f"{NOBODY} {gid} 1")
+
+
+def renounce() -> None:
+    """Give up every privilege, the one of owning anything included. A user id of its own keeps the count of its
+    processes apart from other cells'."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        try:
+            stranger = (1 << 30) + int.from_bytes(os.urandom(3))
+            os.setresgid(stranger, stranger, stranger)
+            os.setresuid(stranger, stranger, stranger)
+        except OSError:  # a container that knows only the first 65536
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+    import ctypes  # see `_call`
+
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    _call("capset", header, (ctypes.c_uint32 * 6)())
+    _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def die_with_parent(by: signal.Signals) -> None:
+    """Linux only; elsewhere limits on the processor's time end what is left behind."""
+    if sys.platform == "linux":
+        _call("prctl", PR_SET_PDEATHSIG, int(by), 0, 0, 0)
+
+
+def _library() -> list[str]:
+    """Folders without which modules of the standard library cannot be imported. No programs: nothing to run."""
+    folders = {os.path.realpath(folder) for folder in (*LIBRARIES, f"{sys.base_prefix}/lib", STANDARD)}
+    folders = {folder for folder in folders if os.path.isdir(folder)}
+    return sorted(f for f in folders if not any(f.startswith(other + "/") for other in folders))
+
+
+def _packages() -> list[str]:
+    """Folders among those that are no part of the standard library; Paceline's own has data with answers."""
+    return [*(f"{STANDARD}/{name}" for name in PACKAGES), os.path.dirname(os.path.dirname(HERE))]
+
+
+def _bind(source: str, target: str) -> None:
+    os.makedirs(target)
+    _mount(source, target, None, MS_BIND | MS_REC)
+    kept = os.statvfs(target).f_flag & MS_KEPT
+    _mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    import ctypes  # see `_call`
+
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    _call("mount", *texts[:3], ctypes.c_ulong(flags), texts[3])
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _call(function: str, *args: Any) -> None:
+    import ctypes  # a cell under the guard must never have it loaded
+
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+
+
+# --- limits
+
+
+def limit(seconds: float, memory_mb: int, file_mb: int, processes: int) -> None:
+    """Of the processor, of memory, of a file's size and of processes; the kernel ends or refuses what goes beyond."""
+    wanted = {
+        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_AS: memory_mb << 20,
+        resource.RLIMIT_FSIZE: file_mb << 20,
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        try:
+            resource.setrlimit(kind, (most, most))
+        except (OSError, ValueError):
+            if sys.platform == "linux":
+                raise  # macOS has no limit on address space
+
+
+# --- the guard, where the kernel's walls are not to be had
+
+FORBIDDEN = (
+    *("socket.", "subprocess.", "ctypes.", "gc.", "pty.", "code.", "signal.", "sqlite3."),
+    *("fcntl.", "sys.settrace", "sys.setprofile", "sys._current", "sys.addaudithook", "cpython._PySys_ClearAuditHooks"),
+    *("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.link", "os.symlink", "resource."),
+)
+MODULES = frozenset({"ctypes", "_ctypes", "_posixsubprocess", "readline", "_testcapi", "_testinternalcapi"})
+ZONES = "/usr/share/zoneinfo"
+
+
+def guard(work: str) -> None:
+    """End the process when it does what leads out of it and out of the folder `work`.
+
+    An audit hook cannot be removed, and all this one uses is its own, so patching `os` or `builtins` does not reach it.
+    It exits instead of raising, and handles exact types only, because with one of its frames in hand, from a traceback
+    or a method of a subclass, a program could rewrite its variables.
+    """
+    sys.addaudithook(_hook(os.path.realpath(work), (*filter(None, sys.path), ZONES)))
+
+
+def _hook(work: str, library: tuple[str, ...]) -> Callable[[str, tuple], None]:
+    forbidden, modules, packages, leave = FORBIDDEN, MODULES, PACKAGES, os._exit
+    kind, text, raw, number, nothing = type, str, bytes, int, type(None)
+
+    def inside(path: Any, folders: tuple[str, ...]) -> bool:
+        if kind(path) is raw:
+            path = raw.decode(path, "utf-8", "surrogateescape")
+        if kind(path) is number or kind(path) is nothing:
+            return True  # a file that is open already, or the current folder
+        if kind(path) is not text or ".." in text.split(path, "/"):
+            return False
+        if not text.startswith(path, "/"):
+            return True
+        for package in packages:
+            if package in path:
+                return False
+        for folder in folders:  # noqa: SIM110  `any` may be patched
+            if path == folder or text.startswith(path, folder + "/"):
+                return True
+        return False
+
+    def allowed(event: str, args: tuple) -> bool:
+        if event == "open":
+            path, _, flags = args
+            reads = kind(flags) is number and not flags & 3
+            return inside(path, (work, *library) if reads else (work,))
+        if event == "import":
+            return kind(args[0]) is text and args[0] not in modules
+        if event == "os.listdir" or event == "os.scandir":
+            return inside(args[0], (work, *library))
+        if text.startswith(event, forbidden):
+            return False
+        if text.startswith(event, "os.") and event != "os.putenv" and event != "os.unsetenv":
+            for path in args:
+                if not inside(path, (work,)):
+                    return False
+        return True
+
+    def hook(event: str, args: tuple) -> None:
+        if not allowed(event, args):
+            leave(1)
+
+    return hook

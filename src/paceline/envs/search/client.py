@@ -1,0 +1,84 @@
+"""Where an environment's queries go: to an index in this process, or to a search service."""
+
+import asyncio
+from typing import Any, Protocol
+
+import httpx
+
+from paceline.envs.base import EnvError
+from paceline.envs.search.index import DEFAULT_TOP_K, Index
+
+MOST_QUERY = 4096
+"""Longest query in characters; a model may write any nonsense."""
+CONNECT_SECONDS = 5.0
+_PATIENT_CONNECTIONS = 256
+
+Found = dict[str, Any]
+"""`id`, `title`, `text` and `score` of a document."""
+
+
+class Searcher(Protocol):
+    """Answers queries without holding up the event loop."""
+
+    async def search(self, query: str) -> list[Found]: ...
+
+
+class LocalSearch:
+    """An index in this process, searched in a thread."""
+
+    def __init__(self, index: Index, top_k: int | None) -> None:
+        self._index, self._top_k = index, top_k or DEFAULT_TOP_K
+
+    async def search(self, query: str) -> list[Found]:
+        hits = await asyncio.to_thread(self._index.search, query[:MOST_QUERY], self._top_k)
+        return [hit.as_dict() for hit in hits]
+
+
+class SearchClient:
+    """A service that answers `POST /search {"query", "top_k"?}` with `{"results": [...]}`."""
+
+    def __init__(self, url: str, top_k: int | None = None, timeout: float = 30.0) -> None:
+        self.url = f"{url.rstrip('/').removesuffix('/search')}/search"
+        self._top_k, self._timeout = top_k, timeout
+        self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+
+    async def search(self, query: str) -> list[Found]:
+        body = {"query": query[:MOST_QUERY]} | ({"top_k": self._top_k} if self._top_k else {})
+        try:
+            response = await self._client().post(self.url, json=body)
+        except httpx.HTTPError as error:
+            raise EnvError(
+                f"the search service at {self.url} does not answer: {str(error) or type(error).__name__}; start it "
+                "with `paceline search-server`, or leave `url` out to search in this process"
+            ) from error
+        if response.status_code != 200:
+            told = " ".join(response.text[:300].split())
+            raise EnvError(f"the search service at {self.url} answered {response.status_code}: {told}")
+        return self._results(response)
+
+    async def aclose(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            await opened[1].aclose()
+
+    def _results(self, response: httpx.Response) -> list[Found]:
+        try:
+            results = response.json()["results"]
+            if all(isinstance(result["text"], str) for result in results):
+                return results
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise EnvError(
+            f'the search service at {self.url} must answer {{"results": [{{"text": ...}}, ...]}}; it said: '
+            + " ".join(response.text[:200].split())
+        )
+
+    def _client(self) -> httpx.AsyncClient:
+        """One for each event loop: connections cannot move to another."""
+        loop = asyncio.get_running_loop()
+        if self._open is None or self._open[0] is not loop:
+            # Episodes beyond this many wait for a connection, and that wait is no sign of a dead service.
+            limits = httpx.Limits(max_connections=_PATIENT_CONNECTIONS, max_keepalive_connections=_PATIENT_CONNECTIONS)
+            patience = httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None)
+            self._open = (loop, httpx.AsyncClient(timeout=patience, limits=limits))
+        return self._open[1]

@@ -1,0 +1,50 @@
+"""`paceline search-server`: what is searched, and where it listens."""
+
+from pydantic import Field, ValidationError, model_validator
+
+from paceline.config import ConfigError
+from paceline.config.base import Section
+from paceline.envs.search.index import DEFAULT_TOP_K
+
+MOST_RESULTS = 100
+
+
+class SearchOptions(Section):
+    """A search service over one corpus."""
+
+    corpus: str | None = None
+    """Documents, one JSON object with `id`, `text` and perhaps `title` per line; those of the package when left out."""
+    index: str | None = None
+    """Folder to keep the index in. What is in it is used if it was made from the same documents."""
+    top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MOST_RESULTS)
+    """Results for a query that does not say how many it wants."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8100, ge=0, le=65535)
+    """0 picks a free port."""
+    embeddings_url: str | None = None
+    """Base URL of an OpenAI-compatible endpoint: search by meaning instead of BM25."""
+    embeddings_model: str | None = None
+    """Its model."""
+    embeddings_api_key: str | None = None
+    """What it wants to be sent as `Authorization: Bearer KEY`."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> "SearchOptions":
+        if (self.embeddings_url is None) != (self.embeddings_model is None):
+            raise ValueError("search by meaning needs both --embeddings-url and --embeddings-model")
+        return self
+
+
+def load_options(**flags: object) -> SearchOptions:
+    """The options from the command line's flags; those that are None have their defaults."""
+    try:
+        return SearchOptions.model_validate({key: value for key, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigError([_sentence(detail) for detail in error.errors(include_url=False)]) from None
+
+
+def _sentence(detail: object) -> str:
+    assert isinstance(detail, dict)
+    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
+    return f"{place}{str(detail['msg']).removeprefix('Value error, ')}"

@@ -1,0 +1,60 @@
+"""Prompts as exact tokens: for base models, prompts another program made, or templates of one's own."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.config.env.tasks import TokenIn as Config
+from paceline.data import Row
+from paceline.data.importing import import_object
+from paceline.envs.answers import dataset_rows, normalised, wanted
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
+from paceline.rollout import Seat
+
+
+class TokenIn(Environment):
+    """The policy continues a row's `input_token_ids`; no chat template touches them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._scorer: Callable[..., Any] | None = None
+        if config.scorer is not None:
+            self._scorer = import_object(config.scorer.import_path)
+            if not callable(self._scorer):
+                raise EnvError(f"{config.scorer.import_path}: a scorer must be a function of a row and a text")
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        source = self._config.dataset if split == "train" else self._config.eval_dataset
+        rows = dataset_rows(source)
+        for where, row in rows:
+            _check_ids(row, where)
+            if self._scorer is None:
+                row["answer"] = wanted(row, where)
+        return [row for _, row in rows]
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        reply = await seats[POLICY].complete(example["input_token_ids"])
+        if self._scorer is None:
+            correct = normalised(reply.text) in map(normalised, example["answer"])
+            return Outcome.solo(float(correct), correct=float(correct))
+        return await self._judged(example, reply.text)
+
+    async def _judged(self, example: Row, text: str) -> Outcome | None:
+        """What the user's function makes of it. A plain one runs beside the event loop: it may take its time."""
+        hook = self._config.scorer
+        assert hook is not None
+        assert self._scorer is not None
+        if inspect.iscoroutinefunction(self._scorer):
+            judged = await self._scorer(example, text, **hook.kwargs)
+        else:
+            judged = await asyncio.to_thread(self._scorer, example, text, **hook.kwargs)
+        if judged is None or isinstance(judged, Outcome):
+            return judged
+        return Outcome.solo(number(judged, hook.import_path))
+
+
+def _check_ids(row: Row, where: str) -> None:
+    ids = row.get("input_token_ids")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise EnvError(f"{where}: `input_token_ids` must be a list of token ids, such as [5, 12, 7]")

@@ -1,0 +1,193 @@
+"""Environments of the `verifiers` package (its `verifiers.v1` interface), as they are."""
+
+import asyncio
+import copy
+import importlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.config.env.doors import Verifiers as Config
+from paceline.data import Address, Row
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.envs.verifiers_chat import register
+from paceline.rollout import Message, Seat
+
+
+class Verifiers(Environment):
+    """Tasks, tools, rewards and judges are the package's business. Where it wants a model it is given a seat's address.
+
+    Every agent that names neither a model nor an endpoint is the policy: a lone one sits in the seat `policy`, several
+    in seats named after them. What an environment declares untrainable plays and is not trained. A seat's reward is
+    the mean over the runs of its agent.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._vf = _package()
+        self._chat = register(self._vf)
+        self._env = self._build(config.args)
+        roles = [name for name, spec in _roles(self._env.config) if spec.model is None and spec.client is None]
+        if not roles:
+            raise EnvError(f"verifiers environment `{config.id}` leaves no agent to the policy: each names its model")
+        self._seats = {role: POLICY if len(roles) == 1 else role for role in roles}
+        self.actors = tuple(self._seats.values())
+        self._tasks: dict[Split, list[Any]] = {}
+        self._serving: asyncio.Task[None] | None = None
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        if split == "train":
+            self._tasks[split] = self._load(self._env.taskset, self._config.size)
+        elif self._config.eval_args is not None:
+            held_out = self._build(self._config.args | self._config.eval_args)
+            self._tasks[split] = self._load(held_out.taskset, self._config.eval_size)
+        tasks = self._tasks.get(split, [])
+        return [{"split": split, "index": at, "prompt": task.data.prompt_text} for at, task in enumerate(tasks)]
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        await self._serve()
+        task = self._tasks[example["split"]][example["index"]]
+        clients = {role: await self._client(seats[seat]) for role, seat in self._seats.items()}
+        context = self._vf.ModelContext(model=POLICY, client=next(iter(clients.values())))
+        episode = await self._at(clients).run_episode(task, context)
+        if not episode.ok:
+            raise EnvError(f"verifiers environment `{self._config.id}`: {_why(episode)}")
+        for role, seat in self._seats.items():
+            runs = [trace for trace in episode.traces if self._role(trace) == role]
+            seats[seat].trained = any(trace.agent.trainable for trace in runs)
+        return self._outcome(episode.traces)
+
+    def _outcome(self, traces: Sequence[Any]) -> Outcome:
+        runs: dict[str, list[float]] = {}
+        metrics: dict[str, list[float]] = {}
+        for trace in traces:
+            role = self._role(trace)
+            if role in self._seats and trace.agent.trainable:
+                runs.setdefault(self._seats[role], []).append(trace.reward)
+            where = f"{role}/" if len(self._seats) > 1 or role not in self._seats else ""
+            said = {f"reward/{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
+            for name, value in {**said, **trace.metrics}.items():
+                if value is not None:
+                    metrics.setdefault(where + name, []).append(value)
+        return Outcome(
+            {seat: fmean(rewards) for seat, rewards in runs.items()},
+            {name: fmean(values) for name, values in metrics.items()},
+        )
+
+    def _role(self, trace: Any) -> str:
+        return trace.agent.name or next(iter(self._seats))
+
+    async def _client(self, seat: Seat) -> Any:
+        # The variable that would hold a key: the address itself is the secret.
+        return self._vf.EvalClientConfig(base_url=await seat.base_url(), api_key_var="PACELINE_NO_KEY")
+
+    def _at(self, clients: Mapping[str, Any]) -> Any:
+        """The environment with this episode's addresses. A copy, because many episodes are played at once; without the
+        shared interception server, because that keeps a client for every address it ever saw."""
+        env = copy.copy(self._env)
+        agents = {role: getattr(env.config, role).model_copy(update={"client": c}) for role, c in clients.items()}
+        env.config = env.config.model_copy(update=agents)
+        env._interception = None
+        return env
+
+    async def _serve(self) -> None:
+        """Hold what all episodes share (tool servers, say) for as long as the event loop runs."""
+        if self._serving is None or self._serving.done():
+            ready = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._hold(ready), name=f"serving {self._config.id}")
+            self._ready = ready
+        await asyncio.shield(self._ready)
+
+    async def _hold(self, ready: asyncio.Future[None]) -> None:
+        try:
+            async with self._env.serving():
+                ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(EnvError(f"verifiers environment `{self._config.id}` cannot be served: {error}"))
+
+    def _build(self, args: dict[str, Any]) -> Any:
+        ident = self._config.id
+        try:
+            kind = self._vf.env_config_type(ident, self._config.env)
+            agents = copy.deepcopy(self._config.agents)
+            for role, declared in _roles(kind):
+                self._settle(agents.setdefault(role, {}), declared)
+            raw = {"id": self._config.env, "taskset": {**args, "id": ident}, **agents}
+            return self._vf.load_environment(self._vf.resolve_env_config(raw))
+        except (ImportError, AttributeError, TypeError, ValueError) as error:  # how the package refuses a setting
+            said = _first(error) if isinstance(error, ValidationError) else error
+            raise EnvError(f"verifiers environment `{ident}` cannot be loaded: {said}") from error
+
+    def _settle(self, agent: dict[str, Any], declared: Any) -> None:
+        """Where neither the run file nor the environment's author chose, run here: no code, no remote sandbox."""
+        if declared.harness is None and self._vf.default_harness_id(self._config.id) != self._config.id:
+            agent.setdefault("harness", {"id": self._chat})
+        if isinstance(declared.runtime, self._vf.PrimeConfig):
+            agent.setdefault("runtime", {"type": "subprocess"})
+
+    def _load(self, taskset: Iterable[Any], size: int | None) -> list[Any]:
+        if size is None and not getattr(taskset, "bounded", True):
+            raise EnvError(f"verifiers environment `{self._config.id}` makes tasks without end: set `size`")
+        return list(itertools.islice(taskset, size))
+
+
+def verifiers_rows(address: Address) -> list[Row]:
+    """The rows of `verifiers:train?limit=32`, for environments that judge answers themselves. Which taskset is meant
+    say VERIFIERS_ENV_ID and VERIFIERS_ENV_ARGS; a split other than `train` is its setting `split`."""
+    ident, written = os.environ.get("VERIFIERS_ENV_ID"), os.environ.get("VERIFIERS_ENV_ARGS") or "{}"
+    if not ident:
+        raise EnvError(f"dataset {address.uri}: name the verifiers environment with VERIFIERS_ENV_ID")
+    try:
+        args = json.loads(written)
+    except json.JSONDecodeError:
+        args = None
+    if not isinstance(args, dict):
+        raise EnvError(f"VERIFIERS_ENV_ARGS must be a JSON object, not {written:.80}")
+    split = {"split": address.name} if address.name not in ("", "train") else {}
+    environment = Verifiers(Config(id=ident, args=args | split, size=address.integer("limit")))
+    environment.examples("train")
+    return [
+        {"messages": _conversation(task.data), "answer": getattr(task.data, "answer", "")}
+        for task in environment._tasks["train"]
+    ]
+
+
+def _conversation(data: Any) -> list[Message]:
+    opening = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*opening, {"role": "user", "content": data.prompt}]
+    return [*opening, *(message.model_dump(exclude_none=True) for message in data.prompt or [])]
+
+
+def _roles(config: Any) -> Iterable[tuple[str, Any]]:
+    """The agents an environment's config declares, or a config's class with their defaults."""
+    if isinstance(config, type):
+        fields = ((name, field.default) for name, field in config.model_fields.items())
+    else:
+        fields = iter(config)
+    return [(name, value) for name, value in fields if type(value).__name__.endswith("AgentConfig")]
+
+
+def _why(episode: Any) -> str:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without saying why"
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("verifiers.v1")
+    except ImportError as error:
+        raise EnvError(f'verifiers 0.4 is not installed ({error}): pip install "paceline[verifiers]"') from error

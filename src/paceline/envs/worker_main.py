@@ -1,0 +1,74 @@
+"""What a worker process runs: one JSON line in, "loaded" and one JSON line out, until its parent is gone.
+
+Run by `workers.py`, as a file. The pipes move away from stdin and stdout before any user code runs, so that it may
+print, read and close what it likes.
+"""
+
+import ctypes
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+from typing import Any, BinaryIO
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
+    settings = json.loads(requests.readline() or b"null")
+    if settings is None:
+        return
+    sys.path[:] = settings["path"]
+    if settings["memory_mb"] is not None:
+        size = settings["memory_mb"] << 20
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    die_with_parent()
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read, args=(requests, lines), daemon=True).start()
+    while True:
+        for answer in work(json.loads(lines.get()), settings["bytes"]):
+            answers.write(answer + b"\n")
+            answers.flush()
+
+
+def die_with_parent() -> None:
+    """The reading thread sees the pipe close, but not while native code holds the interpreter's lock; Linux always
+    does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def read(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:
+    """Hands requests on. When the parent is gone, so is everything here."""
+    for line in requests:
+        lines.put(line)
+    os.killpg(0, signal.SIGKILL)
+
+
+def work(request: dict[str, Any], most: int) -> Any:
+    """The lines that answer a request. Only what no process survives unharmed is let through: running out of memory
+    ends it, as do `sys.exit` and `os._exit`."""
+    from paceline.data.importing import import_object  # the parent's path is known only now
+
+    try:
+        function = import_object(request["function"])
+        yield b'{"loaded": true}'
+        value = function(*request["args"])
+        answer = json.dumps({"value": value}).encode()
+    except MemoryError:
+        os._exit(137)
+    except Exception as error:  # the caller gets it
+        answer = json.dumps({"raised": f"{type(error).__name__}: {str(error)[:500]}"}).encode()
+    yield answer if len(answer) <= most else b'{"too_large": true}'
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Functions that may hang, crash or flood, each call in a process of its own that can be killed.
+
+A call names its function by import path and takes plain JSON values. Workers start when they are needed and are used
+again; one that overruns its deadline, dies or talks nonsense is killed with whatever it started, and the next call gets
+a new one. What a function prints goes nowhere.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import PacelineError
+
+MAIN = Path(__file__).with_name("worker_main.py")
+"""Run as a file: as a module it would import all of `paceline.envs`, torch included, into every worker."""
+LOAD_SECONDS = 120.0
+"""A worker may take this long to start and import a function, before the call's own time begins."""
+
+Failure = Literal["timed_out", "exited", "raised", "too_large"]
+FAILURES: tuple[Failure, ...] = ("timed_out", "exited", "raised", "too_large")
+
+
+class WorkerFailed(PacelineError):
+    """A call that gave no answer: what kind of failure, and a few words on it."""
+
+    def __init__(self, kind: Failure, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: Failure = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What workers may use."""
+
+    count: int
+    """Processes at once; further calls wait in line."""
+    memory_mb: int | None
+    """Address space of each, the imported libraries included."""
+    answer_bytes: int
+
+
+class Workers:
+    """Calls functions in worker processes. One object serves any number of event loops, each with its own workers."""
+
+    def __init__(self, count: int | None = None, memory_mb: int | None = None, answer_bytes: int = 1 << 20) -> None:
+        self._limits = Limits(count or os.cpu_count() or 1, memory_mb, answer_bytes)
+        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.WeakKeyDictionary()
+
+    async def call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
+        """What `function(*args)` returns, as JSON gives it back. `function` is an import path; its time counts from
+        when a worker has it loaded. Raises `WorkerFailed`."""
+        request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
+        return await self._pool().call(request, timeout)
+
+    async def close(self) -> None:
+        """End this event loop's workers now; calls under way fail. Otherwise they end with the loop."""
+        if pool := self._pools.pop(asyncio.get_running_loop(), None):
+            await pool.close()
+
+    def _pool(self) -> "_Pool":
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            self._pools[loop] = _Pool(self._limits)
+        return self._pools[loop]
+
+
+class _Pool:
+    """The workers of one event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.count)  # first come, first served
+        self._idle: list[_Worker] = []
+        self._alive: set[_Worker] = set()
+        self._keeper = asyncio.create_task(self._keep(), name="paceline workers")
+
+    async def call(self, request: bytes, timeout: float) -> Any:
+        async with self._places:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                answer = await worker.call(request, timeout)
+            except BaseException:  # cancelled too: whatever it is doing now, nobody else may get it
+                await self._discard(worker)
+                raise
+            if self._keeper.done():  # closed meanwhile
+                await self._discard(worker)
+            else:
+                self._idle.append(worker)
+        if "raised" in answer:
+            raise WorkerFailed("raised", f"raised {answer['raised']}")
+        if "too_large" in answer:
+            raise _too_large(self._limits)
+        return answer["value"]
+
+    async def _start(self) -> "_Worker":
+        worker = await _Worker.start(self._limits)
+        self._alive.add(worker)
+        return worker
+
+    async def _discard(self, worker: "_Worker") -> None:
+        self._alive.discard(worker)
+        await worker.kill()
+
+    async def _keep(self) -> None:
+        """Lives as long as the loop: when a loop ends its tasks are cancelled, and then the workers go."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self._idle.clear()
+            await asyncio.gather(*map(self._discard, list(self._alive)))
+
+    async def close(self) -> None:
+        self._keeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._keeper
+
+
+class _Worker:
+    """One process: started, then asked one thing at a time, then killed."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+        self._fresh = True
+
+    @classmethod
+    async def start(cls, limits: Limits) -> "_Worker":
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            str(MAIN),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a process group of its own, to be killed as one
+            limit=limits.answer_bytes + 1024,
+        )
+        return cls(process, limits)
+
+    async def call(self, request: bytes, timeout: float) -> dict[str, Any]:
+        if self._fresh:
+            settings = {"path": sys.path, "memory_mb": self._limits.memory_mb, "bytes": self._limits.answer_bytes}
+            request = json.dumps(settings).encode() + b"\n" + request
+            self._fresh = False
+        loaded = await self._within(LOAD_SECONDS, self._ask(request), "loading ")
+        return loaded if "raised" in loaded else await self._within(timeout, self._answer())
+
+    async def _within(self, seconds: float, answer: Any, doing: str = "") -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise WorkerFailed("timed_out", f"{doing}timed out after {seconds:g} s") from None
+
+    async def _ask(self, request: bytes) -> dict[str, Any]:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
+            stdin.write(request)
+            await stdin.drain()
+        return await self._answer()
+
+    async def _answer(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            line = await stdout.readline()
+        except ValueError:  # longer than the stream's limit
+            raise _too_large(self._limits) from None
+        if not line.endswith(b"\n"):
+            code = await self._process.wait()
+            how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            raise WorkerFailed("exited", how)
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or not answer.keys() & {"loaded", "value", "raised", "too_large"}:
+            raise WorkerFailed("exited", "wrote something that is no answer")
+        return answer
+
+    async def kill(self) -> None:
+        """The whole group, and wait until it is gone. Shielded: a cancelled caller must not leave a zombie."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already; macOS says it the second way
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.shield(self._process.wait())
+        # Somebody it started may have left the group and hold the pipes open; asyncio has no public way to let go.
+        self._process._transport.close()  # ty: ignore[missing-attribute]
+        await asyncio.sleep(0)
+
+
+def _too_large(limits: Limits) -> WorkerFailed:
+    return WorkerFailed("too_large", f"answer larger than {limits.answer_bytes} bytes")
+
+
+def failure_metrics(failed: WorkerFailed | None) -> dict[str, float]:
+    """Whether a check failed, and of what; every key each time, so that means over rollouts are shares."""
+    kinds = {f"check_failed/{kind}": float(failed is not None and failed.kind == kind) for kind in FAILURES}
+    return {"check_failed": float(failed is not None)} | kinds

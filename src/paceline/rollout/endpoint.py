@@ -1,0 +1,193 @@
+"""Seats at any OpenAI-compatible endpoint: to look at episodes, not to train on them, since no tokens are recorded."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from paceline.config.inference import Sampling
+from paceline.errors import PacelineError
+from paceline.inference import EngineError, Finish, RequestError, Unreachable
+from paceline.rollout.seat import Lodge, Reply, Seat, SeatLeft
+from paceline.rollout.table import Table
+from paceline.rollout.types import Message, Turn
+
+CONNECT_SECONDS = 10.0
+Tools = Sequence[dict[str, Any]]
+
+
+class Endpoint:
+    """vLLM, SGLang, OpenAI, another `paceline serve`: whatever answers `POST /chat/completions` below a base URL."""
+
+    def __init__(
+        self,
+        url: str,
+        sampling: Sampling,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        lodge: Lodge | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/chat/completions")
+        if not urlsplit(self.url).path:
+            self.url += "/v1"
+        self.sampling, self.lodge = sampling, lodge
+        self._model = model
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
+        )
+
+    async def model(self) -> str:
+        """The model that is asked: the one that was named, else the first of those the endpoint lists."""
+        if self._model is None:
+            listed = await self._ask("GET", "/models")
+            try:
+                self._model = str(listed["data"][0]["id"])
+            except (KeyError, IndexError, TypeError):
+                raise EngineError(f"{self.url}/models lists no model: name one") from None
+        return self._model
+
+    async def chat(self, messages: Sequence[Message], tools: Tools | None, model: str) -> dict[str, Any]:
+        """One choice as the endpoint gives it, with its `usage` beside it."""
+        sampling = self.sampling
+        body: dict[str, Any] = {
+            "model": model or await self.model(),
+            "messages": list(messages),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+        }
+        body |= {"top_k": sampling.top_k} if sampling.top_k else {}  # not of OpenAI's own API
+        body |= {"tools": list(tools)} if tools else {}
+        answer = await self._ask("POST", "/chat/completions", body)
+        try:
+            choice = answer["choices"][0]
+            return {"message": choice["message"], "finish": choice.get("finish_reason"), "usage": answer.get("usage")}
+        except (KeyError, IndexError, TypeError):
+            raise EngineError(f"{self.url}/chat/completions answered without a message") from None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        if self.lodge is not None:
+            await self.lodge.close()
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            response = await self._client.request(method, self.url + path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            cause = str(error) or type(error).__name__
+            raise Unreachable(f"{self.url} does not answer: {cause}") from error
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if response.status_code == 200 and answer is not None:
+            return answer
+        told = _told(answer) or " ".join(response.text[:200].split())
+        # A refusal of this one request belongs to its episode; a wrong key or path, or a broken server, to all.
+        kind = RequestError if response.status_code in (400, 413, 422) else EngineError
+        raise kind(f"{self.url}{path} answered {response.status_code}: {told}")
+
+
+class EndpointSeat(Seat):
+    """A seat whose words come from an endpoint. Turns hold what was said but no tokens."""
+
+    def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "", trained: bool = True) -> None:
+        # Not the parent's: that one is about tokens, which nobody sees here.
+        self.actor, self.trained = actor, trained
+        self.parent, self.kind = "", ""
+        self.turns: list[Turn] = []
+        self.overrides: Counter[str] = Counter()
+        self.tokens = 0
+        """Tokens sampled, by the endpoint's own count."""
+        self._endpoint = endpoint
+        self._model = model
+        self._left = False
+
+    async def chat(self, messages: Sequence[Message], tools: Tools | None = None) -> Reply:
+        if self._left:
+            raise SeatLeft("the episode is over: this seat takes no more calls")
+        given = [dict(message) for message in messages]
+        choice = await self._endpoint.chat(given, tools, self._model)
+        if self._left:
+            raise SeatLeft("the episode ended while the policy was speaking")
+        said = _message(choice["message"])
+        finish: Finish = "length" if choice["finish"] == "length" else "stop"
+        text = said["content"] + "".join(_spelled(call) for call in said.get("tool_calls", []))
+        self.turns.append(
+            Turn(
+                prompt_ids=[],
+                completion_ids=[],
+                logprobs=[],
+                versions=[],
+                finish=finish,
+                temperature=self._endpoint.sampling.temperature,
+                messages=given,
+                tools=list(tools) if tools else None,
+                text=text,
+                said=said,
+            )
+        )
+        usage = choice["usage"] or {}
+        prompt, sampled = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        self.tokens += sampled
+        return Reply(text, finish == "length", said, tokens=sampled, prompt_tokens=prompt)
+
+    async def complete(self, token_ids: Sequence[int]) -> Reply:
+        raise PacelineError(
+            f"this environment speaks in tokens, and {self._endpoint.url} is asked in messages: "
+            "play it with the model in this process, or with a `paceline serve` of it"
+        )
+
+    async def base_url(self) -> str:
+        if self._endpoint.lodge is None:
+            raise PacelineError("this seat has no recording server behind it")
+        return await self._endpoint.lodge.address(self)
+
+    def setting(self, name: str) -> Any:
+        return getattr(self._endpoint.sampling, name.replace("max_completion_tokens", "max_tokens"), None)
+
+    def leave(self) -> None:
+        self._left = True
+        if self._endpoint.lodge is not None:
+            self._endpoint.lodge.vacate(self)
+
+
+class EndpointTable(Table):
+    """The seats of one episode at an endpoint. A seat's `model` is then the endpoint's name of it."""
+
+    def __init__(self, endpoint: Endpoint, actors: Sequence[str]) -> None:
+        self._endpoint = endpoint
+        self._seats: dict[str, Seat] = {}
+        for actor in actors:
+            self.open(actor)
+
+    def open(self, actor: str, *, parent: str = "", kind: str = "", model: str = "", trained: bool = True) -> str:
+        name = actor if actor not in self._seats else f"{actor}#{len(self._seats)}"
+        seat = EndpointSeat(self._endpoint, actor=actor, model=model, trained=trained)
+        seat.parent, seat.kind = parent, kind
+        self._seats[name] = seat
+        return name
+
+
+def _message(given: dict[str, Any]) -> Message:
+    """Only what a conversation needs: endpoints add fields that they refuse when they come back."""
+    said: Message = {"role": "assistant", "content": given.get("content") or ""}
+    return said | ({"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {})
+
+
+def _spelled(call: dict[str, Any]) -> str:
+    function = call.get("function", {})
+    name = json.dumps(function.get("name"))
+    return f'<tool_call>{{"name": {name}, "arguments": {function.get("arguments")}}}</tool_call>'
+
+
+def _told(answer: Any) -> str:
+    """The sentence of OpenAI's error object, or whatever stands in its place."""
+    told = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
+    return str(told.get("message") if isinstance(told, dict) else told) if told else ""

@@ -1,0 +1,272 @@
+"""An OpenAI endpoint per episode, so that agents which know nothing of us are recorded token for token.
+
+http://127.0.0.1:PORT/<key>/v1        the seat's own address, unguessable; 410 once its episode is over
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from paceline.inference.server.bodies import ChatBody
+from paceline.inference.server.errors import bad, error_response, install_error_handlers
+from paceline.inference.server.http import DONE, EventStream, Json, event, read_body, unless_gone
+from paceline.inference.server.run import BACKLOG, allow_many_connections, listen
+from paceline.inference.server.usage import heading
+from paceline.rollout.render import RenderError
+from paceline.rollout.seat import Reply, Seat, SeatLeft
+from paceline.rollout.types import Message
+
+MAX_BODY_BYTES = 64 << 20
+MODEL = "policy"
+
+_RUNS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop_token_ids")
+"""What an agent may ask for and the run has settled."""
+
+_NOBODYS = {
+    "seed": None,
+    "noise": None,
+    "order": None,
+    "stop": [],
+    "regex": None,
+    "response_format": {"type": "text"},
+    "ignore_eos": False,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "prompt_logprobs": False,
+    "return_token_ids": False,
+    "return_versions": False,
+}
+"""What an agent may ask for and nobody gets, with the value that asks for nothing."""
+
+
+class AgentBody(ChatBody):
+    """A conversation as an agent sends it. It may ask for any sampling; the run decides."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, Any] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Lodging:
+    """A seat's address, and the calls under way there."""
+
+    seat: Seat
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    calls: set[asyncio.Task[list[Reply]]] = field(default_factory=set)
+
+    async def answer(self, work: Coroutine[Any, Any, list[Reply]]) -> list[Reply]:
+        """The replies, unless the episode ends first."""
+        task = asyncio.ensure_future(work)
+        self.calls.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            ours = asyncio.current_task()
+            if ours is not None and ours.cancelling():
+                raise
+            raise SeatLeft("the episode ended while the policy was speaking") from None
+        finally:
+            self.calls.discard(task)
+
+    def close(self) -> None:
+        for task in self.calls:
+            task.cancel()
+
+
+class Recorder:
+    """The server behind all seats' addresses. It starts when the first is asked for, in the run's own event loop."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host, self._port = host, port
+        self._by_seat: dict[Seat, Lodging] = {}
+        self._by_key: dict[str, Lodging] = {}
+        self._starting: asyncio.Task[int] | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def address(self, seat: Seat) -> str:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="recording server starts")
+        try:
+            # Others wait for it too, so it goes on even if this episode is cancelled.
+            port = await asyncio.shield(self._starting)
+        except Exception:
+            self._starting = None
+            raise
+        if seat not in self._by_seat:
+            self._by_seat[seat] = lodging = Lodging(seat)
+            self._by_key[lodging.key] = lodging
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{port}/{self._by_seat[seat].key}/v1"
+
+    def vacate(self, seat: Seat) -> None:
+        if lodging := self._by_seat.pop(seat, None):
+            del self._by_key[lodging.key]
+            lodging.close()
+
+    async def close(self) -> None:
+        """Stop serving. The next address that is asked for starts it again."""
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
+            self._starting = None
+        for seat in list(self._by_seat):
+            self.vacate(seat)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving})
+            self._server = self._serving = None
+
+    async def _start(self) -> int:
+        allow_many_connections()
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        door = listen(self._host, self._port)
+        config = uvicorn.Config(
+            self._app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=60,
+            backlog=BACKLOG,
+        )
+        server = _Quiet(config)
+        serving = asyncio.create_task(server.serve(sockets=[door]), name="recording server")
+        while not server.started:
+            if serving.done():
+                serving.result()
+            await asyncio.sleep(0.001)
+        self._server, self._serving = server, serving
+        return door.getsockname()[1]
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        app.state.max_body_bytes = MAX_BODY_BYTES
+        app.add_api_route("/{key}/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
+        app.add_api_route("/{key}/v1/models", self._models, methods=["GET"], response_model=None)
+        install_error_handlers(app)
+        app.add_exception_handler(SeatLeft, _over)
+        app.add_exception_handler(RenderError, _inexpressible)
+        app.add_exception_handler(HTTPException, _not_here)
+        return app
+
+    def _lodging(self, request: Request) -> Lodging:
+        lodging = self._by_key.get(request.path_params["key"])
+        if lodging is None:
+            raise SeatLeft("this episode is over: its address answers no more")
+        return lodging
+
+    async def _models(self, request: Request) -> Response:
+        self._lodging(request)
+        return Json(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "paceline"}]}
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        lodging = self._lodging(request)
+        body = await read_body(request, AgentBody)
+        given = body.model_dump(exclude_none=True)
+        _check(body)
+        seat = lodging.seat
+        seat.overrides.update(_overridden(given, seat))
+        tools = given.get("tools") if body.tool_choice != "none" else None
+        replies = await unless_gone(request.receive, lodging.answer(_all(seat, given["messages"], tools, body.n or 1)))
+        if body.stream:
+            return await EventStream.begin(request, _events(replies, body))
+        head = heading("chat.completion", "chatcmpl", body.model or MODEL)
+        return Json(head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)})
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves the process's signals to whoever runs it."""
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
+async def _over(request: Request, error: Exception) -> Response:
+    return error_response(410, str(error), code="episode_over")
+
+
+async def _inexpressible(request: Request, error: Exception) -> Response:
+    return error_response(400, str(error), "messages")
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path} here: only /v1/chat/completions and /v1/models"
+    return error_response(error.status_code, message, headers=error.headers)
+
+
+def _check(body: AgentBody) -> None:
+    """What can neither be done nor overridden."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise bad("the policy decides by itself whether it calls a tool: leave tool_choice out", "tool_choice")
+    if body.chat_template_kwargs:
+        raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
+    if body.stream_options and not body.stream:
+        raise bad("stream_options needs `stream: true`", "stream_options")
+
+
+def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
+    """Settings an agent asked for that differ from what it gets."""
+    asked = given | ({"top_k": 0} if given.get("top_k") == -1 else {})
+    differs = [name for name in _RUNS if name in asked and asked[name] != seat.setting(name)]
+    return differs + [name for name, nothing in _NOBODYS.items() if name in asked and asked[name] != nothing]
+
+
+async def _all(seat: Seat, messages: list[Message], tools: list[dict[str, Any]] | None, count: int) -> list[Reply]:
+    """All replies, or none: once one fails the others are not waited for."""
+    tasks = [asyncio.ensure_future(seat.chat(messages, tools)) for _ in range(count)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _choice(index: int, reply: Reply) -> dict[str, Any]:
+    message = reply.message | {"refusal": None}
+    if reply.tool_calls and not message["content"]:
+        message["content"] = None
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+
+
+async def _events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]:
+    """A stream whose text comes in one piece: it is recorded when it is whole."""
+    head = heading("chat.completion.chunk", "chatcmpl", body.model or MODEL)
+    for index, reply in enumerate(replies):
+        delta = dict(reply.message)
+        if reply.tool_calls:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(reply.tool_calls)]
+        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish(reply)}
+        yield event(head | {"choices": [first]})
+        yield event(head | {"choices": [last]})
+    if body.stream_options and body.stream_options.include_usage:
+        yield event(head | {"choices": [], "usage": _usage(replies)})
+    yield DONE
+
+
+def _finish(reply: Reply) -> str:
+    return "tool_calls" if reply.tool_calls else "length" if reply.truncated else "stop"
+
+
+def _usage(replies: list[Reply]) -> dict[str, int]:
+    prompt, said = replies[0].prompt_tokens, sum(reply.tokens for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

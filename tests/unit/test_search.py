@@ -1,0 +1,224 @@
+"""Laws of search: what BM25 ranks first, what an index folder keeps, and a corpus whose questions can be answered."""
+
+import json
+import math
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookups import look_up, plan
+from paceline.config import ConfigError
+from paceline.data import DataError
+from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, tokenise
+from paceline.envs.search.corpus import BUILT_IN, QUESTIONS, save_corpus
+
+laws = settings(max_examples=100, deadline=None)
+WORDS = ["alder", "birch", "cedar", "dogwood", "elm", "fir", "gorse", "hazel", "ivy", "juniper"]
+TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=9).map(" ".join), min_size=1, max_size=12)
+QUERIES = st.lists(st.sampled_from([*WORDS, "unheard"]), max_size=5).map(" ".join)
+
+
+def documents(texts: list[str]) -> list[Document]:
+    return [Document(str(number), "", text) for number, text in enumerate(texts)]
+
+
+def found(index, query: str, top_k: int = 100) -> list[tuple[str, float]]:
+    return [(hit.document.id, hit.score) for hit in index.search(query, top_k)]
+
+
+# --- ranking
+
+
+@laws
+@given(st.sets(st.frozensets(st.sampled_from(WORDS), min_size=4, max_size=4), min_size=2, max_size=12), st.data())
+def test_whoever_holds_all_words_of_the_query_stands_before_whoever_does_not(sets, data):
+    """In documents of one length that repeat no word; repetition and brevity may outweigh a common word."""
+    held = sorted(sorted(words) for words in sets)
+    index = BM25.build(documents([" ".join(words) for words in held]))
+    asked = data.draw(st.lists(st.sampled_from(data.draw(st.sampled_from(held))), min_size=1, unique=True))
+    whole = {str(i) for i, words in enumerate(held) if set(asked) <= set(words)}
+    ranked = found(index, " ".join(asked))
+    assert {name for name, _ in ranked[: len(whole)]} == whole
+    assert all(score < ranked[0][1] for name, score in ranked if name not in whole)
+
+
+@laws
+@given(TEXTS, QUERIES)
+def test_scores_are_those_of_the_formula(texts, query):
+    words = [text.split() for text in texts]
+    mean = sum(map(len, words)) / len(words)
+
+    def score(document: list[str]) -> float:
+        total = 0.0
+        for word in query.split():
+            holding, times = sum(word in other for other in words), document.count(word)
+            idf = math.log(1 + (len(words) - holding + 0.5) / (holding + 0.5))
+            total += idf * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * len(document) / mean))
+        return total
+
+    expected = {str(i): pytest.approx(score(document), rel=1e-5) for i, document in enumerate(words) if score(document)}
+    assert dict(found(BM25.build(documents(texts)), query)) == expected
+
+
+@laws
+@given(TEXTS, QUERIES, st.integers(1, 14))
+def test_scores_fall_with_rank_and_fewer_results_are_the_first_of_more(texts, query, top_k):
+    index = BM25.build(documents(texts))
+    ranked = found(index, query)
+    # Of equals the first in the corpus comes first, so that a search always has one answer.
+    assert ranked == sorted(ranked, key=lambda hit: (-hit[1], int(hit[0])))
+    assert found(index, query, top_k) == ranked[:top_k]
+    sharing = {str(i) for i, text in enumerate(texts) if set(text.split()) & set(query.split())}
+    assert {name for name, _ in ranked} == sharing
+    assert found(index, " ".join(reversed(query.upper().split()))) == ranked
+
+
+def test_of_many_equals_the_first_in_the_corpus_are_found():
+    index = BM25.build(documents(["elm", *["fir"] * 300]))
+    assert [int(name) for name, _ in found(index, "fir", 40)] == list(range(1, 41))
+
+
+def test_words_are_letters_and_digits_whatever_their_case():
+    assert tokenise("It's ÉTÉ_1204, ﬁne!") == ["it", "s", "été", "1204", "fine"]
+    assert tokenise("... --- !!!") == []
+    assert found(BM25.build(documents(["!!!", "?"])), "! ?") == []
+
+
+# --- the folder
+
+
+def test_an_index_out_of_its_folder_finds_what_a_new_one_finds(tmp_path):
+    folder = str(tmp_path / "index")
+    made = open_index(str(BUILT_IN), folder)
+    kept = (tmp_path / "index" / "bm25.npz").read_bytes()
+    again = open_index(None, folder)
+    for query in ("the market of the town", "lens grinder", "leagues long", "", "zzz"):
+        assert found(again, query) == found(made, query)
+    assert (tmp_path / "index" / "bm25.npz").read_bytes() == kept
+    assert list(again.documents) == load_corpus(BUILT_IN)
+
+
+@pytest.mark.parametrize("harm", [b"", b"no archive", None])
+def test_an_index_that_does_not_fit_is_made_anew(tmp_path, harm):
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "index"
+    save_corpus(documents(["alder birch", "cedar"]), corpus)
+    open_index(str(corpus), str(folder))
+    if harm is None:
+        save_corpus(documents(["cedar", "alder birch"]), corpus)
+    else:
+        (folder / "bm25.npz").write_bytes(harm)
+    index = open_index(str(corpus), str(folder))
+    assert [hit.document.text for hit in index.search("cedar")] == ["cedar"]
+    assert [hit.document.text for hit in open_index(None, str(folder)).search("birch")] == ["alder birch"]
+
+
+def test_a_folder_without_documents_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no documents yet: name them with --corpus"):
+        open_index(None, str(tmp_path / "nowhere"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be used"):
+        open_index(str(BUILT_IN), str(tmp_path / "file"))
+
+
+# --- the corpus
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('{"id": 1, "text": "a"}\n\n{"id": 1, "text": "b"}', r":3: the id `1` stands in line 1 already"),
+        ('{"id": "1", "text": "a"}\n{"id": 2', r":2: not valid JSON"),
+        ('{"id": "1", "text": "\\ud800"}', r":1: not valid JSON"),
+        ("[1]", r":1: a document must be an object"),
+        ('{"text": "a"}', r":1: a document needs an `id`"),
+        ('{"id": true, "text": "a"}', r":1: a document needs an `id`"),
+        ('{"id": 1}', r":1: a document needs a `text`"),
+        ('{"id": 1, "text": " "}', r":1: a document needs a `text`"),
+        ('{"id": 1, "text": ["a"]}', r":1: `text` must be a string, not list"),
+        ('{"id": 1, "title": 3, "text": "a"}', r":1: `title` must be a string, not int"),
+        ("\n\n", r"holds no documents"),
+    ],
+)
+def test_a_bad_document_is_named_by_file_and_line(tmp_path, lines, sentence):
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=rf"corpus\.jsonl.*{sentence}"):
+        load_corpus(tmp_path / "corpus.jsonl")
+
+
+def test_what_is_no_corpus_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        load_corpus(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_corpus(tmp_path)
+
+
+def test_a_document_needs_no_title_and_its_id_may_be_a_number(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"id": 7, "text": "a", "more": 1}\r\n')
+    assert load_corpus(tmp_path / "c.jsonl") == [Document("7", "", "a")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"top_k": 0}, "--top-k: .*greater than or equal to 1"),
+        ({"port": 99_999}, "--port: .*less than or equal to 65535"),
+        ({"embeddings_url": "http://127.0.0.1:1"}, "needs both --embeddings-url and --embeddings-model"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(flags, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load_options(**flags)
+    assert load_options(top_k=None, port=None).top_k == 5
+
+
+# --- the package's own
+
+
+def rows() -> list[dict]:
+    return [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
+
+
+def test_the_files_are_what_the_script_makes():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_corpus.py"))
+    made, asked = script["make"]()
+    assert [json.loads(line) for line in BUILT_IN.read_text().splitlines()] == made
+    assert rows() == asked
+    assert len(made) == 200
+
+
+def test_a_search_for_a_title_finds_its_document_first():
+    corpus = load_corpus(BUILT_IN)
+    index = BM25.build(corpus)
+    assert [index.search(d.title, 1)[0].document.title for d in corpus] == [d.title for d in corpus]
+
+
+def test_every_question_is_answered_by_the_documents_it_names():
+    """They are read in the order they are named, and each but the last says what the next one is about."""
+    corpus = {document.id: document for document in load_corpus(BUILT_IN)}
+    for row in rows():
+        names = iter(row["documents"])
+
+        def read(title: str, names=names) -> str:
+            document = corpus[next(names)]
+            assert document.title == title
+            return document.text
+
+        assert look_up(row["question"], read) == row["answer"], row
+        assert next(names, None) is None
+        assert row["answer"] not in row["question"]
+
+
+def test_no_document_answers_both_splits_and_both_ask_every_form():
+    used: dict[str, set[str]] = {"train": set(), "eval": set()}
+    forms: dict[str, Counter] = {"train": Counter(), "eval": Counter()}
+    for row in rows():
+        used[row["split"]].update(row["documents"])
+        forms[row["split"]][tuple(plan(row["question"])[1])] += 1
+    assert used["train"].isdisjoint(used["eval"])
+    assert forms["train"].keys() == forms["eval"].keys()
+    assert len({row["question"] for row in rows()}) == len(rows())
+    assert sum(forms["eval"].values()) >= 100
