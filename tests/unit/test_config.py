@@ -70,20 +70,23 @@ def values(spot: Spot) -> st.SearchStrategy:
         return st.one_of([values(Spot.of(option)) for option in get_args(kind)])
     if get_origin(kind) is tuple:
         return st.tuples(*(values(Spot.of(option)) for option in get_args(kind))).map(list)
+    least = max([note.min_length for note in spot.constraints if isinstance(note, MinLen)], default=0)
     if spot.is_list:
-        least = max([note.min_length for note in spot.constraints if isinstance(note, MinLen)], default=0)
         return st.lists(values(Spot.of(get_args(kind)[0])), min_size=least, max_size=3)
     if spot.is_open:
-        return st.dictionaries(TEXT, TOML, max_size=3)
-    return TEXT if kind is str else st.booleans() if kind is bool else numbers(kind, spot.constraints)
+        inner = (*get_args(kind), Any, Any)[1]
+        return st.dictionaries(TEXT, TOML if inner is Any else values(Spot.of(inner)), max_size=3)
+    text = st.text(min_size=least, max_size=12)
+    return text if kind is str else st.booleans() if kind is bool else numbers(kind, spot.constraints)
 
 
 def numbers(kind: type, notes: tuple[Any, ...]) -> st.SearchStrategy:
     least = next((float(n.ge if isinstance(n, Ge) else n.gt) for n in notes if isinstance(n, Ge | Gt)), None)
     most = next((float(n.le if isinstance(n, Le) else n.lt) for n in notes if isinstance(n, Le | Lt)), None)
-    if kind is int:
-        return st.integers(None if least is None else int(least), None if most is None else int(most))
     kinds = {type(note) for note in notes}
+    if kind is int:
+        first = None if least is None else int(least) + (Gt in kinds)
+        return st.integers(first, None if most is None else int(most) - (Lt in kinds))
     finite = {"allow_nan": False, "allow_infinity": False}
     return st.floats(least, most, exclude_min=Gt in kinds, exclude_max=Lt in kinds, **finite)
 
@@ -112,7 +115,6 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
 
 TIED = {
     "reasoning-gym": ("tasks", "args"),
-    "module": ("fields",),
     "alphabet-sort": ("min_turns", "max_turns", "min_names", "max_names", "letters", "items"),
     "calculator": (
         "min_terms", "max_terms", "min_operand", "max_operand", "question", "result", "partial_credit", "call_reward",
