@@ -446,3 +446,18 @@ def test_a_resume_with_another_batch_size_still_trains(tmp_path):
     conduct(tmp_path, CoinFlips(), steps=4, batch_size=16)
     trainer, _, _ = conduct(tmp_path, CoinFlips(), steps=6, batch_size=8, resume="latest")
     assert len(trainer.trained) == 2
+
+
+class Leaver(CoinFlips):
+    """Calls sys.exit in one episode of five."""
+
+    async def play(self, example, seats):
+        outcome = await super().play(example, seats)
+        if self._played % 5 == 0:
+            raise SystemExit(3)
+        return outcome
+
+
+def test_an_environment_that_exits_loses_its_episode_and_nothing_else(tmp_path):
+    trainer, _, _ = conduct(tmp_path, Leaver(), steps=4)
+    assert len(trainer.trained) == 4

@@ -27,7 +27,7 @@ from paceline.cluster.selfplay import (
     synchronous_training_loop,
     training_loop,
 )
-from paceline.config import algorithm_selfplay as config
+from paceline.config import algorithm as config
 from paceline.config.inference import Engine
 from paceline.config.model import Model
 from paceline.data import Sample, Ticket

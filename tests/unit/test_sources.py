@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tracemalloc
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import AutoTokenizer
 
 import paceline
 from paceline.data import (
@@ -556,24 +554,6 @@ def test_a_mixture_stays_one_when_rows_are_dropped():
 SHARED = Path(__file__).parents[3] / "shared"
 GSM8K = SHARED / "data" / "gsm8k" / "test.jsonl"
 QUICKSTART = Path(paceline.__file__).parent / "quickstart"
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    unpacked: list[Path] = []
-
-    def load(name: str):
-        if name == "quickstart":
-            return AutoTokenizer.from_pretrained(QUICKSTART, local_files_only=True)
-        if not (SHARED / "tokenizers.tar.xz").exists():
-            pytest.skip("needs the real tokenizers of shared/tokenizers.tar.xz")
-        if not unpacked:
-            unpacked.append(tmp_path_factory.mktemp("tokenizers"))
-            with tarfile.open(SHARED / "tokenizers.tar.xz") as archive:
-                archive.extractall(unpacked[0], filter="data")
-        return AutoTokenizer.from_pretrained(unpacked[0] / "tokenizers" / name, local_files_only=True)
-
-    return load
 
 
 def screen(width: int = 100) -> Console:

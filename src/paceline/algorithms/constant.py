@@ -1,7 +1,7 @@
 """The same credit for everything."""
 
 from paceline.algorithms.base import Algorithm, broadcast
-from paceline.config.algorithm_selfplay import Constant as Config
+from paceline.config.algorithm import Constant as Config
 from paceline.rollout import Group
 
 

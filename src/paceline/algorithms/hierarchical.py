@@ -5,7 +5,7 @@ import numpy as np
 from paceline.algorithms.base import Algorithm, broadcast
 from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import GRPO as Flat
-from paceline.config.algorithm_selfplay import Hierarchical as Config
+from paceline.config.algorithm import Hierarchical as Config
 from paceline.rollout import Group, Rollout
 
 Scope = tuple[int | None, str, str, str]

@@ -1,7 +1,7 @@
 """Role-conditioned advantage estimation, for self-play."""
 
 from paceline.algorithms.base import Algorithm, broadcast
-from paceline.config.algorithm_selfplay import RAE as Config
+from paceline.config.algorithm import RAE as Config
 from paceline.rollout import Group
 
 Role = tuple[str, str, str]

@@ -82,7 +82,7 @@ class Player:
             if task is not None and task.cancelling():
                 raise
             raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # `sys.exit` in an environment ends its episode, not the run
             raise EpisodeLost(f"{course.name}: {type(error).__name__}: {error}") from error
 
 

@@ -4,7 +4,7 @@ from paceline.algorithms import Algorithm
 from paceline.algorithms.constant import Constant
 from paceline.algorithms.hierarchical import Hierarchical
 from paceline.algorithms.rae import RAE
-from paceline.config import algorithm_selfplay as config
+from paceline.config import algorithm as config
 
 
 def GRPOCredit(normalize: bool = False, positive_only: bool = False) -> Algorithm:

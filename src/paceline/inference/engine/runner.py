@@ -134,10 +134,6 @@ class EagerRunner:
             draw_rows(drawn, sample(logits, self._draw(drawn)))
             self._last.update((c.sequence.slot, c.drawn.token) for c in drawn if c.drawn is not None)
 
-    def _tokens(self, chunk: Chunk) -> list[int]:
-        sequence = chunk.sequence
-        return sequence.tokens[chunk.start : chunk.start + chunk.length] or [self._last[sequence.slot]]
-
     def _decode(self, ids: Tensor, plan: CachedPlan, routes: list[int]) -> Tensor:
         if self._adapters is not None:
             self._adapters.route(torch.tensor(routes, device=self._device))
