@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# `verifiers` wants an older openai than we test with, so it lives in an environment of its own.
+VERIFIERS := .venv-verifiers
 SEED ?= 0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned first and constrains all that follows: any other order may pull gigabytes of CUDA.
 CONSTRAINTS := constraints.txt
 
-.PHONY: setup demo test lint bench clean help
+.PHONY: setup demo test doors learn lint bench clean help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +28,16 @@ demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=
 test: lint ## Lint, types, layers and all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
+	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
+		tests/integration/test_doors_train.py tests/unit/test_known_renderer.py
+
+$(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -r $(CONSTRAINTS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,verifiers]'
+	touch $@
+
 lint: setup ## Lint, format, types and import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -36,5 +48,8 @@ bench: setup ## Compare speed with transformers and TRL (installs the `bench` ex
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'
 	$(BIN)/python benchmarks/spine.py
 
-clean: ## Remove the environment and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+learn: setup ## Show that four tasks are learnt, three seeds each, on this CPU; stop and go on at will
+	$(BIN)/python benchmarks/learn.py
+
+clean: ## Remove the environments and caches; runs stay
+	rm -rf $(VENV) $(VERIFIERS) .pytest_cache .ruff_cache .hypothesis

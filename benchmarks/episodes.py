@@ -5,11 +5,12 @@ conversation goes on; four turns make an episode. What counts is the engine's id
 and what a turn costs the orchestrator: processor time of the event loop's thread, over turns.
 
 Bars: idle under 5% (as a ratio: 5% over what was measured, at least 1), and under 1 ms a turn. One tool in a hundred
-hangs until its episode's deadline, one raises, one floods its output: none of them may harm another episode.
+hangs until its deadline, one raises, one floods, one calls `sys.exit`: none of them may harm another episode.
 """
 
 import argparse
 import asyncio
+import itertools
 import random
 import sys
 import tempfile
@@ -36,19 +37,24 @@ def tool(seconds: float, trouble: str) -> str:
     time.sleep(3600 if trouble == "hangs" else seconds)
     if trouble == "raises":
         raise ValueError("the tool broke")
+    if trouble == "exits":
+        sys.exit(3)
     return "x" * 10_000_000 if trouble == "floods" else "ok"
 
 
 class SlowTools(Environment):
     """Talk, call, talk."""
 
+    def __init__(self) -> None:
+        self._played = itertools.count()
+
     def examples(self, split):
         rng = random.Random(0)
         return [{"word": "".join(rng.choices("abcdefghij", k=6)), "seed": i} for i in range(512)]
 
     async def play(self, example, seats):
-        rng = random.Random(example["seed"] * 7919 + id(seats) % 1009)
-        trouble = rng.choices(["", "hangs", "raises", "floods"], [97, 1, 1, 1])[0]
+        rng = random.Random(f"{example['seed']} {next(self._played)}")
+        trouble = rng.choices(["", "hangs", "raises", "floods", "exits"], [96, 1, 1, 1, 1])[0]
         messages = [{"role": "user", "content": f"reverse: {example['word']}"}]
         for turn in range(TURNS):
             reply = await seats["policy"].chat(messages)

@@ -1,11 +1,14 @@
 """What a recorded turn costs the orchestrator: rendering, matching, tokenising, recording and assembling, over an
 engine that answers at once.
 
-  budget    milliseconds a turn of conversations of 1, 10 and 30 turns; the bar is 1 ms a turn at 10 turns
+  budget    CPU milliseconds a turn of conversations of 1, 10 and 30 turns; the bar is 1 ms a turn at 10 turns
   anew      the same conversations by a client that renders and tokenises the whole of it each turn, as most do; no bar
 
   talk      user and assistant take turns            tools   each reply is a tool call, each answer its result
   thoughts  the template drops what was thought, so every prompt is rendered anew (Qwen 3 only)
+
+Time is CPU time of this process, whoever else uses the machine. Conversations share their system prompt and nothing
+else: what one asks was not tokenised for another.
 
 The quickstart model's tokenizer ships with the package; Qwen 3's comes from `shared/tokenizers.tar.xz`, if it is here.
 """
@@ -72,8 +75,9 @@ class Load:
         self.tokenizer, self.kind = tokenizer, kind
         self.end = tokenizer.eos_token_id
         self.tools = TOOLS if kind == "tools" else None
-        self.asked = [words(rng, 30) for _ in range(97)]
-        self.texts = [self.reply(rng) for _ in range(89)]
+        self.system = {"role": "system", "content": words(rng, 40)}
+        self.asked = [words(rng, 30) for _ in range(997)]
+        self.texts = [self.reply(rng) for _ in range(499)]
         self.replies = [[*self.encode(text), self.end] for text in self.texts]
 
     def encode(self, text: str) -> list[int]:
@@ -86,16 +90,16 @@ class Load:
         return thought + words(rng, 30)
 
     def messages(self, number: int) -> list[dict]:
-        return [{"role": "system", "content": words(random.Random(1), 40)}, self.user(number)]
+        return [self.system, self.user(number, 0)]
 
-    def user(self, number: int) -> dict:
-        return {"role": "user", "content": self.asked[number % len(self.asked)]}
+    def user(self, number: int, turn: int) -> dict:
+        return {"role": "user", "content": self.asked[(number * (max(TURNS) + 1) + turn) % len(self.asked)]}
 
-    def answer(self, number: int) -> dict:
-        return self.user(number) | ({"role": "tool"} if self.kind == "tools" else {})
+    def answer(self, number: int, turn: int) -> dict:
+        return self.user(number, turn + 1) | ({"role": "tool"} if self.kind == "tools" else {})
 
     def recorded(self, turns: int, conversations: int) -> float:
-        """Milliseconds of this process a turn through a seat, samples included."""
+        """CPU milliseconds a turn through a seat, samples included."""
         voice = Voice(Pool([Instant(self.replies)]), Renderer(self.tokenizer, [self.end]), Sampling(), frozenset())
 
         async def play() -> None:
@@ -103,7 +107,7 @@ class Load:
                 seat, messages = Seat(voice, (0, 0, number, 0), number), self.messages(number)
                 for turn in range(turns):
                     reply = await seat.chat(messages, self.tools)
-                    messages += [reply.message, self.answer(number + turn)]
+                    messages += [reply.message, self.answer(number, turn)]
                 ticket = Ticket(number, "bench", 0, number, number)
                 assemble(Rollout(ticket=ticket, member=0, turns=seat.turns))
 
@@ -112,7 +116,7 @@ class Load:
         return 1000 * (time.process_time() - start) / (turns * conversations)
 
     def anew(self, turns: int, conversations: int) -> float:
-        """Milliseconds a turn of rendering and tokenising the whole conversation each time; nothing is recorded."""
+        """CPU milliseconds a turn of rendering and tokenising the whole conversation each time; nothing is recorded."""
         start = time.process_time()
         for number in range(conversations):
             messages = self.messages(number)
@@ -122,7 +126,7 @@ class Load:
                 )
                 self.encode(text)
                 said = self.tokenizer.decode(self.replies[turn % len(self.replies)][:-1])
-                messages += [{"role": "assistant", "content": said}, self.answer(number + turn)]
+                messages += [{"role": "assistant", "content": said}, self.answer(number, turn)]
         return 1000 * (time.process_time() - start) / (turns * conversations)
 
 

@@ -1,22 +1,32 @@
 """What the law tests share: small real models with random weights, and the real tokenizers."""
 
+import os
+import subprocess
 import tarfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import paceline
+from paceline.cli import main
 from paceline.model import ATTENTION
 
 # The same examples every time: a suite that is green stays green. `--hypothesis-profile explore` looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# Neither looks at the clock: how long an example takes is the machine's affair, and it may be a slow or a busy one.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", UNHURRIED, derandomize=True)
+settings.register_profile("explore", UNHURRIED, derandomize=False)
 settings.load_profile("repeatable")
 
 torch.set_num_threads(1)
+
+# Here and in every process a test starts: nobody asks the hub, and nobody waits for one that cannot be reached.
+os.environ["HF_HUB_OFFLINE"] = "1"
+huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 VOCABULARY = 67
 QUICKSTART = Path(paceline.__file__).parent / "quickstart"
@@ -29,6 +39,25 @@ ENDS = {
     "deepseek_v3": "<｜end▁of▁sentence｜>",
 }
 """Each tokenizer's token at the end of a turn."""
+
+
+@pytest.fixture(autouse=True)
+def repeatable_draws() -> None:
+    """What a test draws without a seed is the same whichever tests ran before it in this process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """Call the command as `paceline` does, but in this process: its exit code, what it printed, what it complained."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        capsys.readouterr()
+        code = main(arguments)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -2,54 +2,58 @@
 
     paceline train examples/arenas/tic_tac_toe.toml
 
-A move is one digit, 1 to 9, row by row. Whoever says anything else, or takes a square that is taken, loses. Each player
-hears only the other's moves, so the conversation is the game:
+The board is a word of nine letters, one for each square, in which whoever is asked finds their own squares as `x` and
+the other's as `o`; a move is the letter of a free square:
 
-    add: 0+0      5       x begins in the middle; nobody has moved before
-    add: 0+1      9       o took 1, x takes 9
+    axcdofghi      c       or any other letter but x and o
 
-The quickstart model knows such questions and answers them with a digit; what the digit means here it learns by playing.
-Training plays the policy against itself, from the empty board and after each first move; evaluation plays it against an
-opponent that moves at random, as `x` and as `o`.
+The quickstart model has only ever copied, turned round and sorted words: it names some letter of the board, and that
+three in a row win is for it to find out. In training a foul costs half a point and dice move instead, so that every
+game is played to its end, from many openings. Where strength is measured, a foul loses: against an opponent that moves
+at random, as `x` and as `o`, and against the policy's own past.
 """
 
 import random
 from collections.abc import Sequence
-from itertools import permutations
 from typing import Any
 
 from paceline.arena import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 from paceline.envs import Split
 
-SQUARES = "123456789"
-LINES = ("123", "456", "789", "147", "258", "369", "159", "357")
+SQUARES = "abcdefghi"
+LINES = ("abc", "def", "ghi", "adg", "beh", "cfi", "aei", "ceg")
 OTHER = {"x": "o", "o": "x"}
+FOUL = 0.5
 
 
 def to_move(moves: str) -> str:
     return "xo"[len(moves) % 2]
 
 
+def free(moves: str) -> list[str]:
+    return [square for square in SQUARES if square not in moves]
+
+
+def board(moves: str) -> str:
+    """What whoever is to move sees.
+
+    >>> board("be"), board("")
+    ('axcdofghi', 'abcdefghi')
+    """
+    own, others = moves[len(moves) % 2 :: 2], moves[1 - len(moves) % 2 :: 2]
+    return "".join("x" if square in own else "o" if square in others else square for square in SQUARES)
+
+
 def standing(moves: str) -> str | None:
     """Who has won after these legal moves: a player, `draw`, or None while the game is on.
 
-    >>> standing("14253"), standing("12"), standing("123456789")
+    >>> standing("adbec"), standing("ab"), standing("abcdefghi")
     ('x', None, 'x')
     """
     last = moves[-1::-2]  # of whoever moved last, and only they can have won by it
     if any(set(line) <= set(last) for line in LINES):
         return OTHER[to_move(moves)]
     return "draw" if len(moves) == len(SQUARES) else None
-
-
-def advance(state: EpisodeState, said: str) -> None:
-    """One move of whoever's turn it is. An illegal one loses."""
-    moves = state.data["moves"]
-    legal = len(said) == 1 and said in SQUARES and said not in moves
-    state.data["legal"] = legal
-    state.data["moves"] = moves + said if legal else moves
-    state.data["winner"] = standing(moves + said) if legal else OTHER[to_move(moves)]
-    state.done = state.data["winner"] is not None
 
 
 def pays(winner: str, player: str) -> float:
@@ -61,36 +65,67 @@ def result(state: EpisodeState, arena: Arena) -> dict[str, float]:
     return {player: pays(state.data["winner"], player) for player in state.actors}
 
 
-class Game(MultiTurnEpisode):
-    """Both sides are the policy."""
+def fouls(state: EpisodeState, arena: Arena) -> dict[str, float]:
+    return {player: -float(state.data["fouls"].count(player)) for player in state.actors}
 
-    episode_type = "self-play"
+
+class Match(MultiTurnEpisode):
+    """A game by the rules: a foul loses."""
+
+    episode_type = "match"
     actors = ("x", "o")
     rubric = Rubric([result])
 
     def init_state(self, state: EpisodeState, artifact: Artifact) -> None:
-        opening = artifact.data["opening"]
-        state.data.update(moves=opening, winner=None, legal=True)
-        state.events.extend(Event("xo"[turn % 2], move) for turn, move in enumerate(opening))
+        state.data.update(moves=artifact.data["opening"], winner=None, fouls="")
 
     def get_initial_actor(self, artifact: Artifact, state: EpisodeState) -> str:
         return to_move(state.data["moves"])
 
-    def get_initial_prompt(self, arena: Arena, artifact: Artifact, state: EpisodeState) -> str:
-        """The moves this player finds made in their own name; the other's come as news, like all later ones."""
-        return artifact.data["opening"]["xo".index(state.current_actor) :: 2]
+    def get_next_actor(self, state: EpisodeState, artifact: Artifact) -> str:
+        return to_move(state.data["moves"])
 
-    def describe(self, event: Event, listener: str) -> str:
-        return event.text
+    def get_initial_prompt(self, arena: Arena, artifact: Artifact, state: EpisodeState) -> str:
+        return ""
+
+    def describe(self, event: Event, listener: str) -> None:
+        """The board tells it all."""
 
     def compose(self, state: EpisodeState, opening: str | None, told: Sequence[str], observation: str | None) -> str:
-        return f"add: {opening or 0}+{''.join(told) or 0}"
+        return board(state.data["moves"])
 
     async def env_response(self, state: EpisodeState, arena: Arena, artifact: Artifact) -> None:
-        advance(state, state.last_text)
+        self.move(state, state.last_text[:1])
+
+    def move(self, state: EpisodeState, said: str) -> None:
+        """One move of whoever's turn it is."""
+        moves = state.data["moves"]
+        if said not in free(moves):
+            state.data["fouls"] += to_move(moves)
+            self.foul(state)
+        else:
+            state.data["moves"] = moves + said
+            state.data["winner"] = standing(moves + said)
+        state.done = state.data["winner"] is not None
+
+    def foul(self, state: EpisodeState) -> None:
+        state.data["winner"] = OTHER[to_move(state.data["moves"])]
 
     def get_metrics(self, state: EpisodeState) -> dict[str, float]:
-        return {"legal": float(state.data["legal"]), "draw": float(state.data["winner"] == "draw")}
+        return {"fouls": float(len(state.data["fouls"])), "draw": float(state.data["winner"] == "draw")}
+
+
+class Training(Match):
+    """A forgiving game: dice move for whoever names no free square."""
+
+    episode_type = "training"
+    rubric = Rubric([result, fouls], [1.0, FOUL])
+
+    def foul(self, state: EpisodeState) -> None:
+        moves = state.data["moves"]
+        # The same dice at the same point of the same game, so that a run can be played again.
+        dice = random.Random(f"{moves} {state.data['fouls']}")
+        self.move(state, dice.choice(free(moves)))
 
 
 def against_random(state: EpisodeState, arena: Arena) -> dict[str, float]:
@@ -98,7 +133,7 @@ def against_random(state: EpisodeState, arena: Arena) -> dict[str, float]:
     return {player: pays(state.data["winner"], player)}
 
 
-class AgainstRandom(Game):
+class AgainstRandom(Match):
     """The policy on one side, random legal moves on the other. The artifact fixes the side and the dice."""
 
     episode_type = "against-random"
@@ -109,11 +144,8 @@ class AgainstRandom(Game):
         state.data["dice"] = random.Random(artifact.data["dice"])
         self._reply(state, artifact)
 
-    def get_next_actor(self, state: EpisodeState, artifact: Artifact) -> str:
-        return artifact.data["player"]
-
     async def env_response(self, state: EpisodeState, arena: Arena, artifact: Artifact) -> None:
-        advance(state, state.last_text)
+        self.move(state, state.last_text[:1])
         self._reply(state, artifact)
 
     def get_metrics(self, state: EpisodeState) -> dict[str, float]:
@@ -123,32 +155,47 @@ class AgainstRandom(Game):
     def _reply(self, state: EpisodeState, artifact: Artifact) -> None:
         moves = state.data["moves"]
         if state.data["winner"] is None and to_move(moves) != artifact.data["player"]:
-            move = state.data["dice"].choice([square for square in SQUARES if square not in moves])
-            state.events.append(Event(to_move(moves), move))
-            legal = state.data["legal"]
-            advance(state, move)
-            state.data["legal"] = legal
+            self.move(state, state.data["dice"].choice(free(moves)))
+
+
+def openings(count: int, longest: int) -> list[str]:
+    """The empty board, then games that somebody at random began and nobody has won."""
+    dice, found = random.Random(0), [""]
+    while len(found) < count:
+        moves = "".join(dice.sample(SQUARES, dice.randint(0, longest)))
+        if all(standing(moves[:n]) is None for n in range(len(moves) + 1)):
+            found.append(moves)
+    return found
 
 
 class TicTacToe(Arena):
-    """Games begin after up to `openings` moves, every way these can be made."""
+    """Games from `count` openings of up to `longest` moves."""
 
     def __init__(
-        self, client: Any = None, credit_assigner: Any = None, *, openings: int = 1, eval_games: int = 64
+        self,
+        client: Any = None,
+        credit_assigner: Any = None,
+        *,
+        count: int = 512,
+        longest: int = 6,
+        eval_games: int = 64,
     ) -> None:
         super().__init__(client, credit_assigner)
-        self._openings, self._eval_games = openings, eval_games
+        self._openings, self._eval_games = openings(count, longest), eval_games
         for player in OTHER:
             self.add_actor(Actor(player))
-        self.add_episode(Game())
-        self.add_episode(AgainstRandom())
+        for kind in (Match, Training, AgainstRandom):
+            self.add_episode(kind())
 
     def requests(self, split: Split) -> Sequence[EpisodeRequest]:
         if split == "train":
-            openings = ["".join(p) for n in range(self._openings + 1) for p in permutations(SQUARES, n)]
-            return [EpisodeRequest("self-play", Artifact({"opening": opening})) for opening in openings]
+            return [EpisodeRequest("training", Artifact({"opening": opening})) for opening in self._openings]
         games = [{"opening": "", "player": "xo"[game % 2], "dice": game} for game in range(self._eval_games)]
         return [EpisodeRequest("against-random", Artifact(game)) for game in games]
+
+    def matches(self) -> Sequence[EpisodeRequest]:
+        """The policy meets its past on the empty board."""
+        return [EpisodeRequest("match", Artifact({"opening": ""}))]
 
     def get_batch(self) -> Sequence[EpisodeRequest]:
         """For `training_loop`: eight games from each of four openings."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.envs import Environment, Outcome, SingleTurn
     from paceline.errors import PacelineError
     from paceline.inference import EmbeddedEngine, GenerateRequest
-    from paceline.rollout import Group, Reply, Rollout, Seat
+    from paceline.rollout import Group, Reply, Rollout, Seat, Turn
     from paceline.trainer import TorchTrainer
 
 _HOMES = {
@@ -30,7 +30,7 @@ _HOMES = {
     "envs": ("Environment", "Outcome", "SingleTurn"),
     "errors": ("PacelineError",),
     "inference": ("EmbeddedEngine", "GenerateRequest"),
-    "rollout": ("Group", "Reply", "Rollout", "Seat"),
+    "rollout": ("Group", "Reply", "Rollout", "Seat", "Turn"),
     "trainer": ("TorchTrainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -53,6 +53,7 @@ __all__ = [
     "SingleTurn",
     "Ticket",
     "TorchTrainer",
+    "Turn",
     "__version__",
     "load",
     "train",

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from paceline import __version__
 from paceline.config import Loaded, dump, load, schema
@@ -43,6 +44,23 @@ examples:
     + OVERRIDES
 )
 
+PLAY = (
+    """
+You hear what the policy would hear in your seat and type what it would say; it plays all other seats. An environment
+with one seat is yours alone: so one learns what the policy sees. Lines may be piped in, too.
+
+examples:
+  paceline play examples/arenas/kuhn_poker.toml            against the tiny model, from the first seat
+  paceline play my-run.toml --seat o --model runs/my-run/export          against what a run has made of it
+  paceline play my-run.toml --model runs/my-run/checkpoints/latest       or against a checkpoint of this run file
+  paceline play my-run.toml --url http://127.0.0.1:8000/v1               or whatever any endpoint serves
+  paceline play reverse-text --split eval --games 10       a built-in environment, alone
+
+a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and shows the score.
+"""
+    + OVERRIDES
+)
+
 DATA = """
 examples:
   paceline data rows.jsonl                                 the first rows, as the model will see them
@@ -57,6 +75,8 @@ examples:
   paceline train runs/quickstart/config.toml --resume latest --steps 80
   paceline check my-run.toml                               is it valid, and what does it mean?
   paceline rollout reverse-text -n 4                       look at episodes before training
+  paceline play examples/arenas/kuhn_poker.toml            take a seat yourself, against the policy
+  paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
   paceline data rows.jsonl                                 look at rows as the model will see them
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
@@ -67,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if rest and known.command not in ("train", "check", "serve", "rollout"):
+    if rest and known.command not in ("train", "check", "serve", "rollout", "play"):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
         return known.run(known, rest)
@@ -129,6 +149,19 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--endpoint-model", help="the model's name there (the first it lists)")
     rollout.add_argument("--api-key", help="what the endpoint wants to be sent")
     rollout.add_argument("--concurrency", type=int, default=8, help="episodes at once (8)")
+    play = command("play", _play, "Take a seat yourself: a person among the policy's actors, or alone.", PLAY)
+    play.add_argument("target", help="run file (TOML), or the type of an environment")
+    play.add_argument("--env", help="the environment's name, where the run file has several")
+    play.add_argument("--seat", metavar="ACTOR", help="who you are (the first actor)")
+    play.add_argument("--games", type=int, help="how many (until you leave)")
+    play.add_argument("--split", choices=["train", "eval"], default="train")
+    play.add_argument("--row", type=int, help="play every game on this row")
+    play.add_argument("--url", help="base URL of any OpenAI-compatible server that plays the others")
+    play.add_argument("--model", help="its name there; or a folder, hub name or checkpoint instead of the run's model")
+    play.add_argument("--api-key", help="what the endpoint wants to be sent")
+    play.add_argument("--reveal", action="store_true", help="after each game, show what the others heard and said")
+    league = command("league", _league, "Ratings and payoff matrix of a self-play run, as table and picture.")
+    league.add_argument("directory", metavar="RUN", help="run directory, such as runs/tic-tac-toe")
     data = command("data", _data, "Show dataset rows as the model will see them, with token counts.", DATA)
     data.add_argument("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name")
     data.add_argument("--limit", type=int, default=5, help="rows to show (5)")
@@ -142,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--top-k", int, "results for a query that does not say (5)"),
         ("--host", str, "address to listen on (127.0.0.1)"),
         ("--port", int, "port; 0 picks a free one (8100)"),
+        ("--api-key", str, "what clients must send; needed off loopback (env PACELINE_SEARCH_API_KEY)"),
         ("--embeddings-url", str, "base URL of an OpenAI-compatible endpoint, to search by meaning"),
         ("--embeddings-model", str, "its model"),
         ("--embeddings-api-key", str, "its key"),
@@ -204,6 +238,30 @@ def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
     return rollouts(loaded.config, RolloutOptions(**{name: getattr(known, name) for name in names}))
 
 
+def _play(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.cluster.play import PlayOptions, play
+    from paceline.cluster.rollouts import load_rollouts
+
+    names = ("env", "seat", "games", "split", "row", "url", "model", "api_key", "reveal")
+    options = PlayOptions(**{name: getattr(known, name) for name in names})
+    return play(load_rollouts(known.target, overrides).config, options)
+
+
+def _league(known: argparse.Namespace, rest: list[str]) -> int:
+    from rich.console import Console
+
+    from paceline.cluster.league import leagues, picture
+
+    run = Path(known.directory)
+    found = leagues(run)
+    if not found:
+        raise PacelineError(f"{run} has no league: add [env.league] to an arena and evaluate (eval.every)")
+    for name, payoff in found.items():
+        Console().print(payoff.table(name))
+        print(picture(run, name, payoff))
+    return 0
+
+
 def _data(known: argparse.Namespace, overrides: list[str]) -> int:
     from rich.console import Console
 
@@ -222,10 +280,14 @@ def _data(known: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _search(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
     from paceline.envs.search.options import SearchOptions, load_options
+
+    flags = {name: getattr(known, name) for name in SearchOptions.model_fields}
+    options = load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)})
     from paceline.envs.search.server import serve_search
 
-    serve_search(load_options(**{name: getattr(known, name) for name in SearchOptions.model_fields}))
+    serve_search(options)
     return 0
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,9 @@ from openai import OpenAI
 
 MODEL = "paceline:quickstart"
 READY = re.compile(r"paceline: serving (\S+) at (http://\S+)/v1")
+
+PLAIN = {"timeout": 120, "verify": False}
+"""For clients: patience, and no certificates, which take longer to read than any of these calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +32,36 @@ class Server:
 
     @property
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(**PLAIN))
 
     def get(self, path: str, **more) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **more)
+        return httpx.get(self.url + path, **PLAIN, **more)
 
     def post(self, path: str, body=None, **more) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **more)
+        return httpx.post(self.url + path, json=body, **PLAIN, **more)
 
-    def idle(self, seconds: float = 10) -> bool:
-        """Whether the engine becomes empty within this time."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            stats = self.get("/stats").json()
-            if stats["running"] == stats["waiting"] == 0:
-                return True
-            time.sleep(0.02)
-        return False
+    def load(self) -> int:
+        """Requests that run or wait in the engine."""
+        stats = self.get("/stats").json()
+        return stats["running"] + stats["waiting"]
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def idle(self) -> bool:
+        """Whether the engine becomes empty."""
+        return becomes(lambda: self.load() == 0)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout)
+        return self.process.wait(60)
+
+
+def becomes(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """Whether something comes true; how soon is the machine's affair."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import re
 
-from test_runs import lines, metrics, paceline
+from test_runs import lines, metrics
 
 AGENT = '''
 import asyncio
@@ -65,15 +65,15 @@ WORDS = ["planet", "moon", "river", "stone", "window", "garden", "silver", "mark
 
 
 def rows(words: list[str]) -> str:
-    return "".join(json.dumps({"messages": [], "answer": word}) + "\n" for word in words)
+    return "".join(json.dumps({"answer": word}) + "\n" for word in words)
 
 
-def test_agents_that_know_only_a_base_url_train(tmp_path):
+def test_agents_that_know_only_a_base_url_train(tmp_path, here):
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "rows.jsonl").write_text(rows(WORDS))
     (tmp_path / "held_out.jsonl").write_text(rows(["copper"]))
     (tmp_path / "run.toml").write_text(RUN)
-    done = paceline(tmp_path, "train", "run.toml")
+    done = here("train", "run.toml")
     assert done.returncode == 0, done.stderr
     before, *steps = metrics(tmp_path, "agents")
     assert "eval/asynchronous/reward" in before

@@ -329,7 +329,7 @@ TASKSETS = {
         class Settings(vf.EnvConfig):
             pro: vf.AgentConfig = vf.AgentConfig()
             con: vf.AgentConfig = vf.AgentConfig()
-            judge: vf.AgentConfig = vf.AgentConfig()
+            judge: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, max_turns=1)
 
         class Topics(vf.Taskset[vf.Task, vf.TasksetConfig]):
             def load(self):
@@ -478,6 +478,8 @@ def test_a_judge_speaks_from_its_own_endpoint_and_is_no_part_of_the_episode(stag
 def test_agents_sit_in_seats_of_their_own_and_an_untrained_one_is_not_trained(stage, tasksets):
     environment = verifiers_environment(id="debate-v1")
     assert environment.actors == ("pro", "con", "judge")
+    judge = environment._env.config.judge
+    assert (judge.harness.id, judge.max_turns) == ("paceline_chat", 1)
     ((outcome, table),) = play(stage, environment, environment.examples("train"))
     assert outcome.rewards == {"pro": 1.0, "con": -1.0}
     assert outcome.metrics["pro/reward/won"] == 1.0

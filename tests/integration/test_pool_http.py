@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from contextlib import ExitStack
 
 import pytest
@@ -66,9 +67,31 @@ def connect(servers, folder):
                 for engine in engines:
                     await engine.aclose()
 
-        return asyncio.run(asyncio.wait_for(whole(), 60))
+        return asyncio.run(asyncio.wait_for(whole(), 240))
 
     return run
+
+
+async def until(condition) -> None:
+    """Ask again and again; the deadline of `connect` bounds it."""
+    while not await condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+def free(port: int) -> bool:
+    """Whether somebody may listen there; any other process may have had it for a connection of its own meanwhile."""
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+async def unanswered(engine: HttpEngine) -> int:
+    stats = await engine.stats()
+    return stats.running + stats.waiting
 
 
 def requests(count: int, **more) -> list[GenerateRequest]:
@@ -122,13 +145,13 @@ def test_tokens_are_those_of_an_engine_in_this_process(config, connect):
         assert mine.token_ids == theirs.token_ids
         assert mine.finish == theirs.finish
         assert mine.versions == theirs.versions
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert (mine.log_z is None) == (theirs.log_z is None)
         assert (mine.top and [[t for t, _ in place] for place in mine.top]) == (
             theirs.top and [[t for t, _ in place] for place in theirs.top]
         )
     for mine, theirs in zip(expected, scores, strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-5)
+        assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 def test_refusals_come_back_as_what_they_were(connect, servers, folder):
@@ -163,11 +186,15 @@ def test_refusals_come_back_as_what_they_were(connect, servers, folder):
 def test_a_full_server_is_asked_again_until_all_are_answered(connect, servers):
     async def flood(engine):
         long = requests(16, max_tokens=40, stop_token_ids=frozenset())
-        answers = await asyncio.gather(*(engine.generate(request) for request in long), return_exceptions=True)
+        await engine.pause()
+        tasks = [asyncio.ensure_future(engine.generate(request)) for request in long]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert all(isinstance(task.exception(), Overloaded) for task in done)
+        await engine.resume()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
-        assert refused
         assert all(isinstance(error, Overloaded) for error in refused), refused
-        return await asyncio.gather(*(Pool([engine]).generate(request, deadline=30) for request in long))
+        return await asyncio.gather(*(Pool([engine]).generate(request, deadline=200) for request in long))
 
     assert all(len(answer.token_ids) == 40 for answer in connect(flood, servers[0].url))
 
@@ -182,18 +209,20 @@ def test_a_request_nobody_waits_for_frees_its_place(connect, servers):
         with pytest.raises(EngineError, match=r"no completion within 0\.3 s"):
             await pool.generate(endless[0], deadline=0.3)
         assert pool.running == 2
-        held = await engine.stats()
-        assert held.running + held.waiting >= 2
+
+        async def arrived():
+            return await unanswered(engine) >= 2
+
+        await until(arrived)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await engine.resume()
-        for _ in range(200):
-            stats = await engine.stats()
-            if stats.running == stats.waiting == 0:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"still there: {stats}")
+
+        async def empty():
+            return await unanswered(engine) == 0
+
+        await until(empty)
 
     connect(leave, servers[0].url)
 
@@ -241,22 +270,33 @@ def test_a_killed_server_loses_no_request_and_its_heir_gets_the_weights(config, 
     async def run(*engines):
         pool = Pool(engines)
         await pool.load_weights(WeightUpdate(20, weights(config, 0.001)))
-        work = asyncio.gather(*(pool.generate(request, deadline=50) for request in asked))
-        while (await engines[1].stats()).running == 0:
-            assert not work.done()
+        await engines[1].pause()  # so that it still has its share when it dies
+        work = asyncio.gather(*(pool.generate(request, deadline=200) for request in asked))
+
+        async def at_work():
+            return await unanswered(engines[1]) > 0
+
+        await until(at_work)
         victim.process.send_signal(signal.SIGKILL)
         answers = await work
         assert pool.running == 0
         assert len(await pool.policies()) == 1
+        await asyncio.to_thread(victim.process.wait)
+
+        async def vacant():
+            return free(int(port))
+
+        await until(vacant)
         heir = served("--api-key", KEY, "--allow", str(folder), "--port", port, *ROOM)
         await asyncio.to_thread(heir.__enter__)
         try:
-            for _ in range(300):
-                if len(found := await pool.policies()) == 2:
-                    break
-                await asyncio.sleep(0.02)
-            assert [policy.version for policy in found] == [20, 20]
-            again = await asyncio.gather(*(pool.generate(request, deadline=50) for request in asked))
+
+            async def both():
+                return len(await pool.policies()) == 2
+
+            await until(both)
+            assert [policy.version for policy in await pool.policies()] == [20, 20]
+            again = await asyncio.gather(*(pool.generate(request, deadline=200) for request in asked))
             assert (await engines[1].stats()).tokens > 0
         finally:
             pool.close()

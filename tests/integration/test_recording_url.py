@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
-from serving import MODEL
+from serving import MODEL, PLAIN
 
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
@@ -79,7 +79,7 @@ class Parrot:
 
 
 def asynchronous(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=httpx.AsyncClient(**PLAIN))
 
 
 async def create(url: str, **body):
@@ -89,7 +89,8 @@ async def create(url: str, **body):
 
 def in_a_thread(url: str, **body):
     def call():
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+        plain = httpx.Client(**PLAIN)
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
             return client.chat.completions.create(**{"model": "any", "messages": ASK, **body})
 
     return asyncio.to_thread(call)
@@ -268,7 +269,7 @@ BAD = [
 
 def test_bad_bodies_get_openais_error_shape_and_leave_no_trace(house):
     async def story() -> None:
-        async with house.open() as seats, httpx.AsyncClient() as client:
+        async with house.open() as seats, httpx.AsyncClient(**PLAIN) as client:
             seat = seats()
             url = await seat.base_url()
             for path, body, headers, status, words in BAD:
@@ -423,7 +424,7 @@ def test_ctrl_c_reaches_whoever_runs_the_server():
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        with httpx.Client() as client:
+        with httpx.Client(**PLAIN) as client:
             assert client.get(f"{url}/models").status_code == 200
             process.send_signal(signal.SIGINT)
             assert process.stdout.read().split() == ["closed", "interrupted"]

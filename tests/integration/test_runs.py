@@ -1,19 +1,26 @@
-"""Real runs of the real command: learning, killing, resuming, stopping, refusing."""
+"""Real runs of the real command: learning, killing, resuming, stopping, refusing.
+
+What must die, learn at full speed or be told by a signal has a process of its own; whatever else a command does is
+called in this one, where torch is loaded already.
+"""
 
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
-SMALL = ["--batch-size", "32", "--eval.every", "0", "--engine.max-running", "32", "--engine.max-context", "64"]
+ALONE = ["--trainer.threads", "1"]
+"""Threads that wait for each other by spinning starve on cores that other tests use too."""
+SMALL = ["--batch-size", "32", "--eval.every", "0", "--engine.max-running", "32", "--engine.max-context", "64", *ALONE]
 REPEATABLE = ["--staleness", "0", "--deterministic"]
 
 
@@ -21,7 +28,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "paceline", *arguments]
 
 
-def paceline(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+def paceline(folder: Path, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
     """Run the command in `folder`, where its `runs/` will be."""
     return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -40,8 +47,9 @@ def trained(folder: Path, name: str = "quickstart") -> list[tuple[int, int, int]
 
 
 @pytest.mark.parametrize("staleness", ["0", "2"])
-def test_the_quickstart_learns_and_overlaps_only_when_it_may(tmp_path, staleness):
-    done = paceline(tmp_path, "train", QUICKSTART, "--staleness", staleness)
+def test_the_quickstart_learns_and_overlaps_only_when_it_may(tmp_path, here, staleness):
+    arguments = ["train", QUICKSTART, "--staleness", staleness, *ALONE]
+    done = here(*arguments) if staleness == "0" else paceline(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     steps = metrics(tmp_path)
     exact = [line["eval/reverse-text/exact"] for line in steps if "eval/reverse-text/exact" in line]
@@ -57,28 +65,48 @@ def test_the_quickstart_learns_and_overlaps_only_when_it_may(tmp_path, staleness
     assert (run / "export" / "tokenizer.json").is_file()
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """kill -9, resume: the same rows in the same order, and on one machine the very same losses."""
-    arguments = ["train", QUICKSTART, *SMALL, *REPEATABLE, "--steps", "8", "--checkpoint.every", "2"]
-    assert paceline(tmp_path, *arguments, "--name", "whole").returncode == 0
-    with subprocess.Popen(command(*arguments), cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        file = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (file.exists() and file.read_text().count("\n") >= 5):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    killed_at = len(metrics(tmp_path))
-    done = paceline(tmp_path, *arguments, "--resume", "latest")
+MORTAL = """
+import os, signal
+from pathlib import Path
+from paceline.config.env import ReverseText
+from paceline.envs import build_environment
+
+class Mortal(type(build_environment(ReverseText()))):
+    \"\"\"Kills its process in its 32 * 4 + 20th episode, the one time it finds the fuse.\"\"\"
+
+    def __init__(self):
+        super().__init__(ReverseText())
+        self.episodes = 0
+
+    async def play(self, example, seats):
+        self.episodes += 1
+        if self.episodes == 32 * 4 + 20 and Path("fuse").exists():
+            Path("fuse").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().play(example, seats)
+"""
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, here):
+    """kill -9 in the fifth step, resume: the same rows in the same order, and on one machine the very same losses."""
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    (tmp_path / "mortal.toml").write_text(
+        f"include = ['{os.path.relpath(QUICKSTART, tmp_path)}']\n"
+        "[[env]]\ntype = 'custom'\nname = 'reverse-text'\nimport_path = 'mortal.py:Mortal'\n"
+    )
+    arguments = ["train", "mortal.toml", *SMALL, *REPEATABLE, "--steps", "6", "--checkpoint.every", "3"]
+    assert here(*arguments, "--name", "whole").returncode == 0
+    (tmp_path / "fuse").touch()
+    assert paceline(tmp_path, *arguments).returncode == -signal.SIGKILL
+    assert 3 <= len(metrics(tmp_path)) <= 4
+    done = here(*arguments, "--resume", "latest")
     assert done.returncode == 0, done.stderr
-    assert killed_at >= 5
     assert trained(tmp_path) == trained(tmp_path, "whole")
     for ours, theirs in zip(metrics(tmp_path), metrics(tmp_path, "whole"), strict=True):
         assert [ours[k] for k in ("step", "loss", "grad_norm")] == [theirs[k] for k in ("step", "loss", "grad_norm")]
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, here):
     arguments = ["train", QUICKSTART, *SMALL, "--steps", "400"]
     with subprocess.Popen(command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -91,23 +119,23 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
     assert "--resume latest" in rest.splitlines()[-1]
     reached = metrics(tmp_path)[-1]["step"]
     assert 3 <= reached < 400
-    done = paceline(tmp_path, *arguments, "--steps", str(reached + 2), "--resume", "latest")
+    done = here(*arguments, "--steps", str(reached + 2), "--resume", "latest")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, reached + 3))
 
 
-def test_a_second_run_into_the_same_directory_is_refused(tmp_path):
+def test_a_second_run_into_the_same_directory_is_refused(tmp_path, here):
     arguments = ["train", QUICKSTART, *SMALL, "--steps", "1"]
-    assert paceline(tmp_path, *arguments).returncode == 0
+    assert here(*arguments).returncode == 0
     before = (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text()
-    refused = paceline(tmp_path, *arguments)
+    refused = here(*arguments)
     assert refused.returncode == 2
     assert "already holds a run" in refused.stderr
     # An overwrite that cannot even load its model must not cost the old run.
-    broken = paceline(tmp_path, *arguments, "--overwrite", "--model.name", "./nowhere")
+    broken = here(*arguments, "--overwrite", "--model.name", "./nowhere")
     assert broken.returncode == 1
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text() == before
-    assert paceline(tmp_path, *arguments, "--overwrite").returncode == 0
+    assert here(*arguments, "--overwrite").returncode == 0
 
 
 REWARDS = """
@@ -121,7 +149,7 @@ async def not_a_number(row, seat):
 
 async def letters(row, seat):
     reply = await seat.chat(row["messages"])
-    return reply.text.count("a") / 4
+    return reply.text.count("ba") / 4
 """
 
 
@@ -129,7 +157,7 @@ async def letters(row, seat):
 def user(tmp_path):
     """A user's folder: rewards, rows, and a run file over them."""
     (tmp_path / "rewards.py").write_text(REWARDS)
-    row = {"messages": [{"role": "user", "content": "copy: banana"}], "answer": "banana"}
+    row = {"messages": [{"role": "user", "content": "reverse: banana"}], "answer": "ananab"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
     (tmp_path / "run.toml").write_text(
         "name = 'mine'\nbatch_size = 16\ngroup_size = 4\nsteps = 2\n[sampling]\nmax_tokens = 8\n"
@@ -138,8 +166,8 @@ def user(tmp_path):
     return tmp_path
 
 
-def test_a_function_of_the_users_own_trains(user):
-    done = paceline(user, "train", "run.toml")
+def test_a_function_of_the_users_own_trains(user, here):
+    done = here("train", "run.toml")
     assert done.returncode == 0, done.stderr
     assert metrics(user, "mine")[-1]["step"] == 2
 
@@ -149,7 +177,7 @@ def test_a_function_of_the_users_own_trains(user):
     [
         (["--model.name", "./no-such-model"], "no such folder"),
         (["--model.name", "nobody/knows-this"], "nobody/knows-this"),
-        (["--env.0.dataset", "rows.xyz"], "only .jsonl, .json and .csv"),
+        (["--env.0.dataset", "rows.xyz"], "dataset rows.xyz: not a .json, .jsonl, .csv"),
         (["--env.0.dataset", "missing.jsonl"], "no such file"),
         (["--env.0.dataset", "bad.jsonl"], "bad.jsonl:2"),
         (["--env.0.import_path", "rewards.py:raises"], "KeyError: 'anwser'"),
@@ -161,14 +189,22 @@ def test_a_function_of_the_users_own_trains(user):
         (["--resume", "latest"], "no checkpoint"),
     ],
 )
-def test_bad_input_gets_one_sentence(user, arguments, sentence):
-    (user / "bad.jsonl").write_text('{"messages": []}\n{"messages": \n')
-    done = paceline(user, "train", "run.toml", *arguments)
+def test_bad_input_gets_one_sentence(user, here, arguments, sentence):
+    row = (user / "rows.jsonl").read_text().splitlines()[0]
+    (user / "bad.jsonl").write_text(f'{row}\n{{"messages": \n')
+    done = here("train", "run.toml", *arguments)
     assert done.returncode in (1, 2)
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("paceline: ")
+
+
+def test_the_command_itself_complains_and_tells_the_shell(user):
+    done = paceline(user, "train", "run.toml", "--group-size", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("paceline: ")
+    assert done.stderr.count("\n") == 1
 
 
 LIBRARY = """
@@ -178,31 +214,30 @@ from paceline.config.env import CustomEnv
 
 class Shout(paceline.SingleTurn):
     def examples(self, split):
-        return [{"messages": [{"role": "user", "content": f"copy: {w}"}]} for w in ("abc", "bcd", "cde", "def")]
+        return [{"messages": [{"role": "user", "content": f"reverse: {w}"}]} for w in ("cab", "dab", "tab", "crab")]
 
     def score(self, example, reply):
-        return paceline.Outcome.solo(reply.text.count("e"))
+        return paceline.Outcome.solo(reply.text.count("ab"))
 
 config = paceline.RunConfig(name="library", steps=2, batch_size=16, group_size=4, eval=Eval(every=0),
-                            env=[CustomEnv(name="shout", import_path="here:Shout")])
+                            sampling={"max_tokens": 12}, env=[CustomEnv(name="shout", import_path="here:Shout")])
 result = paceline.train(config, environments={"shout": Shout()})
 print(result.outcome.status, result.metrics[-1]["step"])
 """
 
 
-def test_fifteen_lines_of_python_do_what_a_run_file_does(tmp_path):
+def test_fifteen_lines_of_python_do_what_a_run_file_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "library.py").write_text(LIBRARY)
-    done = subprocess.run(
-        [sys.executable, "library.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.splitlines()[-1] == "finished 2", done.stderr
+    runpy.run_path("library.py", run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "finished 2"
     assert (tmp_path / "runs" / "library" / "export" / "config.json").is_file()
 
 
-def test_check_prints_a_file_that_resolves_to_itself(tmp_path):
-    first = paceline(tmp_path, "check", QUICKSTART, "--staleness", "3")
+def test_check_prints_a_file_that_resolves_to_itself(tmp_path, here):
+    first = here("check", QUICKSTART, "--staleness", "3")
     (tmp_path / "resolved.toml").write_text(first.stdout)
-    second = paceline(tmp_path, "check", "resolved.toml")
+    second = here("check", "resolved.toml")
     assert first.returncode == second.returncode == 0
     assert first.stdout == second.stdout
     assert "staleness = 3" in first.stdout
@@ -210,24 +245,23 @@ def test_check_prints_a_file_that_resolves_to_itself(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [["--model.lora.rank", "4"], ["--model.dtype", "bfloat16"]])
-def test_lora_and_bf16_run_end_to_end(tmp_path, extra):
+def test_lora_and_bf16_run_end_to_end(tmp_path, here, extra):
     """Synchronously, so that no reply spans a swap: only then do engine and trainer speak of the same numbers."""
-    done = paceline(tmp_path, "train", QUICKSTART, *SMALL, "--steps", "3", "--staleness", "0", *extra)
+    brief = ["--batch-size", "16", "--steps", "2", "--staleness", "0"]  # bfloat16 is slow where the CPU lacks it
+    done = here("train", QUICKSTART, *SMALL, *brief, *extra)
     assert done.returncode == 0, done.stderr
-    from transformers import AutoModelForCausalLM
-
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "quickstart" / "export")
     fresh = [line["mismatch_kl"] for line in metrics(tmp_path) if "mismatch_kl" in line]
     assert max(fresh) < (1e-6 if "lora" in extra[0] else 1e-2)
 
 
-def test_two_environments_share_a_batch_by_weight(tmp_path):
+def test_two_environments_share_a_batch_by_weight(tmp_path, here):
     (tmp_path / "two.toml").write_text(
         f"include = ['{os.path.relpath(QUICKSTART, tmp_path)}']\nname = 'two'\nsteps = 4\n"
         "[[env]]\ntype = 'reverse-text'\nweight = 3\n[[env]]\ntype = 'arithmetic'\ngroup_size = 4\n"
         "[env.algo]\ntype = 'max_rl'\n"
     )
-    done = paceline(tmp_path, "train", "two.toml", *SMALL)
+    done = here("train", "two.toml", *SMALL)
     assert done.returncode == 0, done.stderr
     drawn = [r for r in lines(tmp_path / "runs" / "two" / "tickets.jsonl") if r["state"] == "in flight"]
     places = {"reverse-text": 8, "arithmetic": 4}

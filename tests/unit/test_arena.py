@@ -96,7 +96,7 @@ def dice(seed: int, words: str):
 
 # --- games
 
-GAMES = [("tic_tac_toe.py:TicTacToe", "123456789"), ("kuhn_poker.py:KuhnPoker", "0123456789")]
+GAMES = [("tic_tac_toe.py:TicTacToe", "abcdefghi"), ("kuhn_poker.py:KuhnPoker", "0123456789")]
 
 
 @pytest.mark.parametrize(("name", "words"), GAMES)
@@ -104,7 +104,7 @@ GAMES = [("tic_tac_toe.py:TicTacToe", "123456789"), ("kuhn_poker.py:KuhnPoker", 
 @given(seed=st.integers(0, 10_000))
 def test_what_one_player_wins_the_other_loses(play, name, words, seed):
     arena = example(name)()
-    request = random.Random(seed).choice(arena.requests("train"))
+    request = random.Random(seed).choice(arena.matches())
     rollouts, engine = play(arena, dice(seed, words), request)
     assert len(engine.outcome.rewards) == 2
     assert sum(engine.outcome.rewards.values()) == 0
@@ -117,7 +117,7 @@ def test_each_actors_turns_of_a_game_form_one_sample(play, seed):
     rng, taken = random.Random(seed), []
 
     def legal(prompt: str) -> str:
-        taken.append(rng.choice([square for square in "123456789" if square not in taken]))
+        taken.append(rng.choice([square for square in "abcdefghi" if square not in taken]))
         return taken[-1]
 
     arena = example("tic_tac_toe.py:TicTacToe")()
@@ -128,16 +128,31 @@ def test_each_actors_turns_of_a_game_form_one_sample(play, seed):
         (sample,) = rollout.samples
         assert len(sample.spans) == len(rollout.turns)
         assert sample.loss_mask.sum() == sum(len(turn.completion_ids) for turn in rollout.turns)
-        assert rollout.kind == "self-play"
+        assert rollout.kind == "training"
         assert rollout.parent == ""
 
 
 def test_the_rules_of_tic_tac_toe():
     standing = example("tic_tac_toe.py:standing")
-    games = ["".join(moves) for moves in permutations("123456789", 5)]
+    games = ["".join(moves) for moves in permutations("abcdefghi", 5)]
     assert sum(standing(game) == "x" for game in games) == 1440  # of 255,168 games so many end there
     assert not any(standing(game) == "o" for game in games)
-    assert standing("123546879") == "draw"
+    assert standing("abcedfhgi") == "draw"
+
+
+@laws
+@given(seed=st.integers(0, 10_000))
+def test_a_foul_costs_half_a_point_in_training_and_dice_move_on(play, seed):
+    arena, fouls = example("tic_tac_toe.py:TicTacToe")(), []
+    request = random.Random(seed).choice(arena.requests("train"))
+    rollouts, engine = play(arena, dice(seed, "abcdefghi"), request)
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    for turn in turns:
+        board = turn.messages[-1]["content"]
+        assert sorted(set(board) - set("xo")) == [square for square in "abcdefghi" if square in board]
+        fouls.append(turn.text[:1] not in set(board) - set("xo"))
+    assert sum(engine.outcome.rewards.values()) == -0.5 * sum(fouls)
+    assert len(turns) + len(request.artifact.data["opening"]) <= 9
 
 
 def test_kuhn_poker_is_worth_minus_one_eighteenth():
@@ -324,8 +339,8 @@ def test_what_is_not_trainable_is_played_with_everything_below_it_and_not_traine
 
 def test_an_actor_played_by_another_model_does_not_train(play):
     arena = example("tic_tac_toe.py:TicTacToe")()
-    request = EpisodeRequest("self-play", Artifact({"opening": ""}), models={"o": "version-7"})
-    moves = iter("14253")
+    request = EpisodeRequest("match", Artifact({"opening": ""}), models={"o": "version-7"})
+    moves = iter("adbec")
     rollouts, engine = play(arena, lambda prompt: next(moves), request)
     assert [(rollout.actor, rollout.reward) for rollout in rollouts] == [("x", 1.0)]
     assert [request.model for request in engine.requests] == ["", "version-7"] * 2 + [""]
@@ -538,11 +553,11 @@ def test_an_arena_with_nothing_to_play_is_refused_at_the_start():
 
 def test_a_run_file_names_an_arena_by_import_path():
     path = f"{EXAMPLES / 'tic_tac_toe.py'}:TicTacToe"
-    environment = arena_environment(ArenaEnv(import_path=path, kwargs={"openings": 1, "eval_games": 6}))
+    environment = arena_environment(ArenaEnv(import_path=path, kwargs={"count": 10, "eval_games": 6}))
     assert environment.actors == ("x", "o")
     assert len(environment.examples("train")) == 10
     assert [row["request"].artifact.data["player"] for row in environment.examples("eval")] == [*"xoxoxo"]
-    with pytest.raises(ArenaError, match=r"tic_tac_toe.py:SQUARES: gave '123456789', not a paceline.arena.Arena"):
+    with pytest.raises(ArenaError, match=r"tic_tac_toe.py:SQUARES: gave 'abcdefghi', not a paceline.arena.Arena"):
         arena_environment(ArenaEnv(import_path=path.replace("TicTacToe", "SQUARES")))
 
 

@@ -51,12 +51,21 @@ TOML = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
+NAMES = st.text(min_size=1, max_size=12)
+SOURCES = (
+    NAMES
+    | st.lists(NAMES, min_size=1, max_size=3, unique=True)
+    | st.dictionaries(NAMES, st.floats(0, 9, exclude_min=True), min_size=1, max_size=3)
+)
 CHOSEN = {  # keys tied to one another by rules
     "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
     "batch_size": st.sampled_from([64, 128]),
     "group_size": st.sampled_from([1, 2, 8]),
     "min_group_size": st.just(1),
     "max_inflight": st.integers(8, 10**6),
+    "dataset": SOURCES,
+    "eval_dataset": SOURCES,
+    "advertise": st.from_regex(r"[a-z0-9.-]{1,9}", fullmatch=True) | st.just("fe80::1"),
 }
 
 
@@ -401,7 +410,8 @@ def test_command_line_errors(arguments, sentence):
         ("model.name = 3", "model.name: expected text, got 3"),
         ("model = 3", "model: expected a table, got 3"),
         ("trainer.loss = 3", "trainer.loss: expected a table, got 3"),
-        ("model.lora.targets = [3]", 'model.lora.targets: expected a list of text or "all-linear", got [3]'),
+        ("model.lora.targets = [3]", "model.lora.targets.0: expected text, got 3"),
+        ("model.lora.targets = 3", 'model.lora.targets: expected a list of text or "all-linear", got 3'),
         ("on_stale = 'dorp'", 'on_stale: expected one of "drop", "mask" or "keep", got "dorp"; '
          'did you mean "drop"?'),
         ("schema_version = 2", "schema_version: expected 1, got 2"),
@@ -413,6 +423,29 @@ def test_command_line_errors(arguments, sentence):
 )  # fmt: skip
 def test_an_error_says_where_what_and_what_instead(write, text, line):
     assert problems(write(text, "examples/x.toml")) == [f"examples/x.toml: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("fields = {gt = 3, q = 'prompt'}", "fields.gt: expected text, got 3"),
+        ("fields = {'a.b c' = {d = 'answer'}}", 'fields."a.b c": expected text, got a table'),
+        ("fields = ['gt']", 'fields: expected a table, got ["gt"]'),
+        ("eval_dataset = {'a.csv' = 1, 'b.csv' = 'x'}", 'eval_dataset."b.csv": expected a number, got "x"'),
+        ("eval_dataset = ['a.csv', 3]", "eval_dataset.1: expected text, got 3"),
+        ("eval_dataset = 3", "eval_dataset: expected text or a list of text or a table, got 3"),
+        ("eval_dataset = {'a.csv' = -1}", "eval_dataset: the weight of `a.csv` is -1: it must be above 0"),
+    ],
+)
+def test_in_a_table_of_the_users_own_keys_the_wrong_one_is_named(write, text, sentence):
+    env = "[[env]]\ntype = 'equality'\ndataset = 'a.csv'\n"
+    assert problems(write(env + text)) == [f"run.toml: env.0.{sentence}"]
+
+
+@pytest.mark.parametrize("host", ["http://box", "box:80", "[::1]", ""])
+def test_what_agents_are_told_is_a_host_alone(write, host):
+    (sentence,) = problems(write(f"recording.advertise = '{host}'"))
+    assert sentence.startswith(f"run.toml: recording.advertise: `{host}` is more than a host: leave out")
 
 
 def test_all_problems_are_reported_at_once(write):

@@ -11,13 +11,19 @@ import threading
 import pytest
 from pydantic import ValidationError
 
+from paceline.config import RunConfig
+from paceline.config.env import CustomEnv
 from paceline.config.env.doors import ModuleEnv, ReasoningGym
-from paceline.data import DataError
-from paceline.data.importing import HookError
+from paceline.config.inference import Sampling
+from paceline.data import DataError, Ticket
+from paceline.data.importing import HookError, import_object
 from paceline.envs.base import EnvError
 from paceline.envs.module import ModuleEnvironment
 from paceline.envs.offloop import Threads, run_user_code
 from paceline.envs.reasoning_gym import shares
+from paceline.orchestrator import RealClock, lay_out
+from paceline.orchestrator.episodes import Player
+from paceline.rollout import Voice
 from playing import stage as open_stage
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -344,6 +350,130 @@ def test_a_module_can_be_named_as_a_package(stage, module, tmp_path, monkeypatch
     settings = ModuleEnv(module="given_by_name", dataset=str(tmp_path / "rows.jsonl"))
     ((outcome, _),) = play(stage, ModuleEnvironment(settings))
     assert outcome.rewards == {"policy": 2.0}
+
+
+# --- a function, and the rollouts it makes by hand
+
+FUNCTION = """
+import dataclasses
+import numpy
+from paceline import Rollout, Ticket
+from paceline.rollout import Turn
+
+def made(turns, **about):
+    return Rollout(**{"ticket": Ticket(-1, "elsewhere", 0, 0, 0), "member": 9, "turns": turns, "reward": 0.5} | about)
+
+async def talk(seat):
+    messages = [{"role": "user", "content": "reverse: abc"}]
+    messages.append((await seat.chat(messages)).message)
+    await seat.chat([*messages, {"role": "user", "content": "again"}])
+
+RECORDED = []
+
+async def copied(row, seat):
+    await talk(seat)
+    RECORDED.append(list(seat.turns))
+    arrays = ("prompt_ids", "completion_ids", "logprobs", "versions")
+    return made([dataclasses.replace(t, **{a: numpy.array(getattr(t, a)) for a in arrays}) for t in seat.turns])
+
+async def last_only(row, seat):
+    await talk(seat)
+    return made(seat.turns[-1:], metrics={"kept": 1.0}, reward=True)
+
+TURN = {
+    "prompt_ids": [5, 6], "completion_ids": [7, 8, 2], "logprobs": [-1, -2.5, 0.0], "versions": [0, 0, 1],
+    "finish": "length", "temperature": 0.5,
+}
+
+async def foreign(row, seat, turn={}, about={}, dropped=False):
+    return made([Turn(**TURN), Turn(**TURN | turn)], **about | {"dropped": dropped})
+
+async def empty(row, seat, **about):
+    return made([3] if about.pop("three", False) else [], **about)
+
+async def without_reward(row, seat):
+    return made([Turn(**TURN)], reward=None)
+"""
+
+
+@pytest.fixture
+def rolled(stage, tmp_path):
+    """Plays the group of one ticket as a run does: by the name of a function, two rollouts on one row."""
+    (tmp_path / "play.py").write_text(FUNCTION)
+    (tmp_path / "rows.jsonl").write_text('{"n": 0}\n')
+
+    def play(name, **kwargs):
+        path = f"{tmp_path / 'play.py'}:{name}"
+        section = CustomEnv(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
+        course = lay_out(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
+        voice = Voice(stage._pool, stage._renderer, Sampling(max_tokens=8), frozenset(stage._ends))
+        return asyncio.run(Player(voice, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
+
+    return play
+
+
+def test_a_rollout_made_of_what_was_recorded_trains_what_was_recorded(rolled, tmp_path):
+    group = rolled("copied")
+    assert [rollout.error for rollout in group.failed] == []
+    recorded = import_object(f"{tmp_path / 'play.py'}:RECORDED")
+    assert [rollout.turns for rollout in group.rollouts] in (recorded, recorded[::-1])
+    for member, rollout in enumerate(group.rollouts):
+        assert (rollout.ticket, rollout.member, rollout.reward) == (group.ticket, member, 0.5)
+        told = json.loads(json.dumps(rollout.record()))
+        assert told["tokens"] == sum(int(sample.loss_mask.sum()) for sample in rollout.samples) > 0
+
+
+def test_a_rollout_made_by_hand_stands_for_what_the_seat_recorded(rolled):
+    for rollout in rolled("last_only").rollouts:
+        assert (len(rollout.turns), rollout.reward, rollout.metrics) == (1, 1.0, {"kept": 1.0})
+        (sample,) = rollout.samples
+        assert sample.loss_mask.sum() == len(rollout.turns[0].completion_ids)
+
+
+def test_a_rollout_from_elsewhere_becomes_samples_of_its_ticket(rolled):
+    first, _ = rolled("foreign", turn={"prompt_ids": [5, 6, 7, 8, 2, 9], "finish": "stop"}).rollouts
+    (sample,) = first.samples  # the second turn goes on from the first
+    assert (sample.ticket, sample.rollout, sample.ended) == (Ticket(4, "mine", 0, 0, 0), 0, "terminated")
+    assert sample.token_ids.tolist() == [5, 6, 7, 8, 2, 9, 7, 8, 2]
+    assert sample.versions.tolist() == [-1, -1, 0, 0, 1, -1, 0, 0, 1]
+    assert sample.logprobs is not None
+    assert sample.logprobs.tolist() == [0, 0, -1, -2.5, 0, 0, -1, -2.5, 0]
+    assert sample.temperatures[sample.loss_mask].tolist() == [0.5] * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "says"),
+    [
+        ("foreign", {"turn": {"logprobs": [-1, -2]}}, "turn 2: `logprobs` has 2 entries, but `completion_ids` has 3"),
+        ("foreign", {"turn": {"versions": [0] * 4}}, "turn 2: `versions` has 4 entries, but `completion_ids` has 3"),
+        ("foreign", {"turn": {"log_z": [0.0]}}, "turn 2: `log_z` has 1 entries, but `completion_ids` has 3"),
+        ("foreign", {"turn": {"completion_ids": [7, 8]}}, "turn 2: `logprobs` has 3 entries, but `completion_ids` has"),
+        ("foreign", {"turn": {"completion_ids": []}}, "turn 2: `completion_ids` is empty"),
+        ("foreign", {"turn": {"prompt_ids": []}}, "turn 2: `prompt_ids` is empty"),
+        ("foreign", {"turn": {"prompt_ids": [5, 6.5]}}, "turn 2: `prompt_ids` holds 6.5: it must hold whole numbers"),
+        ("foreign", {"turn": {"versions": [0, 0, -1]}}, "turn 2: `versions` holds -1"),
+        ("foreign", {"turn": {"logprobs": [0, 0, "x"]}}, "turn 2: `logprobs` holds 'x': it must hold finite numbers"),
+        ("foreign", {"turn": {"finish": "end"}}, "turn 2: `finish` is 'end': write 'stop' or 'length'"),
+        ("foreign", {"turn": {"temperature": -1.0}}, "turn 2: `temperature` is -1.0"),
+        ("foreign", {"about": {"error": "lost"}}, "returned a Rollout with an error: lost"),
+        ("foreign", {"about": {"reward": "much"}}, "returned 'much': return a number"),
+        ("without_reward", {}, "returned a Rollout without a `reward`"),
+        ("empty", {}, "returned a Rollout without turns"),
+        ("empty", {"three": True}, "turn 1 of the Rollout is of type int"),
+    ],
+)
+def test_a_rollout_that_does_not_fit_is_a_sentence_and_trains_nothing(rolled, name, kwargs, says):
+    group = rolled(name, **kwargs)
+    assert group.rollouts == []
+    for rollout in group.failed:
+        assert f"play.py:{name}" in rollout.error
+        assert says in rollout.error
+
+
+def test_a_dropped_rollout_drops_its_episode(rolled):
+    group = rolled("foreign", dropped=True)
+    assert [rollout.dropped for rollout in group.failed] == [True, True]
+    assert group.rollouts == []
 
 
 # --- sections of the run file

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def serve(model, work, deterministic=False, **config):
         engine = EmbeddedEngine(model, EngineConfig(threads=1, **config), deterministic=deterministic)
         engine.start()
         try:
-            return await asyncio.wait_for(work(engine), 60)
+            return await asyncio.wait_for(work(engine), 240)
         finally:
             engine.close()
 
@@ -58,6 +58,34 @@ async def until(condition) -> None:
     """Poll the engine's thread; the test's own deadline bounds it."""
     while not condition():  # noqa: ASYNC110 - another thread changes it
         await asyncio.sleep(0.001)
+
+
+async def together(engine, crowd: list[GenerateRequest], listeners=None, stop_at: int | None = None) -> list:
+    """All begin in one step, so that two runs see the same batches; `stop_at` as of `stopped_at`."""
+    await engine.pause()
+    listeners = listeners or [None] * len(crowd)
+    tasks = [asyncio.create_task(engine.generate(r, listener)) for r, listener in zip(crowd, listeners, strict=True)]
+    await until(lambda: engine._scheduler.waiting == len(crowd))
+    await (engine.resume() if stop_at is None else stopped_at(engine, stop_at))
+    return tasks
+
+
+async def stopped_at(engine, tokens: int) -> None:
+    """Let the engine go on until it has drawn so many tokens, and pause it there, between two steps.
+
+    A test that only looks, and then pauses, is too late on a busy machine: all that ran is over by then.
+    """
+    step = engine._step
+
+    def stepping() -> None:
+        step()
+        if engine.tokens >= tokens:
+            engine._hold(True)
+
+    engine._step = stepping
+    await engine.resume()
+    await until(lambda: engine.tokens >= tokens and engine._paused)
+    engine._step = step
 
 
 def trainer_logprobs(model, request: GenerateRequest, completion: Completion) -> torch.Tensor:
@@ -174,14 +202,14 @@ def test_a_prompt_is_never_shared_across_versions(model):
     request = GenerateRequest(prompt_ids=tuple(range(30)), max_tokens=60, noise=1)
 
     async def work(engine):
-        first = asyncio.create_task(engine.generate(request))
-        await until(lambda: engine.tokens >= 3)
+        (first,) = await together(engine, [request], stop_at=3)
         await engine.load_weights(WeightUpdate(1, dict(other.named_parameters())))
+        await engine.resume()
         return await engine.generate(request), await first
 
     second, first = serve(twin(model), work)
     assert set(second.versions) == {1}
-    assert first.versions[0] == 0
+    assert first.versions == [0] * 3 + [1] * 57
     assert np.abs(trainer_logprobs(other, request, second).numpy() - np.array(second.logprobs)).max() < 1e-4
 
 
@@ -224,11 +252,12 @@ def test_bad_requests_are_refused_and_others_go_on(model):
 
 def test_cancelled_requests_leave_and_their_slots_are_used_again(model):
     async def work(engine):
-        doomed = [asyncio.create_task(engine.generate(r)) for r in requests(max_tokens=100)]
-        await until(lambda: engine.tokens >= 5)
+        doomed = await together(engine, requests(max_tokens=100), stop_at=5)
         for task in doomed:
             task.cancel()
-        await asyncio.gather(*doomed, return_exceptions=True)
+        await asyncio.wait(doomed)
+        assert all(task.cancelled() for task in doomed)
+        await engine.resume()
         kept = await engine.generate(GenerateRequest(prompt_ids=(1, 2), max_tokens=3))
         await until(lambda: engine._scheduler.idle)
         return kept, engine._cache.used
@@ -261,15 +290,21 @@ def test_an_engine_that_breaks_answers_what_was_still_on_its_way(model):
     """Weights, scores and requests queued behind the step that failed get the cause and never hang."""
 
     async def work(engine):
+        stepping, asked = threading.Event(), threading.Event()
+
         def fail(chunks):
-            time.sleep(0.2)
+            stepping.set()
+            assert asked.wait(240)
             raise RuntimeError("out of memory")
 
         engine._runner.launch = fail
         first = asyncio.create_task(engine.generate(requests()[0]))
-        await asyncio.sleep(0.1)
+        await until(stepping.is_set)
         late = [engine.policy(), engine.generate(requests()[1]), engine.load_weights(WeightUpdate(1, {}))]
-        return await asyncio.gather(first, *late, return_exceptions=True)
+        tasks = [first, *map(asyncio.ensure_future, late)]
+        await until(lambda: engine._inbox.qsize() == len(late))
+        asked.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     answers = serve(twin(model), work)
     assert all(isinstance(answer, EngineError) and "out of memory" in str(answer) for answer in answers)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_engine import serve, until
+from test_engine import serve, together, until
 
 from conftest import tiny_model
 from engines import MATRIX, SymbolicRunner, content, random_adapter
@@ -311,8 +311,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_loses_nobody(config):
     async def work(engine):
         undisturbed = await asyncio.gather(*map(engine.generate, wanted))
         before = held_bytes(engine._cache)
-        tasks = [asyncio.create_task(engine.generate(r)) for r in wanted[:4]]
-        await until(lambda: engine.tokens > 6 * 60 + 10)
+        tasks = await together(engine, wanted[:4], stop_at=6 * 60 + 10)
         await engine.sleep()
         assert (await engine.stats()).asleep
         assert (held_bytes(engine._cache), engine._cache.used) == (0, 0)

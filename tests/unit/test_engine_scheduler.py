@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_engine import complete, requests, serve, trainer_logprobs, until
+from test_engine import complete, requests, serve, together, trainer_logprobs, until
 
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, PAGE_GIB
@@ -74,7 +74,7 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(config, cut):
             return launch(chunks)
 
         engine._runner.launch = listening
-        tasks = {i: asyncio.create_task(engine.generate(WANTED[i])) for i in order}
+        tasks = dict(zip(order, await together(engine, [WANTED[i] for i in order]), strict=True))
         answers = [await tasks[i] for i in range(len(WANTED))]
         await until(lambda: engine._scheduler.idle)
         return answers, await engine.stats()
@@ -126,15 +126,16 @@ def test_cancelled_requests_free_everything_and_fall_silent(config):
     heard: list[list[Piece]] = [[] for _ in wanted]
 
     async def work(engine):
-        tasks = [asyncio.create_task(engine.generate(r, h.append)) for r, h in zip(wanted, heard, strict=True)]
-        await until(lambda: engine.tokens >= 40)
+        tasks = await together(engine, wanted, [pieces.append for pieces in heard], stop_at=40)
         for task in tasks[::2]:
             task.cancel()
+        await asyncio.wait(tasks[::2])
+        silent = [len(pieces) for pieces in heard[::2]]
+        await engine.resume()
         kept = await asyncio.gather(*tasks[1::2])
-        silent = [len(pieces) for pieces in heard]
         await until(lambda: engine._scheduler.idle)
-        await asyncio.gather(*tasks[::2], return_exceptions=True)
-        assert silent == [len(pieces) for pieces in heard]
+        assert all(task.cancelled() for task in tasks[::2])
+        assert silent == [len(pieces) for pieces in heard[::2]]
         return kept, engine._cache
 
     kept, cache = serve(twin(MODEL), work, max_running=6, **config)
@@ -146,9 +147,7 @@ def test_cancelled_requests_free_everything_and_fall_silent(config):
 @pytest.mark.parametrize("config", MATRIX)
 def test_a_pause_keeps_everybody(config):
     async def work(engine):
-        tasks = [asyncio.create_task(engine.generate(r)) for r in WANTED]
-        await until(lambda: engine.tokens > 20)
-        await engine.pause()
+        tasks = await together(engine, WANTED, stop_at=21)
         steps = engine.steps
         await asyncio.sleep(0.03)
         assert engine.steps == steps
@@ -236,7 +235,7 @@ def guided(model, wanted: list[GenerateRequest], config: dict) -> list[Completio
         engine = EmbeddedEngine(model, EngineConfig(threads=1, **config), grammars=lambda grammar: Ladder())
         engine.start()
         try:
-            return await asyncio.wait_for(asyncio.gather(*map(engine.generate, wanted)), 60)
+            return await asyncio.wait_for(asyncio.gather(*map(engine.generate, wanted)), 240)
         finally:
             engine.close()
 
@@ -335,12 +334,12 @@ BAD: list[dict] = [
 @pytest.mark.parametrize("config", MATRIX)
 def test_bad_requests_are_refused_at_once_and_others_go_on(config):
     async def work(engine):
-        good = [asyncio.create_task(engine.generate(r)) for r in WANTED]
-        await until(lambda: engine.tokens > 5)
+        good = await together(engine, WANTED, stop_at=6)
         for bad in BAD if config["cache"] == "pages" else BAD[:-1]:
             request = GenerateRequest(**({"prompt_ids": (1, 2), "max_tokens": 4} | bad))
             with pytest.raises(RequestError):
                 engine.submit(request)
+        await engine.resume()
         huge = await engine.generate(GenerateRequest(prompt_ids=(1,), max_tokens=9, top_k=(1 << 63) - 1, noise=-1))
         return await asyncio.gather(*good), huge
 

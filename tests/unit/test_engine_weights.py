@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_engine import requests, serve, trainer_logprobs, until
+from test_engine import requests, serve, together, trainer_logprobs
 
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, merged, random_adapter
@@ -26,15 +26,6 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def gap(expected: torch.Tensor, got: list[float]) -> float:
     return float(np.abs(expected.numpy() - np.array(got)).max())
-
-
-async def together(engine, crowd: list[GenerateRequest]) -> list[asyncio.Task]:
-    """All begin in one step, so that two runs see the same batches."""
-    await engine.pause()
-    tasks = [asyncio.create_task(engine.generate(request)) for request in crowd]
-    await until(lambda: engine._scheduler.waiting == len(crowd))
-    await engine.resume()
-    return tasks
 
 
 # -- swaps under load -------------------------------------------------------------------------------------------------
@@ -89,7 +80,7 @@ def under_swaps(config: dict, seed: int) -> list[tuple[GenerateRequest, Completi
                 engine._swap(WeightUpdate(version + 1, weights(version + 1)), None)
 
         engine._step = stepping
-        answers = await asyncio.gather(*(engine.generate(request) for request in wanted))
+        answers = await asyncio.gather(*await together(engine, wanted))
         assert engine.swaps == 3
         return answers
 
@@ -145,12 +136,12 @@ def test_a_refused_update_changes_nothing(config):
     async def work(engine):
         undisturbed = await asyncio.gather(*await together(engine, CROWD))
         before = await engine.policy()
-        tasks = await together(engine, CROWD)
-        await until(lambda: engine.tokens > 95)
+        tasks = await together(engine, CROWD, stop_at=93)
         for bad in BAD.values():
             with pytest.raises(EngineError):
                 await engine.load_weights(bad)
-        assert not all(task.done() for task in tasks)
+        assert not any(task.done() for task in tasks)
+        await engine.resume()
         disturbed = await asyncio.gather(*tasks)
         assert await engine.policy() == before
         good = WeightUpdate(1, weights(1), expected=fingerprint(weights(1).items()))
@@ -167,8 +158,7 @@ def test_a_failed_canary_closes_the_door_until_a_good_update(config):
     right, wrong = (make_canary(POLICIES[v], Head(POLICIES[v])) for v in (1, 2))
 
     async def work(engine):
-        running = asyncio.create_task(engine.generate(replace(CROWD[0], max_tokens=100)))
-        await until(lambda: engine.tokens > 3)
+        (running,) = await together(engine, [replace(CROWD[0], max_tokens=100)], stop_at=4)
         with pytest.raises(EngineError, match="version 1 failed its canary"):
             await engine.load_weights(WeightUpdate(1, weights(1), canary=wrong))
         for refused in (engine.generate(CROWD[1]), engine.score([[1, 2, 3]])):
@@ -181,6 +171,7 @@ def test_a_failed_canary_closes_the_door_until_a_good_update(config):
         with pytest.raises(EngineError, match="canary"):  # nobody goes on with weights that are not proved
             await running
         await engine.load_weights(WeightUpdate(2, weights(1), canary=right))
+        await engine.resume()
         return await engine.generate(CROWD[1])
 
     assert set(serve(twin(POLICIES[0]), work, **config).versions) == {2}

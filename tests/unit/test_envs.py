@@ -148,7 +148,7 @@ def test_a_functions_number_or_bool_is_the_reward(custom, value):
 
 def test_a_function_plays_the_rows_of_its_dataset(custom):
     environment = custom("spread")
-    assert environment.examples("train") == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert list(environment.examples("train")) == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert environment.examples("eval") == []
     assert play(environment, {"n": 2}) == Outcome.solo(0.25, row=2.0)
     assert play(custom("scaled", scale=3), seat={"score": 0.25}) == Outcome.solo(0.75)

@@ -67,7 +67,7 @@ def test_the_engine_gives_what_the_trainer_gives(family):
         finally:
             engine.close()
 
-    done = asyncio.run(asyncio.wait_for(work(), 60))
+    done = asyncio.run(asyncio.wait_for(work(), 240))
     rows = [torch.tensor([*r.prompt_ids, *c.token_ids]) for r, c in zip(wanted, done, strict=True)]
     with torch.no_grad():
         ours = packed_logprobs(model, rows)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from paceline.config.env.graded import Code as CodeConfig
 from paceline.config.env.graded import Math as MathConfig
-from paceline.data import read_rows
+from paceline.data import DataError, open_rows
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs import sandbox as sandbox_package
 from paceline.envs.code import Code, solution_in
@@ -133,7 +133,7 @@ def check(said, answers):
 def test_a_check_that_goes_wrong_pays_nothing_and_says_why(tmp_path, trick, kind):
     file = tmp_path / "check.py"
     file.write_text(CHECKS.format(trick=f"if said == 'bad': {trick}", parsed=True))
-    config = MathConfig(name="math", dataset="unused", check_timeout=2.0, workers=2)
+    config = MathConfig(name="math", dataset="unused", check_timeout=4.0 if kind == "timed_out" else 60.0, workers=2)
     environment = Math(config, check=f"{file}:check")
 
     async def run():
@@ -148,7 +148,7 @@ def test_a_check_that_goes_wrong_pays_nothing_and_says_why(tmp_path, trick, kind
 @needs_math_verify
 def test_a_power_tower_is_given_up():
     async def run():
-        environment = maths(check_timeout=3.0, workers=1)
+        environment = maths(check_timeout=5.0, workers=1)
         outcome = await environment.grade(r"\boxed{9^{9^{9^{9}}} + 1}", ["1"])
         assert outcome.rewards == {POLICY: 0.0}
         assert outcome.metrics["check_failed/timed_out"] == 1
@@ -528,19 +528,19 @@ def test_the_last_python_block_counts_or_else_the_whole_reply():
 
 
 BAD_CODE_ROWS = [
-    ({"prompt": "?"}, "row 2: `tests` must be"),
-    ({"prompt": "?", "tests": []}, "row 2: `tests` must be"),
-    ({"prompt": "?", "tests": [1]}, "row 2: `tests` must be"),
-    ({"prompt": "?", "tests": "assert ("}, "row 2: a test is not valid Python"),
-    ({"prompt": "?", "tests": "assert f()", "entry_point": "f()"}, "row 2: `entry_point` must be"),
-    ({"tests": "assert f()"}, "row 2: has neither"),
+    ({"prompt": "?"}, r"rows\.jsonl:2: a row needs `tests`"),
+    ({"prompt": "?", "tests": []}, r"rows\.jsonl:2: `tests` must be"),
+    ({"prompt": "?", "tests": [1]}, r"rows\.jsonl:2: `tests` must be"),
+    ({"prompt": "?", "tests": "assert ("}, r"rows\.jsonl:2: a test is not valid Python"),
+    ({"prompt": "?", "tests": "assert f()", "entry_point": "f()"}, r"rows\.jsonl:2: `entry_point` must be"),
+    ({"tests": "assert f()"}, r"rows\.jsonl:2: a row needs `messages`"),
 ]
 
 
 @pytest.mark.parametrize(("row", "why"), BAD_CODE_ROWS)
 def test_a_bad_row_is_named(tmp_path, row, why):
     good = {"prompt": "?", "tests": "assert f()"}
-    with pytest.raises(EnvError, match=why):
+    with pytest.raises(DataError, match=why):
         coder(dataset=write(tmp_path / "rows.jsonl", good, row)).examples("train")
 
 
@@ -548,13 +548,13 @@ def test_a_bad_row_is_named(tmp_path, row, why):
 def test_a_bad_maths_row_is_named(tmp_path):
     for bad in ({"question": "?"}, {"question": "?", "answer": []}, {"answer": "1"}):
         rows = write(tmp_path / "rows.jsonl", {"question": "?", "answer": "1"}, bad)
-        with pytest.raises(EnvError, match="row 2"):
+        with pytest.raises(DataError, match=r"rows\.jsonl:2: "):
             maths(dataset=rows).examples("train")
 
 
 def test_toy_sets_have_five_rows_each():
     for file in sorted(TOYS.glob("*.jsonl")):
-        assert len(read_rows(str(file))) == 5, file.name
+        assert len(open_rows(str(file))) == 5, file.name
     assert {file.stem for file in TOYS.glob("*.jsonl")} == {"math", "code", "language", "tools"}
 
 
@@ -568,7 +568,7 @@ def test_the_toy_answers_are_right():
                 assert outcome.rewards == {POLICY: 1.0}, answer
 
     asyncio.run(run())
-    for row in read_rows(str(TOYS / "tools.jsonl")):
+    for row in open_rows(str(TOYS / "tools.jsonl")):
         sum_ = row["messages"][0]["content"].removeprefix("What is ").partition("?")[0]
         assert float(eval(sum_)) == float(row["answer"])
 

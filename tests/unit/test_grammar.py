@@ -163,7 +163,7 @@ def test_different_grammars_and_plain_requests_share_a_batch(ask):
     beside = [answer for place, (_, answer) in enumerate(answers) if mixed[place % len(mixed)] is None]
     assert [a.token_ids for a in alone] == [b.token_ids for b in beside]
     for a, b in zip(alone, beside, strict=True):
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 def test_log_probabilities_are_of_the_full_vocabulary_and_log_z_is_the_kept_mass(ask, engine, tokenizer):
@@ -182,7 +182,7 @@ def test_log_probabilities_are_of_the_full_vocabulary_and_log_z_is_the_kept_mass
             ends = asyncio.run(engine.score([[*begun, i] for i in options], temperature))
             kept = torch.tensor([score[-1] for score in ends]).logsumexp(0)
             assert answer.log_z[place] == pytest.approx(float(kept), abs=1e-4)
-        assert answer.log_z[-1] == pytest.approx(answer.logprobs[-1], abs=1e-5)  # nothing but the end is left
+        assert answer.log_z[-1] == pytest.approx(answer.logprobs[-1], abs=1e-4)  # nothing but the end is left
 
 
 def test_top_p_cuts_within_what_the_grammar_allows(ask):

@@ -1,13 +1,25 @@
-"""Laws of the league: ratings tell what the games tell, and matchmaking repeats itself."""
+"""Laws of the league: ratings tell what the games tell, matchmaking repeats itself, and the past still speaks."""
+
+import asyncio
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import tiny_model
+from paceline.arena import Artifact, EpisodeRequest, EpisodeResult, League, Match
 from paceline.arena.matchmaking import Matchmaker
 from paceline.arena.payoff import Payoff
+from paceline.arena.picture import draw_league
 from paceline.arena.ratings import SCALE, rate
+from paceline.config import env as config
+from paceline.config.inference import Engine as EngineConfig
+from paceline.inference import EmbeddedEngine, GenerateRequest
+from paceline.inference.past import PoolWithPast
+from paceline.model.weights import Adapter, WeightUpdate
 
 GAMES = st.lists(
     st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.sampled_from([0.0, 0.5, 1.0])).filter(
@@ -105,3 +117,132 @@ def test_matchmaking_is_a_pure_function_and_prefers_those_it_loses_to():
     even = [Matchmaker("uniform", mirror=0).draw(n, "me", past, payoff) for n in range(400)]
     assert 150 < even.count("weak") < 250
     assert Matchmaker("hardest", mirror=0).draw(0, "me", [], payoff) == "me"
+
+
+def test_intervals_tell_players_apart_and_not_from_nowhere():
+    """What all players have in common cannot be known, so it must not blur how they differ."""
+    payoff = played([("new", "old", 1.0)] * 40 + [("new", "old", 0.0)] * 8)
+    new, old = payoff.ratings()
+    assert (new.player, old.player) == ("new", "old")
+    assert new.low > old.high
+    wider = played([("new", "old", 1.0)] * 5 + [("new", "old", 0.0)]).ratings()[0]
+    assert wider.high - wider.low > 2 * (new.high - new.low)
+
+
+# --- who is in it
+
+
+@settings(deadline=None)
+@given(size=st.integers(2, 5), every=st.integers(1, 4), steps=st.integers(0, 40), busy=st.sets(st.integers(0, 40)))
+def test_a_league_keeps_the_first_version_never_more_than_its_size_and_nobody_who_plays_leaves(
+    size, every, steps, busy
+):
+    league, addresses = League(config.League(size=size, every=every), "chess"), {}
+    with ExitStack() as games:
+        for version in range(steps + 1):
+            before = set(league.versions)
+            address = league.admit(version)
+            assert address is None or version % every == 0
+            left = before - set(league.versions)
+            assert not left & busy
+            addresses = {v: a for v, a in addresses.items() if v not in left}
+            if address is not None:
+                assert address not in addresses.values(), "two versions under one name"
+                addresses[version] = address
+                if version in busy:
+                    games.enter_context(league.playing(f"v{version}"))
+            assert league.versions == sorted(addresses)
+            assert len(league.versions) <= size
+            assert league.versions[0] == 0
+    assert {league.address(name) for name in league.past} == set(addresses.values())
+    assert league.address(f"v{steps + 1}") is None
+
+
+def test_a_full_league_is_spread_over_the_run():
+    league = League(config.League(size=4, every=1), "chess")
+    for version in range(13):
+        league.admit(version)
+    assert league.versions[0] == 0
+    assert league.versions[-1] == 12
+    assert max(np.diff(league.versions)) <= 6
+
+
+def game(learner: float, opponent: float) -> EpisodeResult:
+    request = EpisodeRequest("game", Artifact(0))
+    return EpisodeResult(request, {}, {"x": learner, "o": opponent}, {}, [], {})
+
+
+def test_seats_are_swapped_and_a_league_goes_on_where_it_was():
+    settings = config.League(size=3, every=1, mirror=0.25)
+    league, other = League(settings, "chess"), League(settings, "chess")
+    for version in range(3):
+        league.admit(version)
+    drawn = [league.draw(("x", "o")) for _ in range(200)]
+    seats = [match.learner for match in drawn if match is not None]
+    assert 0.6 < len(seats) / len(drawn) < 0.9
+    assert 0.4 < seats.count("x") / len(seats) < 0.6
+    league.report(Match("x", "v1"), game(1.0, -1.0))
+    league.report(Match("o", "v1"), game(0.5, 0.5), version=2)
+    other.load(league.state())
+    assert [league.draw(("x", "o")) for _ in range(50)] == [other.draw(("x", "o")) for _ in range(50)]
+    assert other.state() == league.state()
+    assert other.payoff.score("v2", "v1") == 0.5
+    assert other.payoff.games("v2", "v1") == 1, "games of training are not for the ratings"
+
+
+# --- the past speaks
+
+
+def whole(version: int, seed: int) -> WeightUpdate:
+    return WeightUpdate(version, dict(tiny_model(seed).named_parameters()))
+
+
+def adapter(version: int, seed: int) -> WeightUpdate:
+    generator = torch.Generator().manual_seed(seed)
+    layer = "model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{layer}.lora_A.weight": torch.randn(2, 32, generator=generator),
+        f"{layer}.lora_B.weight": torch.randn(32, 2, generator=generator),
+    }
+    return WeightUpdate(version, tensors, Adapter("", 2.0))
+
+
+@pytest.mark.parametrize("update", [whole, adapter])
+def test_a_past_version_says_what_it_said_when_it_was_the_policy(update):
+    settings = EngineConfig(adapters=3 if update is adapter else 0, adapter_rank=2)
+    ask = GenerateRequest(prompt_ids=(5, 6, 7, 8), max_tokens=24, noise=3)
+
+    def make() -> EmbeddedEngine:
+        return EmbeddedEngine(tiny_model(9), settings)
+
+    async def talk(pool):
+        said = {}
+        for version in range(3):
+            await pool.load_weights(update(version, version))
+            await pool.keep(f"chess/past-{version % 2}", update(version, version))
+            said[version] = (await pool.generate(ask)).token_ids
+        for place, version in ((0, 2), (1, 1)):  # version 0 has lost its place to version 2
+            answer = await pool.generate(GenerateRequest(**{**_fields(ask), "model": f"chess/past-{place}"}))
+            assert answer.token_ids == said[version]
+            assert set(answer.versions) == {version}
+        assert len({tuple(ids) for ids in said.values()}) == 3
+
+    engine = make()
+    engine.start()
+    pool = PoolWithPast([engine], make)
+    try:
+        asyncio.run(talk(pool))
+    finally:
+        pool.close()
+        engine.close()
+
+
+def _fields(request: GenerateRequest) -> dict:
+    return {name: getattr(request, name) for name in request.__dataclass_fields__}
+
+
+def test_a_league_can_be_looked_at(tmp_path):
+    payoff = played([("v40", "v0", 1.0), ("v40", "v20", 0.5), ("v20", "v0", 1.0)])
+    draw_league(payoff, tmp_path / "league.png", "chess")
+    assert (tmp_path / "league.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["league.png"]

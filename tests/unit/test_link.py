@@ -46,7 +46,7 @@ def linked(engine):
         yield link
     finally:
         link.close()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -63,14 +63,14 @@ def test_completions_pieces_scores_and_vital_signs_cross_unchanged(engine):
         theirs += await asyncio.gather(*(link.generate(request) for request in requests[1:]))
         for ours, other in zip(mine, theirs, strict=True):
             assert other.token_ids == ours.token_ids
-            assert other.logprobs == pytest.approx(ours.logprobs, abs=1e-5)
+            assert other.logprobs == pytest.approx(ours.logprobs, abs=1e-4)
             assert (other.finish, other.versions, other.recomputed) == (ours.finish, ours.versions, ours.recomputed)
             assert (other.log_z is None) == (ours.log_z is None)
             assert [[token for token, _ in top] for top in other.top] == [[t for t, _ in top] for top in ours.top]
         assert [token for piece in heard for token in piece.token_ids] == theirs[0].token_ids
         assert [logprob for piece in heard for logprob in piece.logprobs] == theirs[0].logprobs
         assert await link.score([[1, 2], [3, 4, 5]], 0.5) == [
-            pytest.approx(scores, abs=1e-6) for scores in await engine.score([[1, 2], [3, 4, 5]], 0.5)
+            pytest.approx(scores, abs=1e-4) for scores in await engine.score([[1, 2], [3, 4, 5]], 0.5)
         ]
         assert await link.limits() == await engine.limits()
         assert await link.policy() == await engine.policy()
@@ -92,12 +92,9 @@ def test_cancelling_here_frees_the_place_there(engine):
             task.cancel()
         await asyncio.wait(tasks)
         await link.resume()
-        for _ in range(1000):
-            stats = await link.stats()
-            if not (stats.running or stats.waiting):
-                break
-            await asyncio.sleep(0.01)
-        assert (stats.running, stats.waiting) == (0, 0)
+        async with asyncio.timeout(60):
+            while (stats := await link.stats()).running or stats.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert all(task.cancelled() for task in tasks)
 
     with linked(engine) as link:

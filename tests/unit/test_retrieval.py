@@ -17,7 +17,7 @@ import paceline
 from lookups import plan
 from paceline.config.env.retrieval import Retrieval as Config
 from paceline.config.inference import Sampling
-from paceline.data import Ticket
+from paceline.data import DataError, Ticket
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.retrieval import HINT, Retrieval, f1, normalised, read_move, shown
 from paceline.inference import Completion, GenerateRequest, Pool
@@ -235,28 +235,30 @@ def test_rows_of_ones_own(tmp_path):
     own = [
         {"question": "How {many}?", "answer": 3},
         {"messages": [{"role": "user", "content": "And?"}], "answer": ["a", "b"]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "And?"}]}], "answer": 4.5},
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(one) + "\n" for one in own))
     environment = Retrieval(Config(dataset=str(tmp_path / "own.jsonl")))
-    first, second = environment.examples("train")
+    first, *others = environment.examples("train")
     assert first["messages"][0]["content"].endswith("Question: How {many}?")
     assert first["answer"] == ["3"]
-    assert second["messages"] == own[1]["messages"]
+    assert [other["messages"] for other in others] == [one["messages"] for one in own[1:]]
     assert environment.examples("eval") == []
 
 
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        ({"question": "When?"}, "row 2: a question needs an `answer`"),
-        ({"question": "When?", "answer": []}, "row 2: a question needs an `answer`"),
-        ({"question": "When?", "answer": [{}]}, "row 2: a question needs an `answer`"),
-        ({"answer": "412"}, "row 2: a row needs a `question`, or `messages`"),
-        ({"messages": [], "answer": "412"}, "row 2: `messages` must be a list of objects"),
+        ({"question": "When?"}, "a row needs `answer`"),
+        ({"question": "When?", "answer": []}, "a question needs an `answer`"),
+        ({"question": "When?", "answer": [{}]}, "a question needs an `answer`"),
+        ({"answer": "412"}, "a row needs `messages`, `prompt`, `question`"),
+        ({"question": "  ", "answer": "412"}, "a row needs a `question`, or `messages`"),
+        ({"messages": [], "answer": "412"}, "`messages` must be a list of messages"),
     ],
 )
 def test_a_row_that_asks_nothing_is_named(tmp_path, bad, sentence):
     good = {"question": "When?", "answer": "412"}
     (tmp_path / "own.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
-    with pytest.raises(EnvError, match=rf"own\.jsonl, {sentence}"):
+    with pytest.raises(DataError, match=rf"own\.jsonl:2: {sentence}"):
         Retrieval(Config(dataset=str(tmp_path / "own.jsonl"))).examples("train")

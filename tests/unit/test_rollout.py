@@ -1,17 +1,29 @@
 """Laws of recording: turns become samples token for token, and a conversation goes on from its recorded ids."""
 
 import dataclasses
+import random
+import re
 import string
+from pathlib import Path
 
+import jinja2
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from conftest import ENDS
 from paceline.data import Ticket
-from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
+from paceline.inference.tools import for_template
+from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble, pieces, sandbox
+from paceline.rollout.history import LONGEST_KNOWN, meaning
+from paceline.rollout.pieces import SHORTEST
+from paceline.rollout.recent import ENTRY, Recent
 
 TICKET = Ticket(4, "maze", 0, 4, 1)
 TOKENS = st.lists(st.integers(0, 3), max_size=3)  # few ids, so that prompts agree by chance as well
@@ -170,9 +182,23 @@ def test_going_on_equals_rendering_anew_when_the_tokens_are_the_tokenizers_own(s
 
 
 def test_a_template_that_respells_a_reply_does_not_retokenise_it(scribe):
-    turn = scribe.say(scribe.renderer.prompt(START), START, [" ", "ten", "al", "p", " \n"])
+    turn = scribe.say(scribe.renderer.prompt(START), START, [" ", "ten", " al", "p", " \n"])
     prompt = scribe.renderer.extend(turn, answered(turn, user("again")))
     assert prompt[: len(turn.prompt_ids + turn.completion_ids)] == turn.prompt_ids + turn.completion_ids
+
+
+def test_a_template_that_adds_to_a_reply_has_it_rendered_anew(load):
+    """The model would see more than it said, so what it said is not what it sees."""
+    tokenizer = load("quickstart")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} (noted){% endif %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    scribe = Scribe("quickstart", tokenizer)
+    turn = scribe.say(scribe.renderer.prompt(START), START, ["ten", "alp"])
+    asked = answered(turn, user("again"))
+    assert scribe.renderer.extend(turn, asked) == scribe.renderer.prompt(asked)
+    assert "tenalp (noted)" in tokenizer.decode(scribe.renderer.prompt(asked))
 
 
 def test_what_does_not_continue_a_recorded_turn_is_rendered_anew(scribe):
@@ -230,3 +256,218 @@ def test_a_tokenizer_without_a_chat_template_is_refused(load):
     tokenizer.chat_template = None
     with pytest.raises(RenderError, match=r"name one with model\.chat_template"):
         Renderer(tokenizer, [])
+
+
+# --- the short ways: pieces, the sandbox, what is remembered
+
+
+def pieces_of(tokenizer) -> list[str]:
+    """What texts are made of here: tokens, halves of tokens, and whatever tokenizers treat in a way of its own."""
+    added = [token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()][:12]
+    halves = [half for token in added for half in (token[:-1], token[1:], token + token[0], token[0] + token)]
+    plain = [
+        "so",
+        " be",
+        "it ",
+        "  ",
+        "\n",
+        "\n\n",
+        " \n ",
+        "\t",
+        "é",
+        "中",
+        "🙂",
+        "e\u0301",
+        "\u00a0",
+        "▁",
+        "'s",
+        "12",
+    ]
+    return [*added, *halves, *plain, "x" * SHORTEST, "a few words, " * 3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_text_cut_at_its_added_tokens_has_the_tokens_of_the_whole(scribe, data):
+    texts = st.lists(st.sampled_from(pieces_of(scribe.tokenizer)) | st.text(max_size=4), max_size=12).map("".join)
+    for text in data.draw(st.lists(texts, min_size=1, max_size=3)):
+        for twice in (text, text):
+            assert scribe.renderer._encode(twice) == scribe.encode(twice)
+
+
+def trained(*added: AddedToken, **parts) -> PreTrainedTokenizerFast:
+    """A tokenizer of another make, with these tokens added."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>"], show_progress=False)
+    backend.train_from_iterator(["so be it and so it is", "<a> b </a> c <b> the end of it all"], trainer)
+    backend.add_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+first = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+MAKES = {
+    "a space before the first word": trained(AddedToken("<a>", normalized=False), pre_tokenizer=first),
+    "one token within another": trained(
+        *(AddedToken(text, normalized=False) for text in ("<a>", "<a><b>", "<b>so", "a><")), pre_tokenizer=first
+    ),
+    "tokens of normalised text": trained(
+        AddedToken("<a>", normalized=False),
+        AddedToken("<b>", normalized=True),
+        normalizer=tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Lowercase(), tokenizers.normalizers.Prepend("▁")]
+        ),
+    ),
+    "a space before every text": trained(
+        AddedToken("<a>", normalized=False), normalizer=tokenizers.normalizers.Prepend("▁")
+    ),
+    "tokens that swallow white space": trained(
+        AddedToken("<a>", normalized=False, lstrip=True),
+        AddedToken("<b>", normalized=False, rstrip=True),
+        pre_tokenizer=first,
+    ),
+    "tokens that are whole words": trained(AddedToken("<a>", normalized=False, single_word=True), pre_tokenizer=first),
+    "no tokens at all": trained(pre_tokenizer=first),
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_and_so_it_has_whatever_the_tokenizer_is_like(make, monkeypatch):
+    monkeypatch.setattr(pieces, "SHORTEST", 1)
+    tokenizer, rng = MAKES[make], random.Random(0)
+    parts = ["<a>", "<b>", "<A>", "<B>", "so", "it", " ", "  ", "\n", "a><", "x"]
+    cut = pieces.Pieces(tokenizer)
+    for _ in range(300):
+        text = "".join(rng.choices(parts, k=rng.randint(0, 8)))
+        assert cut.encode(text) == tokenizer.encode(text, add_special_tokens=False), text
+
+
+def test_pieces_are_tokenised_once(load):
+    """A conversation that is rendered anew costs only what is new in it."""
+    tokenizer = load("quickstart")
+    cut, seen = pieces.Pieces(tokenizer), []
+    whole, cut._whole = cut._whole, lambda text: seen.append(text) or whole(text)
+    parts = [f"<|user|>{i} and so on, for as long as it takes<|end|>" for i in range(4)]
+    for count in (1, 2, 3, 4, 4):
+        cut.encode("".join(parts[:count]))
+    assert len([text for text in seen if "0 and so on" in text]) == 1
+    assert len(seen) <= 2 * len(parts)
+
+
+def test_what_is_remembered_is_bounded():
+    rng, recent = random.Random(0), Recent(10 * ENTRY)
+    for i in range(500):
+        weight = rng.randrange(12 * ENTRY)
+        recent.put(f"{i}", i, weight)
+        assert recent.get(f"{i}") == (i if weight <= 9 * ENTRY else None)
+        assert sum(weight for _, weight in recent._kept.values()) == recent._weight <= 10 * ENTRY
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(0, 1) | st.text("ab\n<é", max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+TEXTS = st.text(string.ascii_letters + " \n</think>", max_size=20) | st.just("<think>\nso\n</think>\n\nit is")
+ODD = st.just(Path("so"))
+CALLED = st.fixed_dictionaries({"name": st.sampled_from(["add", "look_up"]), "arguments": VALUES | ODD})
+SPOKEN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": TEXTS},
+    optional={
+        "tool_calls": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": CALLED}), max_size=2),
+        "name": st.just("ann"),
+        "reasoning_content": TEXTS,
+        "thinking": TEXTS,
+        "odd": ODD | VALUES,
+    },
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@settings(max_examples=40, deadline=None)
+@example(messages=[user("so?"), {"role": "assistant", "content": "it is", "thinking": "hm"}], tools=None, reply=False)
+@given(messages=st.lists(SPOKEN, max_size=6), tools=st.sampled_from([None, [TOOL]]), reply=st.booleans())
+def test_the_template_writes_what_transformers_has_it_write(scribe, messages, tools, reply):
+    template = scribe.renderer._template
+    try:
+        told = [template._expressible(for_template(message)) for message in messages]
+        theirs = scribe.tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=reply)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        with pytest.raises(RenderError):
+            template.write(messages, tools, reply)
+    else:
+        assert template.write(messages, tools, reply) == theirs
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].role }}{{ messages[0].missing }}{{ messages[0].items }}",
+        "{{ messages[0].missing.deeper }}",
+        "{{ messages[0].items() | list }}{{ messages[0].keys() | list }}{{ messages[0].get('role') }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages[0].pop }}{{ messages[0].clear() }}",
+        "{{ messages[0].__class__ }}{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
+        "{% set f = '{0.__class__}'.format %}{{ f(1) }}{{ ('{0.__class__}'|attr('format'))(1) }}",
+        "{{ messages[0]|attr('content') }}{{ messages[0]|attr('keys') }}{{ ''|attr('__class__') }}",
+        "{{ messages|map(attribute='role')|join('-') }}{{ messages|selectattr('role', 'equalto', 'user')|list }}",
+        "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ loop.previtem }}{{ loop.cycle(1, 2) }}{% endfor %}",
+        "{% for m in messages %}{{ loop.__init__ }}{{ loop._iterable }}{{ loop.nope }}{{ loop.length }}{% endfor %}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content.split() }}{% endfor %}",
+        "{% set ns = namespace(a=1, b=[]) %}{{ ns.a }}{{ ns.b }}{{ ns.c }}{% set ns.a = 'x' %}{{ ns.a.upper() }}",
+        "{% set ns = namespace() %}{{ ns.__class__ }}{{ ns._Namespace__attrs }}",
+        "{% set ns = namespace(f='{0.__class__}'.format) %}{{ ns.f(1) }}",
+        "{% macro m(x) %}{{ x.strip('e') }}{{ caller is defined }}{% endmacro %}{{ m(messages[0].role) }}{{ m.name }}",
+        "{% generation %}{{ messages[0].content.encode('utf8') }}{% endgeneration %}",
+        "{{ messages | tojson }}{{ messages[0].content.nope }}{{ messages[0].content.nope() }}",
+        "{{ 'a'.join(messages) }}",
+        "{{ messages[0].content.startswith() }}",
+        "{{ raise_exception('no') }}",
+        "{{ dict(a=1).a }}{{ range(3) | list }}{{ bos_token }}",
+        "{{ messages[0].content.replace('e', 'x', 1).title().center(9) }}{{ 'abc'[::-1].upper().isupper() }}",
+        "{% for c in 'ab'.join(['x', 'y']) %}{{ c.islower() }}{% endfor %}{{ strftime_now }}",
+    ],
+)
+def test_the_sandbox_allows_and_forbids_what_jinjas_does(quickstart, source):
+    quickstart.chat_template = source
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a b"}]
+    ours = sandbox.compiled(source)
+    assert isinstance(ours.environment, sandbox.Sandbox)
+    assert outcome(lambda: ours.render(messages=messages, tools=None, **quickstart.special_tokens_map)) == outcome(
+        lambda: quickstart.apply_chat_template(messages, tokenize=False)
+    )
+    assert messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a b"}]
+
+
+@pytest.fixture(scope="module")
+def quickstart(load):
+    return load("quickstart")
+
+
+def outcome(write) -> str | tuple[type, str]:
+    try:
+        return re.sub("0x[0-9a-f]+", "", write())
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
+        return type(error), str(error)
+
+
+def test_nor_does_it_hand_out_what_a_namespace_hides():
+    """Transformers has namespaces of its own, which take no such names; jinja's do."""
+    source = "{% set ns = namespace(_a=1, b='x') %}{{ ns.b }}{{ ns._a }}{{ ns._a + 1 }}"
+    outcomes = [outcome(kind().from_string(source).render) for kind in (sandbox.Sandbox, ImmutableSandboxedEnvironment)]
+    assert outcomes[0] == outcomes[1]
+
+
+def test_numbers_and_truths_that_are_equal_do_not_say_the_same():
+    def call(arguments) -> dict:
+        return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    said = [meaning(call(arguments)) for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}, {"a": "1"}, '{"a": ', "{}")]
+    assert len(set(said)) == len(said)
+    for text in ('{"a":1}', ' {"a" : 1}', '{"a": 1}' + " " * 2 * LONGEST_KNOWN):
+        assert meaning(call(text)) == said[0]

@@ -1,20 +1,30 @@
 """Laws of search: what BM25 ranks first, what an index folder keeps, and a corpus whose questions can be answered."""
 
+import asyncio
 import json
 import math
 import runpy
+import threading
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
+import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookups import look_up, plan
+from paceline.cli import main
 from paceline.config import ConfigError
+from paceline.config.env import Retrieval
 from paceline.data import DataError
-from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, tokenise
+from paceline.envs import EnvError
+from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
+from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, server, tokenise
 from paceline.envs.search.corpus import BUILT_IN, QUESTIONS, save_corpus
+from paceline.inference.server.run import listen
 
 laws = settings(max_examples=100, deadline=None)
 WORDS = ["alder", "birch", "cedar", "dogwood", "elm", "fir", "gorse", "hazel", "ivy", "juniper"]
@@ -166,6 +176,11 @@ def test_a_document_needs_no_title_and_its_id_may_be_a_number(tmp_path):
     [
         ({"top_k": 0}, "--top-k: .*greater than or equal to 1"),
         ({"port": 99_999}, "--port: .*less than or equal to 65535"),
+        (
+            {"host": "0.0.0.0"},
+            r"0\.0\.0\.0 can be reached from other machines: give an API key \(--api-key or PACELINE_S",
+        ),
+        ({"host": "box", "api_key": ""}, "--api-key: .*at least 1 character"),
         ({"embeddings_url": "http://127.0.0.1:1"}, "needs both --embeddings-url and --embeddings-model"),
     ],
 )
@@ -173,6 +188,72 @@ def test_options_that_cannot_be_are_refused(flags, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_options(**flags)
     assert load_options(top_k=None, port=None).top_k == 5
+    assert load_options(host="0.0.0.0", api_key="k").api_key == "k"
+
+
+def test_the_command_takes_its_key_from_the_flag_or_else_the_environment(monkeypatch, capsys):
+    heard = []
+    monkeypatch.setattr(server, "serve_search", lambda options: heard.append(options.api_key))
+    off_loopback = ["search-server", "--host", "0.0.0.0"]
+    assert main(off_loopback) == 2
+    assert "give an API key" in capsys.readouterr().err
+    monkeypatch.setenv("PACELINE_SEARCH_API_KEY", "kept")
+    assert main(off_loopback) == main([*off_loopback, "--api-key", "given"]) == 0
+    assert heard == ["kept", "given"]
+
+
+# --- the service
+
+
+@contextmanager
+def serving(**options):
+    """The service on a free port of this machine, as `paceline search-server` would build it."""
+    door = listen("127.0.0.1", 0)
+    app = server.build_app(BM25.build(documents(["alder birch", "cedar"])), **options)
+    running = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [door]})
+    thread.start()  # the socket listens already: whoever comes early waits
+    try:
+        yield f"http://127.0.0.1:{door.getsockname()[1]}"
+    finally:
+        running.should_exit = True
+        thread.join()
+        door.close()
+
+
+def test_a_service_with_a_key_answers_only_who_sends_it(monkeypatch):
+    monkeypatch.delenv("PACELINE_SEARCH_API_KEY", raising=False)
+    with serving(api_key="open sesame") as url:
+        assert httpx.get(f"{url}/health", timeout=60).json()["documents"] == 2
+        for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "open sesame"}):
+            answer = httpx.post(f"{url}/search", json={"query": "cedar"}, headers=headers, timeout=60)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        with pytest.raises(EnvError, match=r"answered 401: .*API key is missing or wrong.*PACELINE_SEARCH_API_KEY"):
+            asyncio.run(searched(Retrieval(url=url), "cedar"))
+        monkeypatch.setenv("PACELINE_SEARCH_API_KEY", "open sesame")
+        assert asyncio.run(searched(Retrieval(url=url), "cedar")) == ["cedar"]
+        monkeypatch.setenv("MINE", "wrong")
+        with pytest.raises(EnvError, match=r"answered 401: .*MINE"):
+            asyncio.run(searched(Retrieval(url=url, api_key_variable="MINE"), "cedar"))
+
+
+def test_a_service_without_a_key_answers_everybody(monkeypatch):
+    monkeypatch.setenv("PACELINE_SEARCH_API_KEY", "unneeded")
+    with serving() as url:
+        assert (
+            httpx.post(f"{url}/search", json={"query": "birch"}, timeout=60).json()["results"][0]["text"]
+            == "alder birch"
+        )
+        assert asyncio.run(searched(Retrieval(url=url), "birch")) == ["alder birch"]
+
+
+async def searched(config: Retrieval, query: str) -> list[str]:
+    """What the environment's own client finds."""
+    searcher = RetrievalEnvironment(config)._searcher
+    try:
+        return [hit["text"] for hit in await searcher.search(query)]
+    finally:
+        await searcher.aclose()
 
 
 # --- the package's own

@@ -231,7 +231,7 @@ def test_the_training_loop_trains_and_publishes_while_it_generates(client, train
         await training_loop(arena=arena, trainer=trainer, num_steps=4, episode_concurrency=5)
         return await client.pool.policies()
 
-    (served,) = asyncio.run(asyncio.wait_for(run(), 120))
+    (served,) = asyncio.run(asyncio.wait_for(run(), 240))
     assert arena.episodes["coin"].most == 5
     assert served.version == trainer.version == len(trainer.reports) >= 2
     assert not any(report.skipped for report in trainer.reports)
@@ -241,13 +241,13 @@ def test_the_training_loop_trains_and_publishes_while_it_generates(client, train
 
 @pytest.mark.parametrize("credit", [GRPOCredit(normalize=True), RAECredit(), ConstantCredit(0.5)])
 def test_the_synchronous_loop_makes_one_step_of_each_batch(client, trainer, credit):
-    asyncio.run(asyncio.wait_for(synchronous_training_loop(Coins(client, credit), trainer, 2), 120))
+    asyncio.run(asyncio.wait_for(synchronous_training_loop(Coins(client, credit), trainer, 2), 240))
     assert trainer.version == 2
     assert trainer.stale == 0
 
 
 def test_tries_of_one_artifact_are_compared_and_others_are_not(client, trainer):
-    batch = asyncio.run(asyncio.wait_for(Stage(Coins(client, GRPOCredit()), trainer).step(), 60))
+    batch = asyncio.run(asyncio.wait_for(Stage(Coins(client, GRPOCredit()), trainer).step(), 240))
     assert [len(group.rollouts) for group in batch.groups] == [6, 6, 6]
     for played in batch.groups:
         values = [float(r.samples[0].advantages[r.samples[0].loss_mask][0]) for r in played.rollouts]
@@ -276,7 +276,7 @@ def test_samples_wait_until_they_make_a_step_and_old_ones_are_left_out(client, t
         assert trainer.version == 4
         assert await trainer.accumulate([sample(0)] * 16 + [sample(1)]) is None
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))
     assert trainer.stale == 16
 
 

@@ -28,7 +28,6 @@ from paceline.data import (
     open_rows,
     order_of,
     parse_address,
-    read_rows,
     register_scheme,
 )
 from paceline.data.contamination import normalised
@@ -647,7 +646,7 @@ def test_a_row_the_template_cannot_express_is_named(load):
 @pytest.mark.skipif(not GSM8K.exists(), reason="needs the original files of shared/data/gsm8k")
 def test_gsm8k_as_it_was_published():
     rows = open_rows(str(GSM8K))
-    assert len(rows) == len(read_rows(str(GSM8K))) == 1319
+    assert len(rows) == 1319
     assert rows[0]["messages"][0]["content"].startswith("Janet")
     kept, report = decontaminate(open_rows(str(GSM8K.with_name("train.jsonl"))), rows)
     assert (len(kept) + report.dropped, report.checked) == (7473, 7473)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.config.env import tasks as config
+from paceline.data import DataError
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import boxed, last_number, normalised, numbers, only_number, tagged
@@ -113,8 +114,8 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
     rows = [row | {"answer": answer} for row, answer in zip(asked, ["a", ["a", "b"], "a", 4], strict=True)]
     path = write(tmp_path, rows)
     environment = Equality(config.Equality(dataset=path, eval_dataset=path))
-    read = environment.examples("train")
-    assert environment.examples("eval") == read
+    read = list(environment.examples("train"))
+    assert list(environment.examples("eval")) == read
     assert [row["answer"] for row in read] == [["a"], ["a", "b"], ["a"], ["4"]]
     assert [row["messages"][-1]["content"] for row in read] == ["q1", "q2", "q3", "q3"]
     assert ["<answer>" in row["messages"][0]["content"] for row in read] == [True, True, False, True]
@@ -127,22 +128,22 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
 @pytest.mark.parametrize(
     ("build", "bad", "complaint"),
     [
-        ((Equality, config.Equality), {"text": "q", "answer": "a"}, "neither `messages` nor `prompt` nor `question`"),
-        ((Equality, config.Equality), {"prompt": "q"}, "`answer` must be"),
+        ((Equality, config.Equality), {"text": "q", "answer": "a"}, "a row needs `messages`, `prompt`, `question`"),
+        ((Equality, config.Equality), {"prompt": "q"}, "a row needs `answer`"),
         ((Equality, config.Equality), {"prompt": "q", "answer": []}, "`answer` must be"),
-        ((Equality, config.Equality), {"prompt": ["q"], "answer": "a"}, "`prompt` must be text"),
+        ((Equality, config.Equality), {"prompt": ["q"], "answer": "a"}, "prompt[0] must be an object"),
         ((GSM8K, config.GSM8K), {"question": "q", "answer": "18"}, "must end in `#### 18`"),
-        ((TokenIn, config.TokenIn), {"input_token_ids": ["5"], "answer": "a"}, "`input_token_ids` must be"),
-        ((TokenIn, config.TokenIn), {"input_token_ids": [5]}, "`answer` must be"),
+        ((TokenIn, config.TokenIn), {"input_token_ids": ["5"], "answer": "a"}, "`input_token_ids` must hold"),
+        ((TokenIn, config.TokenIn), {"input_token_ids": [5]}, "a row needs `answer`"),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong_in_it(tmp_path, build, bad, complaint):
     good = {"question": "q", "prompt": "q", "answer": "#### 1", "input_token_ids": [1]}
     environment, section = build
     path = write(tmp_path, [good, bad])
-    with pytest.raises(EnvError, match=re.escape(complaint)) as error:
+    with pytest.raises(DataError, match=re.escape(complaint)) as error:
         environment(section(dataset=path)).examples("train")
-    assert f"{path}, row 2" in str(error.value)
+    assert str(error.value).startswith(f"{path}:2: ")
 
 
 # --- alphabet sort

@@ -1,5 +1,7 @@
 """Algorithms: one short module each, on one contract."""
 
+from collections.abc import Sequence
+
 from paceline.algorithms.base import Algorithm, AlgorithmError, RewardCredit, broadcast, centred, spread
 from paceline.algorithms.constant import Constant
 from paceline.algorithms.custom import CreditInputs, CustomCredit, custom_algorithm
@@ -8,7 +10,9 @@ from paceline.algorithms.hierarchical import Hierarchical
 from paceline.algorithms.max_rl import MaxRL
 from paceline.algorithms.rae import RAE
 from paceline.algorithms.reward import Reward
+from paceline.algorithms.seats import Seats
 from paceline.config import algorithm as config
+from paceline.config.env import EnvBase
 
 __all__ = [
     "GRPO",
@@ -22,9 +26,11 @@ __all__ = [
     "MaxRL",
     "Reward",
     "RewardCredit",
+    "Seats",
     "broadcast",
     "build_algorithm",
     "centred",
+    "credit_for",
     "spread",
 ]
 
@@ -46,3 +52,17 @@ def build_algorithm(c: config.AlgorithmConfig) -> Algorithm:
             return Hierarchical(c)
         case config.Custom():
             return custom_algorithm(c)
+
+
+def credit_for(env: EnvBase, actors: Sequence[str]) -> Algorithm:
+    """Who credits an environment's actors: its `algo`, and in the seats it names an algorithm of their own."""
+    assert env.algo is not None
+    common, seats = build_algorithm(env.algo), {}
+    for seat in env.seats:
+        if seat.name not in actors:
+            known = ", ".join(f"`{actor}`" for actor in actors)
+            raise AlgorithmError(f"environment `{env.name}` has no seat `{seat.name}`: its seats are {known}")
+        if seat.name in seats:
+            raise AlgorithmError(f"environment `{env.name}`: seat `{seat.name}` is given twice; it has one algorithm")
+        seats[seat.name] = build_algorithm(seat.algo)
+    return Seats(common, seats) if seats else common

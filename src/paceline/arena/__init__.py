@@ -3,6 +3,8 @@
 from paceline.arena.arena import Arena
 from paceline.arena.environment import ArenaEnvironment, arena_environment
 from paceline.arena.episode import Episode, MultiTurnEpisode, SingleTurnEpisode
+from paceline.arena.league import League, Match
+from paceline.arena.payoff import Payoff
 from paceline.arena.rubric import Rubric
 from paceline.arena.state import EpisodeState
 from paceline.arena.store import ArtifactStore
@@ -20,7 +22,10 @@ __all__ = [
     "EpisodeResult",
     "EpisodeState",
     "Event",
+    "League",
+    "Match",
     "MultiTurnEpisode",
+    "Payoff",
     "Rubric",
     "SingleTurnEpisode",
     "Step",

@@ -43,6 +43,10 @@ class Arena:
         """Episodes known beforehand, in a fixed order; those of `eval` are played for evaluation only."""
         return []
 
+    def matches(self) -> Sequence[EpisodeRequest]:
+        """Episodes in which versions of the policy meet for a league's ratings; those of training when left out."""
+        return self.requests("train") or [self.aside().draw()]
+
     # -- registries -------------------------------------------------------------------------------------------------
 
     def add_actor(self, actor: Actor) -> None:

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.arena.arena import Arena
+from paceline.arena.league import League, Match
 from paceline.arena.types import ArenaError, EpisodeRequest, EpisodeResult
 from paceline.config.env.arena import ArenaEnv as Config
 from paceline.data import Row
@@ -18,8 +19,8 @@ class ArenaEnvironment(Environment):
     """Plays an arena's requests. All tries of a group play the same request; every actor who spoke in it, in it or in
     what it spawned, gives a rollout."""
 
-    def __init__(self, arena: Arena, train_examples: int = 1024) -> None:
-        self.arena = arena
+    def __init__(self, arena: Arena, train_examples: int = 1024, league: League | None = None) -> None:
+        self.arena, self.league = arena, league
         self.actors = tuple(arena.actors)
         self._train_examples = train_examples
         if not self.actors or not arena.episodes:
@@ -36,24 +37,66 @@ class ArenaEnvironment(Environment):
             raise ArenaError(f"{type(self.arena).__name__} has nothing to play: fill in requests() or get_batch()")
         return [{"split": split} for _ in range(self._train_examples)]
 
+    def meetings(self, version: int) -> Sequence[Row]:
+        """Games of this version against those before it, for the ratings."""
+        if self.league is None:
+            return []
+        requests, rows = self.arena.matches(), list[Row]()
+        for opponent, game in self.league.meet(version):
+            # Seats are swapped before the next request has its turn, so that nobody's opening is always theirs.
+            request = requests[game // len(self.actors) % len(requests)]
+            cast = self._cast(request)
+            match = Match(cast[game % len(cast)], opponent)
+            rows.append({"split": "match", "request": request, "match": match, "version": version})
+        return rows
+
     async def prepare(self, example: Row) -> Row:
-        return example if "request" in example else example | {"request": self.arena.draw()}
+        row = example if "request" in example else example | {"request": self.arena.draw()}
+        if self.league is None or row["split"] != "train":
+            return row
+        return row | {"match": self.league.draw(self._cast(row["request"]))}
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         assert isinstance(seats, Table)
         request: EpisodeRequest = example["request"]
+        match: Match | None = example.get("match")
+        if match is not None:
+            return await self._meet(request, match, seats, example.get("version"))
         if example["split"] == "eval":
             # Evaluation must not teach: what it would store is forgotten with its copy of the arena.
             return outcome(await self.arena.aside().run_episode(replace(request, is_trainable=True), seats))
         result = await self.arena.run_episode(request, seats)
         return outcome(result) if request.is_trainable else None
 
+    async def _meet(self, request: EpisodeRequest, match: Match, table: Table, version: int | None) -> Outcome | None:
+        """A game of the policy against a past version. Its opponent may have left since it was drawn."""
+        assert self.league is not None
+        address = self.league.address(match.opponent)
+        if address is None:
+            return None
+        models = {actor: address for actor in self._cast(request) if actor != match.learner}
+        request = replace(request, models=models)
+        with self.league.playing(match.opponent):
+            # Games for the ratings must not teach either.
+            arena = self.arena if version is None else self.arena.aside()
+            result = await arena.run_episode(request, table)
+        self.league.report(match, result, version)
+        # It may all be over before the learner's first turn: a result, but nothing to train on.
+        return outcome(result) if any(step.actor == match.learner for step in result.steps) else None
+
+    def _cast(self, request: EpisodeRequest) -> Sequence[str]:
+        """Who sits in it, in order."""
+        return self.arena.episode(request.episode_type).actors or self.actors
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
-        return self.arena.state()
+        state = self.arena.state()
+        return state if self.league is None else state | {"league": self.league.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         self.arena.load(state)
+        if self.league is not None and "league" in state:
+            self.league.load(state["league"])
 
 
 def outcome(result: EpisodeResult) -> Outcome:
@@ -74,4 +117,7 @@ def arena_environment(config: Config) -> ArenaEnvironment:
     arena = found(**config.kwargs) if callable(found) else found
     if not isinstance(arena, Arena):
         raise ArenaError(f"{config.import_path}: gave {arena!r}, not a paceline.arena.Arena")
-    return ArenaEnvironment(arena, config.train_examples)
+    league = None if config.league is None else League(config.league, config.name)
+    if league is not None and len(arena.actors) < 2:
+        raise ArenaError(f"{config.import_path}: a league needs two actors or more, and this arena has one")
+    return ArenaEnvironment(arena, config.train_examples, league)

@@ -56,11 +56,11 @@ class Payoff:
             return []
         return sorted(rate(self.players, self.matrix()), key=lambda rating: -rating.points)
 
-    def table(self) -> Table:
+    def table(self, title: str = "league") -> Table:
         """What a terminal shows: ratings with their intervals, then everybody's score against everybody."""
         ratings = self.ratings()
         names = [rating.player for rating in ratings]
-        shown = Table(title="league", caption="row's mean points against column")
+        shown = Table(title=title, caption="row's mean points against column")
         for heading in ("player", "rating", "95%", "games", *names):
             shown.add_column(heading, justify="left" if heading == "player" else "right")
         for r in ratings:

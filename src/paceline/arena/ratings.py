@@ -43,7 +43,7 @@ def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
     """Ratings from `scores[i, j]`: the points i took from j, a draw being half a point for each.
 
     The most probable ratings under the prior, by Newton's method on a function with one peak; the interval is the
-    curvature there.
+    curvature there, seen from the average.
     """
     count = len(players)
     scores = np.asarray(scores, dtype=np.float64)
@@ -61,8 +61,11 @@ def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
         if np.abs(step).max(initial=0.0) < 1e-10:
             break
     expected = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
-    deviation = SURE * SCALE * np.sqrt(np.diag(np.linalg.inv(_curvature(games, expected) + precision)))
-    points = SCALE * (strength - strength.mean())
+    # Games tell how players differ; how strong all of them are together nobody can know, and nobody asks.
+    centre = np.eye(count) - 1 / count
+    spread = centre @ np.linalg.inv(_curvature(games, expected) + precision) @ centre
+    deviation = SURE * SCALE * np.sqrt(np.diag(spread))
+    points = SCALE * centre @ strength
     return [
         Rating(
             player, float(points[i]), float(points[i] - deviation[i]), float(points[i] + deviation[i]), games[i].sum()

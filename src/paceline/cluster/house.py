@@ -1,31 +1,43 @@
 """Who speaks in episodes that are only looked at: the run's model in this process, or whatever an endpoint serves."""
 
+import asyncio
+import json
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from paceline.cluster.local import renderer_of
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
+from paceline.config.model import Model
 from paceline.inference import Engine, EngineError, HttpEngine, Pool
 from paceline.model import load_tokenizer
 from paceline.model.loading import resolve
-from paceline.rollout import Recorder, Renderer, Table, Voice
+from paceline.model.weights import Adapter, WeightUpdate
+from paceline.rollout import Recorder, Table, Voice
 from paceline.rollout.endpoint import Endpoint, EndpointTable
+from paceline.rollout.table import Guests
 
 ASK_SECONDS = 10.0
+CHECKPOINT, MASTER = "trainer.safetensors", "master/"
 
 
 @dataclass(frozen=True, slots=True)
 class House:
     """Lays tables for episodes."""
 
-    table: Callable[[Sequence[int], Sequence[str]], Table]
-    """Seats for some actors, with some noise."""
+    table: Callable[[Sequence[int], Sequence[str], Guests], Table]
+    """Seats for some actors, with some noise; guests speak for themselves."""
+    lodge: Recorder
+    """Where a guest's seat gets its address."""
     close: Callable[[], Coroutine[Any, Any, None]]
     spell: Callable[[Sequence[int]], str]
     """A prompt that was given as tokens, for people."""
@@ -42,21 +54,51 @@ class Address:
 
 
 @contextmanager
-def open_house(config: RunConfig, sampling: Sampling, address: Address | None, concurrency: int) -> Generator[House]:
+def open_house(
+    config: RunConfig,
+    sampling: Sampling,
+    address: Address | None,
+    concurrency: int,
+    checkpoint: Path | None = None,
+) -> Generator[House]:
     """Tokens are exact with the model in this process, and with a `paceline serve` of that very model. Any other
-    endpoint is asked in words."""
-    recorder = Recorder(config.recording.host, config.recording.port)
+    endpoint is asked in words. The model in this process may speak with the weights of one of the run's checkpoints."""
+    recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
     if address is None:
         room = config.engine.model_copy(update={"max_running": min(config.engine.max_running, concurrency)})
         with embedded(config.model_copy(update={"engine": room})) as (engine, ends):
-            yield _exact(engine, load_tokenizer(config.model), ends, sampling, recorder)
+            if checkpoint is not None:
+                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model)))
+            yield _exact(engine, load_tokenizer(config.model), ends, config.model, sampling, recorder)
     elif serves(address, config.model.name):
         engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
         engine.start()
-        yield _exact(engine, tokenizer, _ends(tokenizer, config), sampling, recorder)
+        yield _exact(engine, tokenizer, _ends(tokenizer, config), config.model, sampling, recorder)
     else:
         endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, lodge=recorder)
-        yield House(lambda _, actors: EndpointTable(endpoint, actors), endpoint.close, lambda ids: f"{len(ids)} tokens")
+
+        def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> Table:
+            return EndpointTable(endpoint, actors, guests)
+
+        yield House(table, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / CHECKPOINT).is_file()
+
+
+def saved_weights(folder: Path, model: Model) -> WeightUpdate:
+    """What a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
+    version = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))["version"]
+    dtype = getattr(torch, model.dtype)
+    with safe_open(folder / CHECKPOINT, "pt") as file:
+        masters = [name for name in file.keys() if name.startswith(MASTER)]  # noqa: SIM118 - no mapping
+        tensors = {name.removeprefix(MASTER): file.get_tensor(name).to(dtype) for name in masters}
+    if model.lora is None:
+        return WeightUpdate(version, tensors)
+    # peft names the one adapter it trains; an update's names do not.
+    adapter = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+    return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
 
 
 def serves(address: Address, name: str) -> bool:
@@ -77,10 +119,15 @@ def serves(address: Address, name: str) -> bool:
 
 
 def _exact(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], sampling: Sampling, recorder: Recorder
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    model: Model,
+    sampling: Sampling,
+    recorder: Recorder,
 ) -> House:
     stops = frozenset((*ends, *sampling.stop_token_ids))
-    voice = Voice(Pool([engine]), Renderer(tokenizer, ends), sampling, stops, recorder)
+    voice = Voice(Pool([engine]), renderer_of(tokenizer, ends, model), sampling, stops, recorder)
 
     async def close() -> None:
         await voice.close()
@@ -90,7 +137,10 @@ def _exact(
     def spell(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    return House(lambda noise, actors: Table(voice, noise, 0, actors), close, spell)
+    def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> Table:
+        return Table(voice, noise, 0, actors, guests)
+
+    return House(table, recorder, close, spell)
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> list[int]:

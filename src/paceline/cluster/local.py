@@ -1,23 +1,27 @@
 """The `local` placement: engine and trainer in this process."""
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
+from paceline.config.env import ArenaEnv
 from paceline.config.inference import Sampling
+from paceline.config.model import Model
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
+from paceline.inference.past import PoolWithPast
 from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
 from paceline.model.loading import engine_twin
 from paceline.orchestrator import Course, lay_out
 from paceline.rollout import Recorder, Renderer, Voice
+from paceline.rollout.known import make_renderer
 from paceline.trainer import TorchTrainer
 
 SMALL_MODEL = 20_000_000
@@ -53,14 +57,18 @@ def local(
     parameters = sum(p.numel() for p in model.parameters())
     config = share_cores(make_room_for_adapter(config), parameters)
     ends = end_tokens(tokenizer, model)
-    renderer = Renderer(tokenizer, ends)
-    engine = EmbeddedEngine(
-        served,
-        config.engine,
-        deterministic=config.deterministic,
-        fp32_head=config.model.fp32_head,
-        lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
-    )
+    renderer = renderer_of(tokenizer, ends, config.model)
+
+    def make(served: PreTrainedModel) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            served,
+            config.engine,
+            deterministic=config.deterministic,
+            fp32_head=config.model.fp32_head,
+            lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
+        )
+
+    engine = make(served)
     try:
         trainer = TorchTrainer(
             model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
@@ -69,7 +77,9 @@ def local(
         engine.close()  # it holds memory of the device already
         raise
     pool = Pool([engine])
-    recorder = Recorder(config.recording.host, config.recording.port)
+    if any(isinstance(env, ArenaEnv) and env.league for env in config.env):
+        pool = PoolWithPast([engine], lambda: make(engine_twin(model, config.model)))
+    recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
 
     def voice(sampling: Sampling) -> Voice:
         return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
@@ -79,8 +89,14 @@ def local(
         with small_products(model.dtype), quick_handover():
             yield Local(pool, trainer, tokenizer, courses, voice, device, parameters)
     finally:
+        pool.close()
         engine.close()
         trainer.close()
+
+
+def renderer_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: Model) -> Renderer:
+    """Who turns conversations into the model's tokens."""
+    return make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
 
 
 def pick_device(wanted: str) -> str:
@@ -93,11 +109,12 @@ def pick_device(wanted: str) -> str:
 
 
 def make_room_for_adapter(config: RunConfig) -> RunConfig:
-    """Under LoRA the policy is an adapter, and the engine needs a slot that holds it."""
+    """Under LoRA the policy is an adapter, and the engine needs slots that hold it and its past."""
     lora, engine = config.model.lora, config.engine
     if lora is None:
         return config
-    room = {"adapters": max(1, engine.adapters), "adapter_rank": max(lora.rank, engine.adapter_rank)}
+    past = sum(env.league.size for env in config.env if isinstance(env, ArenaEnv) and env.league)
+    room = {"adapters": max(1 + past, engine.adapters), "adapter_rank": max(lora.rank, engine.adapter_rank)}
     return config.model_copy(update={"engine": engine.model_copy(update=room)})
 
 

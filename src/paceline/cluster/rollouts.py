@@ -4,8 +4,9 @@ import asyncio
 import copy
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -14,15 +15,18 @@ from rich.text import Text
 from paceline.cluster.house import Address, House, open_house
 from paceline.config import Loaded, RunConfig, load
 from paceline.config.env import EnvBase
+from paceline.config.inference import Sampling
 from paceline.data import Cursor, Row, Ticket
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import RealClock
+from paceline.orchestrator.episodes import fault
 from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
-from paceline.rollout.endpoint import EndpointSeat
+from paceline.rollout.endpoint import WordSeat
 from paceline.rollout.history import meaning
+from paceline.rollout.table import Guests
 
 LOOKING = 2
 """Domain of sampling noise, beside training's and evaluation's."""
@@ -76,15 +80,18 @@ def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None =
     section = pick_section(config, options.env)
     environment = build_environment(section)
     console.print(Text(f"{section.name}, played by {options.endpoint or config.model.name}", "dim"))
-    sampling = config.eval.sampling if options.split == "eval" else None
     address = Address(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
-    with open_house(config, sampling or config.sampling, address, options.concurrency) as house:
+    with open_house(config, sampling_on(config, options.split), address, options.concurrency) as house:
         playing = play_some(
             section, options, house, environment, seed=config.seed, show=lambda record: show_rollout(record, console)
         )
-        records = asyncio.run(playing)
-    show_summary(records, console)
-    return int(any(record["error"] for record in records))
+        played = asyncio.run(playing)
+    show_summary(played, console)
+    return int(any(record["error"] for record in played))
+
+
+def sampling_on(config: RunConfig, split: Split) -> Sampling:
+    return (config.eval.sampling if split == "eval" else None) or config.sampling
 
 
 def pick_section(config: RunConfig, name: str | None) -> EnvBase:
@@ -112,9 +119,7 @@ async def play_some(
 ) -> list[Record]:
     """Play episodes; a record for each seat that spoke. They are shown in order, each as soon as it is there."""
     environment = environment or build_environment(section)
-    rows = environment.examples(options.split)
-    if not rows:
-        raise EnvError(f"environment `{section.name}` has no {options.split} rows")
+    rows = rows_of(section, environment, options.split)
     gate = asyncio.Semaphore(options.concurrency)
     prepared: dict[int, asyncio.Task[Row]] = {}
 
@@ -122,36 +127,58 @@ async def play_some(
         async with gate:
             if ticket.number not in prepared:
                 prepared[ticket.number] = asyncio.ensure_future(environment.prepare(copy.deepcopy(rows[ticket.row])))
-            return await _episode(section, environment, house, prepared[ticket.number], ticket, member, seed)
+            return records(await episode(section, environment, house, prepared[ticket.number], ticket, member, seed))
 
-    tasks = [asyncio.create_task(one(*draw)) for draw in _draws(section, options, len(rows), seed)]
-    records: list[Record] = []
+    drawn = islice(draws(section, options.split, options.row, len(rows), seed), options.count)
+    tasks = [asyncio.create_task(one(*draw)) for draw in drawn]
+    found: list[Record] = []
     try:
         for task in tasks:
             for record in await task:
-                records.append(record)
+                found.append(record)
                 show(record)
     finally:
         for task in (*tasks, *prepared.values()):
             task.cancel()
         await asyncio.gather(*tasks, *prepared.values(), return_exceptions=True)
         await house.close()
-    return records
+    return found
 
 
-def _draws(section: EnvBase, options: RolloutOptions, rows: int, seed: int) -> Iterable[tuple[Ticket, int]]:
-    """Which rows: one for all, the first of the held-out ones, or those a run of this seed would train on first."""
-    if options.row is not None:
-        if not 0 <= options.row < rows:
-            raise EnvError(f"environment `{section.name}` has {options.split} rows 0 to {rows - 1}, not {options.row}")
-        return [(Ticket(0, section.name, 0, 0, options.row), member) for member in range(options.count)]
-    if options.split == "eval":
-        return [(Ticket(n, section.name, n // rows, n, n % rows), 0) for n in range(options.count)]
+def rows_of(section: EnvBase, environment: Environment, split: Split) -> Sequence[Row]:
+    rows = environment.examples(split)
+    if not rows:
+        raise EnvError(f"environment `{section.name}` has no {split} rows")
+    return rows
+
+
+def draws(section: EnvBase, split: Split, row: int | None, rows: int, seed: int) -> Iterator[tuple[Ticket, int]]:
+    """Which rows, without end: one for all, the held-out ones in order, or those a run of this seed trains on first."""
+    if row is not None:
+        if not 0 <= row < rows:
+            raise EnvError(f"environment `{section.name}` has {split} rows 0 to {rows - 1}, not {row}")
+        for member in count():
+            yield Ticket(0, section.name, 0, 0, row), member
     cursor = Cursor(rows, seed, section.name)
-    return [(Ticket(number, section.name, *cursor.draw()), 0) for number in range(options.count)]
+    for number in count():
+        drawn = (number // rows, number, number % rows) if split == "eval" else cursor.draw()
+        yield Ticket(number, section.name, *drawn), 0
 
 
-async def _episode(
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One episode, however it ended."""
+
+    ticket: Ticket
+    member: int
+    table: Table
+    outcome: Outcome | None
+    error: str | None
+    seconds: float
+    house: House
+
+
+async def episode(
     section: EnvBase,
     environment: Environment,
     house: House,
@@ -159,9 +186,10 @@ async def _episode(
     ticket: Ticket,
     member: int,
     seed: int,
-) -> list[Record]:
-    """One episode. Whatever goes wrong in it is told in its record; only a lost engine ends the others too."""
-    table = house.table((seed, LOOKING, ticket.number, member), environment.actors)
+    guests: Guests | None = None,
+) -> Played:
+    """One episode. Whatever goes wrong in it is told with it; only a lost engine ends the others too."""
+    table = house.table((seed, LOOKING, ticket.number, member), environment.actors, guests or {})
     outcome, error, began = None, None, time.perf_counter()
 
     async def play() -> Outcome | None:
@@ -169,7 +197,8 @@ async def _episode(
 
     try:
         outcome = await RealClock().within(section.timeout, f"an episode of `{section.name}`", play())
-        error = "dropped by the environment" if outcome is None else _unpaid(table, outcome)
+        spoke = {name: seat for name, seat in table.items() if seat.turns and seat.trained}
+        error = "dropped by the environment" if outcome is None else fault(spoke, outcome)
     except EngineError as failure:
         if not isinstance(failure, RequestError | Overloaded):
             raise
@@ -181,19 +210,19 @@ async def _episode(
         error = "something the environment awaited was cancelled"
     except PacelineError as failure:
         error = str(failure)
-    except Exception as failure:  # a user's code: shown with its place, so that it can be mended
+    except (Exception, SystemExit) as failure:  # a user's code: shown with its place, so that it can be mended
         error = f"{type(failure).__name__}: {failure}{_place(failure)}"
     finally:
         table.leave()
-    return _records(table, house, ticket, member, outcome, error, time.perf_counter() - began)
+    return Played(ticket, member, table, _sound(outcome), error, time.perf_counter() - began, house)
 
 
-def _unpaid(table: Table, outcome: Outcome) -> str | None:
-    spoke = {name for name, seat in table.items() if seat.turns and seat.trained}
-    if not spoke:
-        return "the episode ended without a word from the policy"
-    missing = sorted(spoke - outcome.rewards.keys())
-    return f"the outcome has no reward for {missing}, though they spoke" if missing else None
+def _sound(outcome: Outcome | None) -> Outcome | None:
+    """What of an outcome can be shown; what is wrong with the rest, the episode's error says."""
+    if not isinstance(outcome, Outcome):
+        return None
+    numbers = {key: value for key, value in outcome.metrics.items() if hasattr(value, "__float__")}
+    return replace(outcome, metrics={key: float(value) for key, value in numbers.items()})
 
 
 def _place(error: BaseException) -> str:
@@ -205,29 +234,29 @@ def _place(error: BaseException) -> str:
 # -- telling ----------------------------------------------------------------------------------------------------------
 
 
-def _records(
-    table: Table, house: House, ticket: Ticket, member: int, outcome: Outcome | None, error: str | None, seconds: float
-) -> list[Record]:
-    spoke = {name: seat for name, seat in table.items() if seat.turns} or dict(list(table.items())[:1])
-    metrics = {key: float(value) for key, value in outcome.metrics.items()} if outcome else {}
+def records(played: Played) -> list[Record]:
+    """A record for each seat that spoke."""
+    outcome = played.outcome
+    spoke = {name: seat for name, seat in played.table.items() if seat.turns} or dict(list(played.table.items())[:1])
+    metrics = outcome.metrics if outcome else {}
     last = list(spoke)[-1]
     return [
         _record(
             Rollout(
-                ticket=ticket,
-                member=member,
+                ticket=played.ticket,
+                member=played.member,
                 actor=seat.actor,
                 kind=seat.kind,
                 parent=seat.parent,
                 turns=seat.turns,
                 reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
-                metrics=metrics if seat.trained else {},
-                error=error if name == last else None,
+                metrics=dict(metrics) if seat.trained else {},
+                error=played.error if name == last else None,
             ),
             seat,
-            house,
+            played.house,
         )
-        | {"seconds": seconds}
+        | {"seconds": played.seconds}
         for name, seat in spoke.items()
     ]
 
@@ -239,7 +268,7 @@ def _record(rollout: Rollout, seat: Seat, house: House) -> Record:
     record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}
     if len(conversations) > 1:
         record["conversations"] = conversations
-    if isinstance(seat, EndpointSeat):
+    if isinstance(seat, WordSeat):
         return record | {"tokens": seat.tokens}
     return record | {"context": rollout.trajectory_length, "samples": len(assemble(rollout))}
 

@@ -116,7 +116,7 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
 
 def _cause(child: subprocess.Popen) -> str:
     try:
-        code = child.wait(1.0)
+        code = child.wait(10.0)
     except subprocess.TimeoutExpired:
         return "it closed the connection"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

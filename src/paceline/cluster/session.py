@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.cluster.league import standings
 from paceline.cluster.local import Local, local
 from paceline.config import RunConfig, dump
 from paceline.envs import Environment
@@ -75,7 +76,8 @@ def train(
             plot_rewards(metrics, directory.plot, config.name)
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
             monitor.end(outcome)
-        return RunResult(outcome, path, metrics, summary(metrics, outcome, path), error)
+        lines = [*summary(metrics, outcome, path), *(standings(path) if outcome.checkpoint else [])]
+        return RunResult(outcome, path, metrics, lines, error)
 
 
 async def _train(

@@ -3,6 +3,7 @@
 from paceline.config import algorithm, env, inference, model, trainer
 from paceline.config.errors import ConfigError
 from paceline.config.load import Loaded, dump, load, schema
+from paceline.config.replay import Replay
 from paceline.config.run import Breaker, Checkpoint, ConfigWarning, Eval, Filters, Record, Recording, RunConfig
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Loaded",
     "Record",
     "Recording",
+    "Replay",
     "RunConfig",
     "algorithm",
     "dump",

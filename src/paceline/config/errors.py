@@ -24,10 +24,21 @@ class ConfigError(PacelineError):
 def explain(error: ValidationError, document: Document) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
     sentences: list[str] = []
-    for detail in error.errors(include_url=False):
+    for detail in _deepest(error.errors(include_url=False)):
         sentences += EXPLAIN.get(detail["type"], _wrong_value)(detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
+
+
+def _deepest(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside the
+    value, that one was meant, and the others have nothing to add."""
+    paths = [path_of(detail["loc"]) for detail in details]
+    return [
+        detail
+        for detail, path in zip(details, paths, strict=True)
+        if detail["type"] in EXPLAIN or not any(path == other[: len(path)] != other for other in paths)
+    ]
 
 
 def _unknown_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
@@ -78,8 +89,12 @@ def _missing_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
     blamed = (*at, "type") if (*at, "type") in document.origins else tuple(at)
     place = document.origin(blamed).place(tuple(at))
     spot = spot_at(path, document.with_types())
-    takes = spot.help.rstrip(".") or wording.expected(spot) if spot else "a value"
+    takes = _first_sentence(spot.help) or wording.expected(spot) if spot else "a value"
     yield f"{place}: `{key}` is missing; it takes {takes}"
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).partition(". ")[0].rstrip(".")
 
 
 def _unknown_type(detail: ErrorDetails, document: Document) -> Iterator[str]:

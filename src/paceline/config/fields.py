@@ -1,8 +1,10 @@
 """A map of the run file, read off the models: what may stand at each place."""
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,6 +16,9 @@ from paceline.config.run import RunConfig
 
 KeyPath = tuple[str | int, ...]
 """`("env", 0, "group_size")`: keys and list indices from the top of the file."""
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def is_union(annotation: Any) -> bool:
@@ -56,7 +61,7 @@ class Spot:
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         return cls.of(field.annotation, field.metadata, default=default, help=field.description or "")
 
-    @property
+    @cached_property
     def sections(self) -> dict[str, type[Section]]:
         """The sections that may stand here, by `type`; a plain section has the type "". Empty for values."""
         options = get_args(self.annotation) if is_union(self.annotation) else (self.annotation,)
@@ -77,6 +82,12 @@ class Spot:
         """A table whose keys are the user's own."""
         return self.annotation in (dict, Any) or get_origin(self.annotation) is dict
 
+    @cached_property
+    def options(self) -> "list[Spot]":
+        """The kinds of value of which any may stand here; none where there is only one, or where they are sections."""
+        plain = is_union(self.annotation) and not self.sections
+        return [Spot.of(option) for option in get_args(self.annotation)] if plain else []
+
     def default_type(self) -> str | None:
         return type_of(type(self.default)) if self.is_choice and isinstance(self.default, Section) else None
 
@@ -93,7 +104,9 @@ class Spot:
             return field and Spot.of_field(field)
         if self.is_list and isinstance(key, int):
             return Spot.of(get_args(self.annotation)[min(key, len(get_args(self.annotation)) - 1)])
-        return Spot.of(Any) if self.is_open else None
+        if self.is_open:
+            return Spot.of((*get_args(self.annotation), Any, Any)[1])
+        return next((child for option in self.options if (child := option.child(key, None))), None)
 
 
 ROOT = Spot.of(RunConfig)
@@ -127,8 +140,9 @@ def path_of(location: Sequence[str | int]) -> KeyPath:
     spot: Spot | None = ROOT
     path: KeyPath = ()
     rest = list(location)
-    while rest and spot is not None and (spot.sections or spot.is_list):
-        section = spot.sections.get(str(rest.pop(0)) if spot.is_choice else "")
+    while rest and spot is not None and (spot.sections or spot.is_list or spot.is_open or spot.options):
+        named = spot.is_choice or bool(spot.options)
+        section = spot.sections.get(str(rest.pop(0)) if named else "")
         if rest:
             path = (*path, rest.pop(0))
             spot = spot.child(path[-1], section)
@@ -152,4 +166,5 @@ def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:
 
 
 def dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
+    """The path as TOML would write it: a key that is no plain word, a file's name say, stands in quotes."""
+    return ".".join(str(key) if _PLAIN.fullmatch(str(key)) else json.dumps(key, ensure_ascii=False) for key in path)

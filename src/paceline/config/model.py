@@ -29,6 +29,13 @@ class Model(Section):
     """Folder or hub name of the tokenizer; the model's own when left out."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
+    renderer: Literal["auto", "template", "renderers"] = "auto"
+    """Who writes conversations as tokens. `auto`: the `renderers` package where it is installed, knows the model and
+    agrees with its chat template, else the template; `renderers`: an error where the package cannot."""
+    known_as: str | None = None
+    """The model's hub name or family in `renderers` (such as `qwen3`), for a local folder or a fine-tune."""
+    keep_thoughts: bool = False
+    """Go on from a reply with its thoughts where the template would drop them; needs `renderers`."""
     dtype: Dtype = "float32"
     """Compute type of trainer and engine. Masters and moments are always float32."""
     fp32_head: bool = False

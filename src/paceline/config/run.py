@@ -13,6 +13,7 @@ from paceline.config.base import Section
 from paceline.config.env import EnvConfig, ReverseText
 from paceline.config.inference import Engine, Sampling
 from paceline.config.model import Model
+from paceline.config.replay import Replay
 from paceline.config.trainer import Trainer
 
 DEFAULT_STEPS = 100
@@ -74,6 +75,16 @@ class Recording(Section):
     """Address to listen on; another than loopback for agents in a sandbox of their own."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free one."""
+    advertise: str | None = None
+    """Host that agents are told, by which they reach this machine (`host.docker.internal`). When left out it is `host`,
+    or this machine's own address where `host` stands for all of them."""
+
+    @field_validator("advertise")
+    @classmethod
+    def _host_alone(cls, host: str | None) -> str | None:
+        if host is not None and (not host or host.count(":") == 1 or any(mark in host for mark in "/[] ")):
+            raise ValueError(f"`{host}` is more than a host: leave out `http://`, the port and the path")
+        return host
 
 
 class Breaker(Section):
@@ -128,6 +139,7 @@ class RunConfig(Section):
     algo: AlgorithmConfig = GRPO()
     env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseText()]
     filters: Filters = Filters()
+    replay: Replay = Replay()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -163,7 +175,9 @@ class RunConfig(Section):
         env.name = env.name or env.type
         env.group_size = env.group_size or self.group_size
         env.algo = env.algo or self.algo.model_copy(deep=True)
-        env.min_group_size = env.min_group_size or min(env.group_size, 2 if env.algo.group_relative else 1)
+        # A group of one says nothing only where everybody is compared with their group.
+        relative = all(algo.group_relative for algo in (env.algo, *(seat.algo for seat in env.seats)))
+        env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
 
     def _problems(self) -> Iterator[str]:
         if self.steps is not None and self.epochs is not None:
@@ -200,11 +214,16 @@ class RunConfig(Section):
             )
 
     def _warn(self) -> None:
+        sizes = [env.group_size for env in self.env if env.group_size]
+        if idle := self.replay.idle(self.staleness, self.batch_size, sizes):
+            warnings.warn(idle, ConfigWarning, stacklevel=2)
         for env in self.env:
-            if env.algo and env.algo.group_relative and env.group_size == 1:
-                warnings.warn(
-                    f"environment `{env.name}`: {env.algo.type} compares rollouts of one group, "
-                    "but group_size is 1, so every advantage is zero and nothing is learned",
-                    ConfigWarning,
-                    stacklevel=2,
-                )
+            credits = [("", env.algo), *((f", seat `{seat.name}`", seat.algo) for seat in env.seats)]
+            for seat, algo in credits:
+                if algo and algo.group_relative and env.group_size == 1:
+                    warnings.warn(
+                        f"environment `{env.name}`{seat}: {algo.type} compares rollouts of one group, "
+                        "but group_size is 1, so every advantage is zero and nothing is learned",
+                        ConfigWarning,
+                        stacklevel=2,
+                    )

@@ -4,10 +4,11 @@ from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
 from paceline.data.draws import Draws, learn, order_of
+from paceline.data.fields import BadRow
 from paceline.data.ledger import Ledger, LedgerError, State
-from paceline.data.mixture import Mixture, MixtureCursor, open_mixture
+from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture
 from paceline.data.packing import MicroBatch, first_fit_decreasing, pack
-from paceline.data.rows import DataError, Row, read_rows
+from paceline.data.rows import DataError, Row
 from paceline.data.sample import Ended, Sample, Ticket
 from paceline.data.scales import Normalise, Scales, fold
 from paceline.data.sources import Address, Scheme, open_rows, parse_address, register_scheme
@@ -15,6 +16,7 @@ from paceline.data.wire import WireError, decode, encode
 
 __all__ = [
     "Address",
+    "BadRow",
     "ContaminationReport",
     "Curriculum",
     "Cursor",
@@ -40,11 +42,11 @@ __all__ = [
     "first_fit_decreasing",
     "fold",
     "learn",
+    "open_dataset",
     "open_mixture",
     "open_rows",
     "order_of",
     "pack",
     "parse_address",
-    "read_rows",
     "register_scheme",
 ]

@@ -6,7 +6,7 @@ Nothing here knows where a row comes from: whoever reads it adds file and line t
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,11 @@ class Shape:
     """Conversations must end in what the assistant said; a `completion` is put after the prompt."""
     require: Sequence[str] = ()
     """Fields a row cannot do without, `answer` say."""
+    prompted: bool = True
+    """A row must say what the policy hears. A user's own code may make that up from whatever a row has."""
+    refine: Callable[[Row], Row] | None = None
+    """What the reader makes of a row when all else is well. It raises `BadRow`, and changes nothing inside the row: the
+    values may still be the file's own."""
 
     def __post_init__(self) -> None:
         targets = list(self.fields.values())
@@ -42,7 +47,7 @@ class Shape:
             row["input_token_ids"] = _token_ids(row["input_token_ids"])
         if (messages := _messages(row, self.demonstrations)) is not None:
             row["messages"] = messages
-        elif "input_token_ids" not in row:
+        elif self.prompted and "input_token_ids" not in row:
             names = ", ".join(f"`{name}`" for name in row) or "nothing"
             raise BadRow(
                 "a row needs `messages`, `prompt`, `question` or `input_token_ids` and has "
@@ -54,7 +59,7 @@ class Shape:
             raise BadRow(
                 f'a row needs `{missing[0]}`: if it has another name, write fields = {{NAME = "{missing[0]}"}}'
             )
-        return row
+        return row if self.refine is None else self.refine(row)
 
     def _renamed(self, row: Row) -> Row:
         taken = {ours: _value(row, theirs) for theirs, ours in self.fields.items()}

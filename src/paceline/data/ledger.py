@@ -4,8 +4,11 @@
                   |             |
                   +-------------+----> dropped for a reason
 
+A group that trains once more does so under a ticket of its own, which enters as buffered: nothing is left to play.
+
 A ticket leaves the books when it is trained or dropped; the totals and the journal remember it. What is unresolved at a
-checkpoint waits again after a resume, in its old order, before anything new is drawn.
+checkpoint waits again after a resume, in its old order, before anything new is drawn; only a replay does not, because
+no checkpoint keeps its group.
 """
 
 from collections import Counter, deque
@@ -43,17 +46,30 @@ class Ledger:
         self.drawn = 0
         self.trained = 0
         self.trained_places = 0
+        self.replayed = 0
+        """Of those drawn: groups that had trained before."""
         self.dropped: Counter[str] = Counter()
         self._open: dict[Ticket, State] = {}
+        self._replays: set[Ticket] = set()
         self._journal = journal
 
     def draw(self, ticket: Ticket) -> None:
         """A new ticket enters the books."""
+        self._enter(ticket, State.WAITING)
+        self.waiting.append(ticket)
+
+    def replay(self, ticket: Ticket, first: int) -> None:
+        """The group that trained as ticket `first` enters again."""
+        self._enter(ticket, State.BUFFERED)
+        self._replays.add(ticket)
+        self.replayed += 1
+        self._journal({**ticket._asdict(), "state": str(State.BUFFERED), "replays": first})
+
+    def _enter(self, ticket: Ticket, state: State) -> None:
         if ticket.number != self.drawn:
             raise LedgerError(f"ticket {ticket.number} was drawn out of order, {self.drawn} was next")
         self.drawn += 1
-        self._open[ticket] = State.WAITING
-        self.waiting.append(ticket)
+        self._open[ticket] = state
 
     def start(self) -> Ticket:
         """The oldest waiting ticket goes into flight."""
@@ -67,14 +83,18 @@ class Ledger:
     def train(self, ticket: Ticket, step: int, places: int) -> None:
         """Its `places` rollouts were trained in batch `step`."""
         self._move(ticket, State.TRAINED, step=step)
-        del self._open[ticket]
+        self._close(ticket)
         self.trained += 1
         self.trained_places += places
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         self._move(ticket, State.DROPPED, reason=reason)
-        del self._open[ticket]
+        self._close(ticket)
         self.dropped[reason] += 1
+
+    def _close(self, ticket: Ticket) -> None:
+        del self._open[ticket]
+        self._replays.discard(ticket)
 
     def _move(self, ticket: Ticket, state: State, **details: str | int) -> None:
         before = self._open.get(ticket)
@@ -93,13 +113,16 @@ class Ledger:
             "drawn": self.drawn,
             "trained": self.trained,
             "trained_places": self.trained_places,
-            "dropped": dict(self.dropped),
-            "open": [list(ticket) for ticket in sorted(self._open)],
+            "replayed": self.replayed,
+            "dropped": dict(self.dropped + Counter({"replay": len(self._replays)})),
+            "open": [list(ticket) for ticket in sorted(self._open.keys() - self._replays)],
         }
 
     def load(self, state: dict) -> None:
         """Back to a checkpoint: what was open there waits again."""
         self.drawn, self.trained, self.trained_places = (state[k] for k in ("drawn", "trained", "trained_places"))
+        self.replayed = state.get("replayed", 0)
         self.dropped = Counter(state["dropped"])
+        self._replays = set()
         self._open = {Ticket(*fields): State.WAITING for fields in state["open"]}
         self.waiting = deque(self._open)

@@ -51,19 +51,6 @@ class Kept(Rows):
         return self._rows[self.indices[index]]
 
 
-def read_rows(source: str) -> list[Row]:
-    """All rows of a .jsonl, .json or .csv file."""
-    path = Path(source)
-    readers = {".jsonl": jsonl_rows, ".json": json_rows, ".csv": csv_rows}
-    if path.suffix not in readers:
-        raise DataError(f"dataset {source}: only .jsonl, .json and .csv files can be read, not `{path.suffix}`")
-    with reading(source):
-        rows = [row for _, row in readers[path.suffix](path)]
-    if not rows:
-        raise DataError(f"dataset {source}: holds no rows")
-    return rows
-
-
 @contextmanager
 def reading(source: str) -> Generator[None]:
     """What the disk or its bytes object to, as a sentence."""

@@ -90,11 +90,11 @@ class Sample:
             self._check_sampling()
 
     def _check_sampling(self) -> None:
-        if np.any(self.versions[~self.loss_mask] != -1):
+        if ((self.versions != -1) & ~self.loss_mask).any():
             raise ValueError(f"{self.where}: `versions` must be -1 off the loss mask")
-        if self.logprobs is not None and np.any(self.versions[self.loss_mask] < 0):
+        if self.logprobs is not None and ((self.versions < 0) & self.loss_mask).any():
             raise ValueError(f"{self.where}: a token sampled by the policy needs its version")
-        if np.any(self.temperatures <= 0):
+        if (self.temperatures <= 0).any():
             raise ValueError(f"{self.where}: `temperatures` must be positive")
 
     def __len__(self) -> int:

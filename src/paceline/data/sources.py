@@ -73,14 +73,17 @@ def open_rows(
     *,
     demonstrations: bool = False,
     require: Sequence[str] = (),
+    prompted: bool = True,
+    refine: Callable[[Row], Row] | None = None,
     schemes: Mapping[str, Scheme] | None = None,
 ) -> Sequence[Row]:
     """The rows behind a URI, all of them checked; the first `limit` if given.
 
     `fields` maps the source's names to ours, `{"gt_answer": "answer"}`; `require` names what no row may lack;
-    `schemes` holds for this call and comes before those registered.
+    `prompted=False` takes rows without a prompt too; `refine` makes of each row what its reader wants, or raises
+    `BadRow`; `schemes` holds for this call and comes before those registered.
     """
-    shape = Shape(fields or {}, demonstrations, tuple(require))
+    shape = Shape(fields or {}, demonstrations, tuple(require), prompted, refine)
     if limit is not None and limit < 1:
         raise DataError(f"dataset {uri}: the limit must be at least 1, not {limit}")
     rows = _open(uri, shape, limit, {**_SCHEMES, **(schemes or {})})

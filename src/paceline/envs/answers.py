@@ -2,10 +2,8 @@
 
 import re
 from fractions import Fraction
-from typing import Any
 
-from paceline.data import Row, read_rows
-from paceline.envs.base import EnvError
+from paceline.data import BadRow, Row
 from paceline.rollout import Message
 
 # Longer ones are no answer to any question here, and Python takes quadratic time over them.
@@ -84,37 +82,23 @@ def normalised(text: str, ignore_case: bool = False) -> str:
 # --- what a row wants
 
 
-def dataset_rows(source: str | None) -> list[tuple[str, Row]]:
-    """The rows of a dataset, each with words that name it in an error; none when there is no dataset."""
-    if source is None:
-        return []
-    return [(f"dataset {source}, row {number}", row) for number, row in enumerate(read_rows(source), start=1)]
+def conversation(row: Row, system: str = "") -> list[Message]:
+    """The messages a row opens with. `system` goes before them unless the row has a system message of its own."""
+    own = any(message["role"] in ("system", "developer") for message in row["messages"])
+    return row["messages"] if own or not system else [{"role": "system", "content": system}, *row["messages"]]
 
 
-def conversation(row: Row, where: str, system: str = "") -> list[Message]:
-    """The messages a row opens with: its `messages`, or its `prompt` or `question` as a user's. `system` goes before
-    them unless the row has a system message of its own."""
-    key = next((key for key in ("messages", "prompt", "question") if key in row), None)
-    if key is None:
-        names = ", ".join(f"`{name}`" for name in row) or "nothing"
-        raise EnvError(f"{where}: has neither `messages` nor `prompt` nor `question`, but {names}")
-    messages = [{"role": "user", "content": row[key]}] if isinstance(row[key], str) else row[key]
-    if not _are_messages(messages):
-        raise EnvError(f"{where}: `{key}` must be text, or a list of objects with `role` and `content`")
-    own = any(message["role"] in ("system", "developer") for message in messages)
-    return messages if own or not system else [{"role": "system", "content": system}, *messages]
-
-
-def wanted(row: Row, where: str) -> list[str]:
+def wanted(row: Row) -> list[str]:
     """The answers a row accepts."""
     answer = row.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     answers = [answer] if isinstance(answer, str) else answer
     if not isinstance(answers, list) or not answers or not all(isinstance(text, str) for text in answers):
-        raise EnvError(f"{where}: `answer` must be a string or a list of strings, not {answer!r}")
+        raise BadRow(f"`answer` must be a string or a list of strings, not {answer!r}")
     return answers
 
 
-def _are_messages(messages: Any) -> bool:
-    return bool(messages) and isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+def question_and_answers(row: Row, system: str) -> Row:
+    """A row whose answer is text to compare with."""
+    return row | {"messages": conversation(row, system), "answer": wanted(row)}

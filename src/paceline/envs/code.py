@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.config.env.graded import Code as Config
-from paceline.data import Row
-from paceline.envs.answers import conversation, dataset_rows
+from paceline.data import BadRow, Row
+from paceline.envs.answers import conversation
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.envs.dataset import dataset_rows
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 
@@ -35,8 +36,7 @@ class Code(Environment):
         self._workers = Workers(config.workers)
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        return [self._row(row, where) for where, row in dataset_rows(source)]
+        return dataset_rows(self._config, split, self._row, require=("messages", "tests"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].chat(example["messages"])
@@ -65,20 +65,20 @@ class Code(Environment):
         sandbox = float(verdict["jailed"])
         return Outcome.solo(reward, solved=solved, passed=passed, sandbox=sandbox, **failure_metrics(None))
 
-    def _row(self, row: Row, where: str) -> Row:
+    def _row(self, row: Row) -> Row:
         tests = row.get("tests")
         tests = [tests] if isinstance(tests, str) else tests
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-            raise EnvError(f"{where}: `tests` must be Python text or a list of it, not {tests!r}")
+            raise BadRow(f"`tests` must be Python text or a list of it, not {tests!r}")
         entry_point = row.get("entry_point")
         if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
-            raise EnvError(f"{where}: `entry_point` must be the name of a function, not {entry_point!r}")
+            raise BadRow(f"`entry_point` must be the name of a function, not {entry_point!r}")
         for test in tests:
             try:
                 ast.parse(test)
             except (SyntaxError, ValueError) as error:
-                raise EnvError(f"{where}: a test is not valid Python: {error}") from error
-        return row | {"messages": conversation(row, where, self._config.system), "tests": tests}
+                raise BadRow(f"a test is not valid Python: {error}") from error
+        return row | {"messages": conversation(row, self._config.system), "tests": tests}
 
 
 def solution_in(text: str) -> str:

@@ -5,14 +5,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.config.env import CustomEnv as Config
-from paceline.data import Row, read_rows
+from paceline.data import Row
 from paceline.data.importing import import_object
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
-from paceline.rollout import Seat
+from paceline.envs.dataset import dataset_rows
+from paceline.envs.handmade import take_over
+from paceline.rollout import Rollout, Seat
 
 
 class FunctionEnvironment(Environment):
-    """`async def rollout(row, seat) -> reward` over the rows of a dataset."""
+    """`async def rollout(row, seat)` over the rows of a dataset. It answers with a reward, an `Outcome`, a `Rollout` it
+    made itself, or None to drop the episode."""
 
     def __init__(self, play: Callable[..., Awaitable[Any]], config: Config) -> None:
         if not inspect.iscoroutinefunction(play):
@@ -23,13 +26,14 @@ class FunctionEnvironment(Environment):
         self._config = config
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        return read_rows(source) if source else []
+        return dataset_rows(self._config, split, prompted=False)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         answer = await self._play(example, seats[POLICY], **self._config.kwargs)
         if answer is None or isinstance(answer, Outcome):
             return answer
+        if isinstance(answer, Rollout):
+            return take_over(answer, seats[POLICY], self._config.import_path)
         return Outcome.solo(number(answer, self._config.import_path))
 
 

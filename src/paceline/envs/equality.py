@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from paceline.config.env.tasks import Equality as Config
 from paceline.data import Row
-from paceline.envs.answers import conversation, dataset_rows, normalised, tagged, wanted
+from paceline.envs.answers import normalised, question_and_answers, tagged
 from paceline.envs.base import Outcome, SingleTurn, Split
+from paceline.envs.dataset import dataset_rows
 from paceline.rollout import Reply
 
 
@@ -16,11 +17,7 @@ class Equality(SingleTurn):
         self._config = config
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        return [
-            row | {"messages": conversation(row, where, self._config.system), "answer": wanted(row, where)}
-            for where, row in dataset_rows(source)
-        ]
+        return dataset_rows(self._config, split, self._row, require=("messages", "answer"))
 
     def score(self, example: Row, reply: Reply) -> Outcome:
         given = tagged(reply.text)
@@ -28,6 +25,9 @@ class Equality(SingleTurn):
             return Outcome.solo(0.0, correct=0.0, format=0.0)
         correct = self._plain(given) in map(self._plain, example["answer"])
         return Outcome.solo(1.0 if correct else self._config.format_reward, correct=float(correct), format=1.0)
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
 
     def _plain(self, text: str) -> str:
         return normalised(text, self._config.ignore_case)

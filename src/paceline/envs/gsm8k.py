@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from paceline.config.env.tasks import GSM8K as Config
-from paceline.data import Row
-from paceline.envs.answers import boxed, conversation, dataset_rows, only_number, wanted
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.data import BadRow, Row
+from paceline.envs.answers import boxed, conversation, only_number, wanted
+from paceline.envs.base import POLICY, Environment, Outcome, Split
+from paceline.envs.dataset import dataset_rows
 from paceline.rollout import Seat
 
 MARK = "####"
@@ -20,11 +21,7 @@ class GSM8K(Environment):
         self._config = config
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        return [
-            row | {"messages": conversation(row, where, self._config.system), "answer": _solution(row, where)}
-            for where, row in dataset_rows(source)
-        ]
+        return dataset_rows(self._config, split, self._row, require=("messages", "answer"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages, right = list(example["messages"]), only_number(example["answer"])
@@ -46,6 +43,9 @@ class GSM8K(Environment):
             reward, correct=float(correct), first=float(first), format=float(answer is not None), tries=tries
         )
 
+    def _row(self, row: Row) -> Row:
+        return row | {"messages": conversation(row, self._config.system), "answer": _solution(row)}
+
 
 def final_number(text: str) -> Fraction | None:
     r"""The number a reply settles on, in `\boxed{}` or after `####`.
@@ -59,9 +59,9 @@ def final_number(text: str) -> Fraction | None:
     return only_number(rest.strip().partition("\n")[0]) if mark else None
 
 
-def _solution(row: Row, where: str) -> str:
+def _solution(row: Row) -> str:
     """The final answer of the dataset's worked solution."""
-    _, mark, answer = wanted(row, where)[0].rpartition(MARK)
+    _, mark, answer = wanted(row)[0].rpartition(MARK)
     if not mark or only_number(answer) is None:
-        raise EnvError(f"{where}: `answer` must end in `{MARK} 18`, with the row's own number")
+        raise BadRow(f"`answer` must end in `{MARK} 18`, with the row's own number")
     return answer.strip()

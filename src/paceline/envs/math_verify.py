@@ -6,8 +6,9 @@ from pathlib import Path
 
 from paceline.config.env.graded import Math as Config
 from paceline.data import Row
-from paceline.envs.answers import boxed, conversation, dataset_rows, last_number, only_number, wanted
+from paceline.envs.answers import boxed, last_number, only_number, question_and_answers
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.envs.dataset import dataset_rows
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 
@@ -29,11 +30,7 @@ class Math(Environment):
         self._workers = Workers(config.workers, config.memory_mb)
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        return [
-            row | {"messages": conversation(row, where, self._config.system), "answer": wanted(row, where)}
-            for where, row in dataset_rows(source)
-        ]
+        return dataset_rows(self._config, split, self._row, require=("messages", "answer"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].chat(example["messages"])
@@ -52,6 +49,9 @@ class Math(Environment):
         number = last_number(text) if box is None else only_number(box)
         same = number is not None and any(number == only_number(answer) for answer in answers)
         return _outcome(same, parsed=found["parsed"] or number is not None)
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
 
 
 def _outcome(correct: bool, parsed: bool, failed: WorkerFailed | None = None) -> Outcome:

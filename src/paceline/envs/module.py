@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.config.env.doors import ModuleEnv as Config
-from paceline.data import Row, open_rows
+from paceline.data import Row
 from paceline.data.importing import import_object
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
+from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 
@@ -32,8 +33,7 @@ class ModuleEnvironment(Environment):
         self._tools = _tools(getattr(module, "tools", None), f"{config.module}: `tools`")
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        return open_rows(source, self._config.fields, require=("messages", "answer")) if source else []
+        return dataset_rows(self._config, split, require=("messages", "answer"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages: list[Message] = example["messages"]

@@ -5,11 +5,12 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.config.env.retrieval import Retrieval as Config
-from paceline.data import Row, read_rows
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.data import BadRow, Row, open_rows
+from paceline.envs.base import POLICY, Environment, Outcome, Split
+from paceline.envs.dataset import dataset_rows
 from paceline.envs.search.client import Found, LocalSearch, SearchClient, Searcher
 from paceline.envs.search.corpus import QUESTIONS
 from paceline.envs.search.store import open_index
@@ -45,18 +46,15 @@ class Retrieval(Environment):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._searcher: Searcher = (
-            SearchClient(config.url, config.top_k, config.search_timeout)
+            SearchClient(config.url, config.top_k, config.search_timeout, config.api_key_variable)
             if config.url is not None
             else LocalSearch(open_index(config.corpus), config.top_k)
         )
 
     def examples(self, split: Split) -> Sequence[Row]:
-        own = self._config.dataset if split == "train" else self._config.eval_dataset
-        if own is not None:
-            return [_example(row, f"{own}, row {number}") for number, row in enumerate(read_rows(own), start=1)]
-        if self._config.dataset is not None or self._config.eval_dataset is not None:
-            return []
-        return [_example(row, QUESTIONS.name) for row in read_rows(str(QUESTIONS)) if row["split"] == split]
+        if self._config.dataset is None and self._config.eval_dataset is None:
+            return [row for row in open_rows(str(QUESTIONS), refine=_example) if row["split"] == split]
+        return dataset_rows(self._config, split, _example, require=("messages", "answer"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         seat, messages = seats[POLICY], list(example["messages"])
@@ -137,18 +135,21 @@ def f1(given: str, wanted: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
-def _example(row: dict[str, Any], where: str) -> Row:
+def _example(row: Row) -> Row:
     """A row with the conversation it begins with and an answer that can be compared."""
-    answer = row.get("answer")
+    answer = row["answer"]
     accepted = [answer] if isinstance(answer, str | int | float) else answer
     if not isinstance(accepted, list) or not accepted or not all(isinstance(a, str | int | float) for a in accepted):
-        raise EnvError(f"{where}: a question needs an `answer`, a string or a list of those that are accepted")
-    if "messages" in row:
-        messages = row["messages"]
-    elif isinstance(row.get("question"), str) and row["question"].strip():
-        messages = [{"role": "user", "content": INSTRUCTIONS.format(question=row["question"])}]
-    else:
-        raise EnvError(f"{where}: a row needs a `question`, or `messages` that ask one")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise EnvError(f"{where}: `messages` must be a list of objects with `role` and `content`")
-    return row | {"messages": messages, "answer": [str(one) for one in accepted]}
+        raise BadRow("a question needs an `answer`, a string or a list of those that are accepted")
+    return row | {"messages": _opening(row), "answer": [str(one) for one in accepted]}
+
+
+def _opening(row: Row) -> list[Message]:
+    """A row's bare question gets the instructions; `messages` of its own are taken to have theirs."""
+    first, *more = row["messages"]
+    asked = first.get("content")
+    if more or not isinstance(asked, str) or asked not in (row.get("prompt"), row.get("question")):
+        return row["messages"]
+    if not asked.strip():
+        raise BadRow("a row needs a `question`, or `messages` that ask one")
+    return [{"role": "user", "content": INSTRUCTIONS.format(question=asked)}]

@@ -8,8 +8,9 @@ from typing import Any
 from paceline.config.env.tasks import TokenIn as Config
 from paceline.data import Row
 from paceline.data.importing import import_object
-from paceline.envs.answers import dataset_rows, normalised, wanted
+from paceline.envs.answers import normalised, wanted
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
+from paceline.envs.dataset import dataset_rows
 from paceline.rollout import Seat
 
 
@@ -25,13 +26,9 @@ class TokenIn(Environment):
                 raise EnvError(f"{config.scorer.import_path}: a scorer must be a function of a row and a text")
 
     def examples(self, split: Split) -> Sequence[Row]:
-        source = self._config.dataset if split == "train" else self._config.eval_dataset
-        rows = dataset_rows(source)
-        for where, row in rows:
-            _check_ids(row, where)
-            if self._scorer is None:
-                row["answer"] = wanted(row, where)
-        return [row for _, row in rows]
+        if self._scorer is not None:
+            return dataset_rows(self._config, split, require=("input_token_ids",))
+        return dataset_rows(self._config, split, _with_answers, require=("input_token_ids", "answer"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].complete(example["input_token_ids"])
@@ -54,7 +51,5 @@ class TokenIn(Environment):
         return Outcome.solo(number(judged, hook.import_path))
 
 
-def _check_ids(row: Row, where: str) -> None:
-    ids = row.get("input_token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise EnvError(f"{where}: `input_token_ids` must be a list of token ids, such as [5, 12, 7]")
+def _with_answers(row: Row) -> Row:
+    return row | {"answer": wanted(row)}

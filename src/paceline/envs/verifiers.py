@@ -70,7 +70,7 @@ class Verifiers(Environment):
             if role in self._seats and trace.agent.trainable:
                 runs.setdefault(self._seats[role], []).append(trace.reward)
             where = f"{role}/" if len(self._seats) > 1 or role not in self._seats else ""
-            said = {f"reward/{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
+            said = {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
             for name, value in {**said, **trace.metrics}.items():
                 if value is not None:
                     metrics.setdefault(where + name, []).append(value)
@@ -127,8 +127,11 @@ class Verifiers(Environment):
             raise EnvError(f"verifiers environment `{ident}` cannot be loaded: {said}") from error
 
     def _settle(self, agent: dict[str, Any], declared: Any) -> None:
-        """Where neither the run file nor the environment's author chose, run here: no code, no remote sandbox."""
-        if declared.harness is None and self._vf.default_harness_id(self._config.id) != self._config.id:
+        """Where neither the run file nor the environment's author chose, run here: no code, no remote sandbox. An
+        author's choice of `null`, which only chats, is that of the same protocol: it need not install a program."""
+        chosen = declared.harness
+        plain = chosen is None and self._vf.default_harness_id(self._config.id) != self._config.id
+        if plain or (chosen is not None and chosen.id == "null"):
             agent.setdefault("harness", {"id": self._chat})
         if isinstance(declared.runtime, self._vf.PrimeConfig):
             agent.setdefault("runtime", {"type": "subprocess"})

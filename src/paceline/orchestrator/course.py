@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.algorithms import Algorithm, build_algorithm
+from paceline.algorithms import Algorithm, credit_for
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
 from paceline.data import Draws, Row, Ticket, decontaminate, order_of
@@ -65,11 +65,10 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
     if env.contamination:
         rows, report = decontaminate(rows, eval_rows)
         note = f"{env.name}: {report}"
-    assert env.algo is not None
     return Course(
         config=env,
         environment=environment,
-        algorithm=build_algorithm(env.algo),
+        algorithm=credit_for(env, environment.actors),
         rows=rows,
         eval_rows=eval_rows,
         cursor=order_of(rows, config.seed, env.name, env.curriculum),

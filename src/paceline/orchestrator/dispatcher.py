@@ -1,6 +1,8 @@
 """Keeps the sampler riding: draws tickets while the gate has room, and judges what comes back.
 
     ticket -> group in flight -> credit -> filters -> buffer -> batch
+                                                                 |
+                                  remembered groups, replayed ---+
 
 Refill happens whenever something completes, also while the trainer is busy, because completion runs on the event loop
 and training does not.
@@ -19,6 +21,7 @@ from paceline.orchestrator.breaker import Breaker, RunStopped
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import Player
 from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.replay import Replay, Replayed
 from paceline.orchestrator.staleness import fresh_enough
 from paceline.rollout import Group
 
@@ -59,6 +62,9 @@ class Dispatcher:
         self._breaker = Breaker(config.breaker)
         self._drops_in_a_row = 0
         self._aged_at = gate.version
+        self._replay = Replay(config.replay, config.staleness)
+        self._replays: list[Group] = []
+        self._chosen_at = gate.version
         self._tasks: set[asyncio.Task[Group]] = set()
         self._buffer: dict[Ticket, Group] = {}
         self._changed = asyncio.Event()
@@ -70,6 +76,7 @@ class Dispatcher:
 
     def refill(self) -> None:
         """Start groups while the gate has room."""
+        self._choose_replays()
         while not self._stopped and (course := self._next_course()) is not None:
             if not self._ledger.waiting:
                 self._ledger.draw(course.draw(self._ledger.drawn))
@@ -87,6 +94,35 @@ class Dispatcher:
             return course if course.group_size <= room else None
         fits = [c for c in self._courses.values() if c.group_size <= room and not c.exhausted]
         return min(fits, key=lambda c: c.share, default=None)
+
+    # -- replaying --------------------------------------------------------------------------------------------------
+
+    def remember(self, batch: Sequence[Group]) -> None:
+        """These groups trained, and may train again."""
+        self._replay.remember(batch)
+
+    def _choose_replays(self) -> None:
+        """A new version: settle what its batch replays before fresh groups take the places."""
+        if self._chosen_at == self._gate.version:
+            return
+        self._chosen_at = self._gate.version
+        self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
+        self._gate.replay(places(self._replays))
+
+    def _forgo_replays(self) -> None:
+        """Replay fills batches up; it does not stand in for the fresh groups that a batch lacks."""
+        self._gate.give_back(places(self._replays))
+        self._replays = []
+
+    def _enter_replays(self) -> list[Replayed]:
+        """The chosen groups under new tickets. Drawn only now, they are trained before the next checkpoint."""
+        entered = []
+        for group in self._replays:
+            again = self._replay.again(group, self._ledger.drawn)
+            self._ledger.replay(again.ticket, first=group.ticket.number)
+            entered.append(again)
+        self._replays = []
+        return entered
 
     # -- judging ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +203,10 @@ class Dispatcher:
             self._drop_stale()
             self.refill()
             batch = self._oldest()
-            full = sum(group.places for group in batch) + self._smallest() > self._config.batch_size
+            full = places([*batch, *self._replays]) + self._smallest() > self._config.batch_size
+            if not (full or self._tasks) and self._replays:
+                self._forgo_replays()
+                continue
             if full or not self._tasks:
                 return self._ship(batch) if batch else None
             if self._stopped:
@@ -176,8 +215,8 @@ class Dispatcher:
             await self._changed.wait()
 
     def _oldest(self) -> list[Group]:
-        """Buffered groups in ticket order, as many as fit into a batch."""
-        batch, room = [], self._config.batch_size
+        """Buffered groups in ticket order, as many as fit into a batch beside what it replays."""
+        batch, room = [], self._config.batch_size - places(self._replays)
         for ticket in sorted(self._buffer):
             group = self._buffer[ticket]
             if group.places <= room:
@@ -203,8 +242,9 @@ class Dispatcher:
     def _ship(self, batch: list[Group]) -> list[Group]:
         for group in batch:
             del self._buffer[group.ticket]
+        batch = [*batch, *self._enter_replays()]
         # A batch that groups could not fill exactly still counts as a whole one, or the gate would drift open.
-        self._gate.accepted += self._config.batch_size - sum(group.places for group in batch)
+        self._gate.accepted += self._config.batch_size - places(batch)
         return batch
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
@@ -218,7 +258,7 @@ class Dispatcher:
 
     def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
         """Groups that led to this batch, in ticket order: those that trained and those that were dropped."""
-        last = max(group.ticket.number for group in batch)
+        last = max(group.ticket.number for group in batch if not isinstance(group, Replayed))
         past = [group for group in self.tally.resolved if group.ticket.number <= last]
         return sorted(past, key=lambda group: group.ticket.number)
 
@@ -233,6 +273,11 @@ class Dispatcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def places(groups: Sequence[Group]) -> int:
+    """What the groups count in a batch."""
+    return sum(group.places for group in groups)
 
 
 def without_signal(group: Group) -> bool:

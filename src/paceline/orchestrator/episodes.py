@@ -12,8 +12,8 @@ from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
 from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
 
-TRAIN, EVAL = 0, 1
-"""Domains of sampling noise, so that evaluation never draws what training draws."""
+TRAIN, EVAL, MATCH = 0, 1, 2
+"""Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
 
 T = TypeVar("T")
 

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 class Gate:
     """Counts rollouts so that none is trained more than `staleness` versions after it started.
 
-        capacity = min(max_inflight - running, (S + version + 1) * B - (accepted + running))
+        capacity = min(max_inflight - running, (S + version + 1) * B - S * reserve - (accepted + running))
 
     The batch that a rollout started at version v can join at the latest has index v + S, because at most
     (S + v + 1) * B rollouts are let in before version v + 1 exists. With S = 0 the gate closes when one batch is full
     and opens at the next publish: the synchronous loop. `total` batches are all a run needs; the gate lets in no more.
+
+    Where groups are replayed, `reserve` places of every batch to come are kept for them. What the batch being filled
+    really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay shrinks
+    fresh sampling by the places it fills, and never pushes a fresh rollout past the last batch it may join.
 
     >>> gate = Gate(batch=8, staleness=0, max_inflight=100)
     >>> gate.start(8); gate.capacity
@@ -27,15 +31,26 @@ class Gate:
     version: int = 0
     running: int = 0
     accepted: int = 0
+    reserve: int = 0
 
     @property
     def capacity(self) -> int:
         """Rollouts that may start now."""
+        return max(0, min(self.max_inflight - self.running, self._ahead))
+
+    @property
+    def replayable(self) -> int:
+        """Places of the batch being filled that may go to groups which have trained before."""
+        return max(0, min(self.reserve, self._ahead))
+
+    @property
+    def _ahead(self) -> int:
+        """Places not yet taken, from the batch being filled to the last one that this version may serve."""
         batches = self.staleness + self.version + 1
         if self.total is not None:
             batches = min(batches, self.total)
-        ahead = batches * self.batch - (self.accepted + self.running)
-        return max(0, min(self.max_inflight - self.running, ahead))
+        kept = max(0, batches - self.version - 1) * self.reserve
+        return batches * self.batch - kept - (self.accepted + self.running)
 
     def start(self, places: int) -> None:
         """A group enters, whole."""
@@ -51,6 +66,12 @@ class Gate:
     def reject(self, places: int) -> None:
         """A running group was dropped; its places are free again."""
         self.running -= places
+
+    def replay(self, places: int) -> None:
+        """Groups that have trained before take places of the batch being filled."""
+        if places > self.replayable:
+            raise RuntimeError(f"the gate has room to replay {self.replayable} rollouts, not {places}")
+        self.accepted += places
 
     def give_back(self, places: int) -> None:
         """A buffered group was dropped before it shipped; its places are free again."""

@@ -17,10 +17,11 @@ from paceline.orchestrator.checkpoint import Checkpoints
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.dispatcher import Dispatcher, Tally
-from paceline.orchestrator.episodes import EVAL, Player
+from paceline.orchestrator.episodes import EVAL, MATCH, Player
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.metrics import batch_metrics
+from paceline.orchestrator.metrics import batch_metrics, replay_metrics
+from paceline.orchestrator.past import Past
 from paceline.orchestrator.stopwatch import Stopwatch
 from paceline.rollout import Group, Voice
 from paceline.trainer import StepReport, Trainer
@@ -49,9 +50,11 @@ class Conductor:
         self._ticket_records: list[dict] = []
         self._ledger = Ledger(journal=self._ticket_records.append)
         assert config.max_inflight is not None
-        self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps)
+        reserve = config.replay.places(config.batch_size, [course.group_size for course in parts.courses.values()])
+        self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
         player = Player(parts.voice, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.courses, player, self._gate, self._ledger, parts.monitor.note)
+        self._past = Past(parts.courses, parts.pool)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._saved_at: int | None = None
         self._stopping = False
@@ -70,7 +73,7 @@ class Conductor:
                     samples = await self._score(batch)
                 with self._watch.phase("train"):
                     report = await self._p.trainer.step(samples)
-                self._learn(batch)
+                self._learn(batch, report)
                 with self._watch.phase("publish"):
                     await self._publish()
                 await self._settle(batch, samples, report)
@@ -106,16 +109,19 @@ class Conductor:
             samples += await self._p.courses[group.ticket.env].algorithm.score(group.samples())
         return samples
 
-    def _learn(self, batch: Sequence[Group]) -> None:
-        """Tell each environment's order of rows how they went, before the next ones are drawn."""
+    def _learn(self, batch: Sequence[Group], report: StepReport) -> None:
+        """Tell each environment's order of rows how they went, before the next ones are drawn or replayed."""
         for group in self._dispatcher.resolved_by(batch):
             rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
             learn(self._p.courses[group.ticket.env].cursor, group.ticket.row, rewards)
+        if not report.skipped:  # what broke one gradient must not come back to break another
+            self._dispatcher.remember(batch)
 
     async def _publish(self) -> None:
         """Hand the engine the trainer's weights; the gate opens for the next version."""
         update = await self._p.trainer.weights()
         await self._p.pool.load_weights(update)
+        await self._past.offer(update)
         self._gate.publish(update.version)
         if not self._stopping:
             self._dispatcher.refill()
@@ -127,6 +133,8 @@ class Conductor:
             self._ledger.train(group.ticket, self.step, group.places)
         tally = self._dispatcher.take_tally(batch)
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
+        if self._config.replay.share:
+            metrics |= replay_metrics(batch, self._gate.version - 1)
         metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._p.monitor.note(f"step {self.step}: the gradient was not finite, the batch was skipped")
@@ -142,6 +150,10 @@ class Conductor:
         with self._watch.phase("eval"):
             player = Player(self._p.eval_voice, self._p.clock, self._config.seed, EVAL)
             metrics = await evaluate(self._p.courses, player, self._config.eval, self._p.monitor.phase)
+            player = Player(self._p.eval_voice, self._p.clock, self._config.seed, MATCH)
+            metrics |= await self._past.assess(
+                player, self._gate.version, self._config.eval.concurrency, self._p.monitor.phase
+            )
         return metrics | {"time/eval": self._watch.seconds("eval")}
 
     def _record(
@@ -174,7 +186,12 @@ class Conductor:
             "algorithms": {course.name: course.algorithm.state() for course in courses},
             "environments": {course.name: course.environment.state() for course in courses},
         }
-        await self._p.checkpoints.save(self.step, json.dumps(state), self._p.trainer.save)
+
+        async def weights(folder: Path) -> None:
+            await self._p.trainer.save(folder)
+            self._past.save(folder)
+
+        await self._p.checkpoints.save(self.step, json.dumps(state), weights)
         self._saved_at = self.step
         self._flush_tickets()
 
@@ -189,6 +206,7 @@ class Conductor:
             course.cursor.load(state["cursors"][course.name])
             course.algorithm.load(state["algorithms"][course.name])
             course.environment.load(state["environments"][course.name])
+        await self._past.load(path)
         self._p.checkpoints.forget_after(self.step)
 
     @property

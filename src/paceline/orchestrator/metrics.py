@@ -5,6 +5,7 @@ from statistics import fmean, pstdev
 
 from paceline.data import Sample
 from paceline.orchestrator.dispatcher import Tally
+from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.staleness import staleness
 from paceline.rollout import Group, Rollout
 
@@ -28,8 +29,16 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
     }
     for reason in ("zero_advantage", "group_too_small", "stale"):
         metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
-    metrics["drop_ratio"] = tally.dropped.total() / (tally.dropped.total() + len(batch))
+    fresh = [group for group in batch if not isinstance(group, Replayed)]
+    metrics["drop_ratio"] = tally.dropped.total() / (tally.dropped.total() + len(fresh))
     return metrics
+
+
+def replay_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
+    """How many groups of the batch trained before, and how many versions old their samples are by now."""
+    replayed = [group for group in batch if isinstance(group, Replayed)]
+    ages = [staleness(sample, version) for group in replayed for sample in group.samples()]
+    return {"replay/groups": float(len(replayed)), "replay/age": fmean(ages or [0])}
 
 
 def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str, float]:

@@ -16,27 +16,18 @@ def assemble(rollout: Rollout) -> list[Sample]:
 
 @dataclass(slots=True)
 class _Thread:
-    """Tokens under construction."""
+    """Turns that extend one another, and all their tokens."""
 
     tokens: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    truncated: bool = False
 
     def add(self, turn: Turn) -> None:
-        given = turn.prompt_ids[len(self.tokens) :]
-        said = turn.completion_ids
-        start = len(turn.prompt_ids)
-        self.tokens += [*given, *said]
-        self.mask += [False] * len(given) + [True] * len(said)
-        self.logprobs += [0.0] * len(given) + turn.logprobs
-        self.versions += [-1] * len(given) + turn.versions
-        self.temperatures += [1.0] * len(given) + [turn.temperature or 1.0] * len(said)
-        self.spans.append((start, start + len(said)))
-        self.truncated = turn.finish == "length"
+        self.tokens += turn.prompt_ids[len(self.tokens) :]
+        start = len(self.tokens)
+        self.tokens += turn.completion_ids
+        self.turns.append(turn)
+        self.spans.append((start, len(self.tokens)))
 
 
 def _threads(turns: Sequence[Turn]) -> list[_Thread]:
@@ -44,7 +35,7 @@ def _threads(turns: Sequence[Turn]) -> list[_Thread]:
     go on from the same place the later one starts anew: there the common past is context and trains no second time."""
     threads: list[_Thread] = []
     for turn in turns:
-        fitting = [thread for thread in threads if turn.prompt_ids[: len(thread.tokens)] == thread.tokens]
+        fitting = [thread for thread in threads if _begins(turn.prompt_ids, thread.tokens)]
         thread = max(fitting, key=lambda thread: len(thread.tokens), default=None)
         if thread is None:
             threads.append(thread := _Thread())
@@ -52,14 +43,29 @@ def _threads(turns: Sequence[Turn]) -> list[_Thread]:
     return threads
 
 
+def _begins(prompt: list[int], tokens: list[int]) -> bool:
+    """Whether the prompt begins with these tokens. Most that do not differ at the end already."""
+    length = len(tokens)
+    return prompt[length - 1 : length] == tokens[-1:] and prompt[:length] == tokens
+
+
 def _sample(thread: _Thread, rollout: Rollout) -> Sample:
+    """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
+    length = len(thread.tokens)
+    mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
+    versions, temperatures = np.full(length, -1, np.int32), np.ones(length, np.float32)
+    for turn, (start, end) in zip(thread.turns, thread.spans, strict=True):
+        mask[start:end] = True
+        logprobs[start:end] = turn.logprobs
+        versions[start:end] = turn.versions
+        temperatures[start:end] = turn.temperature or 1.0
     return Sample(
-        token_ids=np.array(thread.tokens),
-        loss_mask=np.array(thread.mask),
-        logprobs=np.array(thread.logprobs),
-        versions=np.array(thread.versions),
-        temperatures=np.array(thread.temperatures),
-        ended="truncated" if thread.truncated else "terminated",
+        token_ids=np.array(thread.tokens, np.int64),
+        loss_mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        temperatures=temperatures,
+        ended="truncated" if thread.turns[-1].finish == "length" else "terminated",
         env=rollout.env,
         ticket=rollout.ticket,
         rollout=rollout.member,

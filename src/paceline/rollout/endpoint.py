@@ -1,6 +1,8 @@
-"""Seats at any OpenAI-compatible endpoint: to look at episodes, not to train on them, since no tokens are recorded."""
+"""Seats whose words come from elsewhere, such as any OpenAI-compatible endpoint: to look at episodes, not to train on
+them, since no tokens are recorded."""
 
 import json
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from paceline.config.inference import Sampling
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, Finish, RequestError, Unreachable
 from paceline.rollout.seat import Lodge, Reply, Seat, SeatLeft
-from paceline.rollout.table import Table
+from paceline.rollout.table import Guests, Table
 from paceline.rollout.types import Message, Turn
 
 CONNECT_SECONDS = 10.0
@@ -52,7 +54,9 @@ class Endpoint:
                 raise EngineError(f"{self.url}/models lists no model: name one") from None
         return self._model
 
-    async def chat(self, messages: Sequence[Message], tools: Tools | None, model: str) -> dict[str, Any]:
+    async def chat(
+        self, messages: Sequence[Message], tools: Tools | None, model: str, max_tokens: int | None = None
+    ) -> dict[str, Any]:
         """One choice as the endpoint gives it, with its `usage` beside it."""
         sampling = self.sampling
         body: dict[str, Any] = {
@@ -60,7 +64,7 @@ class Endpoint:
             "messages": list(messages),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": max_tokens or sampling.max_tokens,
         }
         body |= {"top_k": sampling.top_k} if sampling.top_k else {}  # not of OpenAI's own API
         body |= {"tools": list(tools)} if tools else {}
@@ -94,28 +98,36 @@ class Endpoint:
         raise kind(f"{self.url}{path} answered {response.status_code}: {told}")
 
 
-class EndpointSeat(Seat):
-    """A seat whose words come from an endpoint. Turns hold what was said but no tokens."""
+class WordSeat(Seat):
+    """A seat that is answered in words. Turns hold what was said but no tokens."""
 
-    def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "", trained: bool = True) -> None:
+    def __init__(self, sampling: Sampling, lodge: Lodge | None, actor: str = "policy") -> None:
         # Not the parent's: that one is about tokens, which nobody sees here.
-        self.actor, self.trained = actor, trained
+        self.actor, self.trained = actor, True
         self.parent, self.kind = "", ""
+        self.max_tokens: int | None = None
         self.turns: list[Turn] = []
         self.overrides: Counter[str] = Counter()
         self.tokens = 0
-        """Tokens sampled, by the endpoint's own count."""
-        self._endpoint = endpoint
-        self._model = model
+        """Tokens sampled, as far as whoever speaks counts them."""
+        self._sampling, self._lodge = sampling, lodge
         self._left = False
+
+    @abstractmethod
+    async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
+        """The next message of a conversation: `message`, `finish` and `usage` as OpenAI's API has them."""
 
     async def chat(self, messages: Sequence[Message], tools: Tools | None = None) -> Reply:
         if self._left:
             raise SeatLeft("the episode is over: this seat takes no more calls")
         given = [dict(message) for message in messages]
-        choice = await self._endpoint.chat(given, tools, self._model)
+        choice = await self.answer(given, tools)
         if self._left:
             raise SeatLeft("the episode ended while the policy was speaking")
+        return self.note(choice, given, tools)
+
+    def note(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
+        """Record what was said."""
         said = _message(choice["message"])
         finish: Finish = "length" if choice["finish"] == "length" else "stop"
         text = said["content"] + "".join(_spelled(call) for call in said.get("tool_calls", []))
@@ -126,8 +138,8 @@ class EndpointSeat(Seat):
                 logprobs=[],
                 versions=[],
                 finish=finish,
-                temperature=self._endpoint.sampling.temperature,
-                messages=given,
+                temperature=self._sampling.temperature,
+                messages=messages,
                 tools=list(tools) if tools else None,
                 text=text,
                 said=said,
@@ -138,41 +150,46 @@ class EndpointSeat(Seat):
         self.tokens += sampled
         return Reply(text, finish == "length", said, tokens=sampled, prompt_tokens=prompt)
 
+    async def base_url(self) -> str:
+        if self._lodge is None:
+            raise PacelineError("this seat has no recording server behind it")
+        return await self._lodge.address(self)
+
+    def setting(self, name: str) -> Any:
+        return getattr(self._sampling, name.replace("max_completion_tokens", "max_tokens"), None)
+
+    def leave(self) -> None:
+        self._left = True
+        if self._lodge is not None:
+            self._lodge.vacate(self)
+
+
+class EndpointSeat(WordSeat):
+    """A seat whose words come from an endpoint."""
+
+    def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "") -> None:
+        super().__init__(endpoint.sampling, endpoint.lodge, actor)
+        self._endpoint, self._model = endpoint, model
+
+    async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
+        return await self._endpoint.chat(messages, tools, self._model, self.max_tokens)
+
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         raise PacelineError(
             f"this environment speaks in tokens, and {self._endpoint.url} is asked in messages: "
             "play it with the model in this process, or with a `paceline serve` of it"
         )
 
-    async def base_url(self) -> str:
-        if self._endpoint.lodge is None:
-            raise PacelineError("this seat has no recording server behind it")
-        return await self._endpoint.lodge.address(self)
-
-    def setting(self, name: str) -> Any:
-        return getattr(self._endpoint.sampling, name.replace("max_completion_tokens", "max_tokens"), None)
-
-    def leave(self) -> None:
-        self._left = True
-        if self._endpoint.lodge is not None:
-            self._endpoint.lodge.vacate(self)
-
 
 class EndpointTable(Table):
     """The seats of one episode at an endpoint. A seat's `model` is then the endpoint's name of it."""
 
-    def __init__(self, endpoint: Endpoint, actors: Sequence[str]) -> None:
+    def __init__(self, endpoint: Endpoint, actors: Sequence[str], guests: Guests | None = None) -> None:
         self._endpoint = endpoint
-        self._seats: dict[str, Seat] = {}
-        for actor in actors:
-            self.open(actor)
+        self._lay(actors, guests)
 
-    def open(self, actor: str, *, parent: str = "", kind: str = "", model: str = "", trained: bool = True) -> str:
-        name = actor if actor not in self._seats else f"{actor}#{len(self._seats)}"
-        seat = EndpointSeat(self._endpoint, actor=actor, model=model, trained=trained)
-        seat.parent, seat.kind = parent, kind
-        self._seats[name] = seat
-        return name
+    def _seat(self, place: int, actor: str, model: str) -> Seat:
+        return EndpointSeat(self._endpoint, actor=actor, model=model)
 
 
 def _message(given: dict[str, Any]) -> Message:

@@ -2,13 +2,14 @@
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from paceline.rollout.types import Message, Turn
+from paceline.rollout.types import Message, Turn, is_text
 
 Tools = Sequence[dict[str, Any]]
 
@@ -17,6 +18,8 @@ _UNSAID = {"id", "tool_call_id", "tool_calls", "content", "role", "refusal", "an
 
 TEXTS = 4
 """Prompts kept as text, per seat."""
+LONGEST_KNOWN = 1024
+"""Characters of a call that is remembered as read."""
 
 
 @dataclass(slots=True)
@@ -39,30 +42,41 @@ class History:
         self._turns: dict[bytes, Past] = {}
         self._with_text: deque[Past] = deque()
 
-    def add(self, turn: Turn, opening: str | None = None) -> None:
-        """Remember a turn, and for a while the text of its prompt: most conversations go on from where they are."""
-        if turn.messages is not None:
-            *_, last = _prefixes([*turn.messages, turn.message], turn.tools)
-            self._turns[last] = past = Past(turn, opening)
-            self._with_text.append(past)
-            if len(self._with_text) > TEXTS:
-                self._with_text.popleft().opening = None
+    def add(self, turn: Turn, opening: str | None = None, so_far: "Chain | None" = None) -> None:
+        """Remember a turn, and for a while the text of its prompt: most conversations go on from where they are.
 
-    def find(self, messages: Sequence[Message], tools: Tools | None) -> Past | None:
-        if not self._turns:
-            return None
-        found = None
-        for prefix in _prefixes(messages, tools):
-            found = self._turns.get(prefix, found)
-        return found
+        `so_far` is the conversation up to the turn as `find` read it, which need not be read twice.
+        """
+        if turn.messages is None:
+            return
+        chain = so_far or Chain(turn.messages, turn.tools)
+        self._turns[chain.then(turn.message)] = past = Past(turn, opening)
+        self._with_text.append(past)
+        if len(self._with_text) > TEXTS:
+            self._with_text.popleft().opening = None
+
+    def find(self, messages: Sequence[Message], tools: Tools | None) -> tuple[Past | None, "Chain"]:
+        """The turn to go on from, if there is one, and the conversation as it was read."""
+        chain = Chain(messages, tools)
+        known = (self._turns[digest] for digest in reversed(chain.digests) if digest in self._turns)
+        return next(known, None), chain
 
 
-def _prefixes(messages: Sequence[Message], tools: Tools | None) -> Iterator[bytes]:
-    """A digest of each beginning of the conversation, shortest first."""
-    chain = blake2b(json.dumps(list(tools or []), sort_keys=True, default=str).encode(), digest_size=16)
-    for message in messages:
-        chain.update(meaning(message).encode(errors="surrogatepass"))
-        yield chain.digest()
+class Chain:
+    """A digest of each beginning of a conversation, shortest first."""
+
+    def __init__(self, messages: Sequence[Message], tools: Tools | None) -> None:
+        spelled = json.dumps(list(tools), sort_keys=True, default=str) if tools else "[]"
+        self._hash = blake2b(spelled.encode(), digest_size=16)
+        self.digests = [self._add(message) for message in messages]
+
+    def then(self, message: Message) -> bytes:
+        """The digest once this is said too."""
+        return self._add(message)
+
+    def _add(self, message: Message) -> bytes:
+        self._hash.update(meaning(message).encode(errors="surrogatepass"))
+        return self._hash.digest()
 
 
 def same(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
@@ -81,10 +95,11 @@ def meaning(message: Message) -> str:
     >>> meaning({"role": "user", "content": "hello", "name": None})
     'user 5 0  hello'
     """
-    calls = [_called(call) for call in message.get("tool_calls") or ()]
-    rest = {key: value for key, value in message.items() if key not in _UNSAID and value is not None}
-    more = json.dumps([calls, rest], sort_keys=True, default=str) if calls or rest else ""
-    role, text = message.get("role"), message_text(message)
+    role, text, more = message.get("role"), message_text(message), ""
+    if not is_text(message):
+        calls = ", ".join([_called(call) for call in message.get("tool_calls") or ()])
+        rest = {key: value for key, value in message.items() if key not in _UNSAID and value is not None}
+        more = f"[[{calls}], {_json(rest) if rest else '{}'}]" if calls or rest else ""
     return f"{'system' if role == 'developer' else role} {len(text)} {len(more)} {more} {text}"
 
 
@@ -94,10 +109,25 @@ def message_text(message: Message) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _called(call: dict[str, Any]) -> tuple[Any, Any]:
+def _called(call: dict[str, Any]) -> str:
     function = call.get("function", call)
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return function.get("name"), arguments
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(arguments, str):
+        return _json([name, arguments])
+    known = type(name) is type(arguments) is str and len(name) + len(arguments) <= LONGEST_KNOWN
+    return _remembered_call(name, arguments) if known else _parsed_call(name, arguments)
+
+
+def _parsed_call(name: Any, arguments: str) -> str:
+    parsed: Any = arguments
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments)
+    return _json([name, parsed])
+
+
+_remembered_call = lru_cache(maxsize=4096)(_parsed_call)
+"""A call stays in its conversation, and is read again at each turn of it."""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -4,8 +4,10 @@ http://127.0.0.1:PORT/<key>/v1        the seat's own address, unguessable; 410 o
 """
 
 import asyncio
+import ipaddress
 import logging
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +54,11 @@ _NOBODYS = {
 """What an agent may ask for and nobody gets, with the value that asks for nothing."""
 
 
+# Somewhere outside, in blocks that are kept for documentation, and home.
+_V4 = (socket.AF_INET, "192.0.2.1", "127.0.0.1")
+_V6 = (socket.AF_INET6, "2001:db8::1", "::1")
+
+
 class AgentBody(ChatBody):
     """A conversation as an agent sends it. It may ask for any sampling; the run decides."""
 
@@ -92,8 +99,9 @@ class Lodging:
 class Recorder:
     """The server behind all seats' addresses. It starts when the first is asked for, in the run's own event loop."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
         self._host, self._port = host, port
+        self._told = advertise or reachable(host)
         self._by_seat: dict[Seat, Lodging] = {}
         self._by_key: dict[str, Lodging] = {}
         self._starting: asyncio.Task[int] | None = None
@@ -112,7 +120,7 @@ class Recorder:
         if seat not in self._by_seat:
             self._by_seat[seat] = lodging = Lodging(seat)
             self._by_key[lodging.key] = lodging
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = f"[{self._told}]" if ":" in self._told else self._told
         return f"http://{host}:{port}/{self._by_seat[seat].key}/v1"
 
     def vacate(self, seat: Seat) -> None:
@@ -190,6 +198,24 @@ class Recorder:
             return await EventStream.begin(request, _events(replies, body))
         head = heading("chat.completion", "chatcmpl", body.model or MODEL)
         return Json(head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)})
+
+
+def reachable(host: str) -> str:
+    """The host to reach a listener by. One that listens on every address is nowhere to connect to: it is reached by the
+    address this machine sends from, or by loopback where there is no network."""
+    try:
+        everywhere = not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = False
+    if not everywhere:
+        return host
+    family, outside, inside = _V6 if ":" in host else _V4
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((outside, 9))  # picks a way and sends nothing
+            return probe.getsockname()[0]
+    except OSError:
+        return inside
 
 
 class _Quiet(uvicorn.Server):

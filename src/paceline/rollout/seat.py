@@ -106,10 +106,12 @@ class Seat:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
         renderer = self._voice.renderer
         messages = [copied(message) for message in messages]
-        past = self._history.find(messages, tools)
+        past, so_far = self._history.find(messages, tools)
         prompt = renderer.open(messages, tools) if past is None else renderer.go_on(past.turn, messages, past.opening)
         completion = await self._sample(prompt.ids)
-        return self._record(list(prompt.ids), completion, messages, list(tools) if tools else None, prompt.text)
+        said = self._record(list(prompt.ids), completion, messages, list(tools) if tools else None)
+        self._history.add(self.turns[-1], prompt.text, so_far)
+        return said
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         """The policy's continuation of exact tokens."""
@@ -165,7 +167,6 @@ class Seat:
         completion: Completion,
         messages: list[Message] | None = None,
         tools: list[dict] | None = None,
-        opening: str | None = None,
     ) -> Reply:
         text = self._voice.renderer.reply(completion.token_ids)
         said = self._voice.renderer.message(text, tools) if tools else None
@@ -184,7 +185,6 @@ class Seat:
             said=said,
         )
         self.turns.append(turn)
-        self._history.add(turn, opening)
         return Reply(
             text=text,
             truncated=completion.finish == "length",

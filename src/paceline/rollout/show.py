@@ -1,4 +1,5 @@
-"""Rows as the model will see them: rendered by its chat template, with token counts, and in green what trains.
+"""Rows as the model will see them: rendered by its chat template, with token counts, and in green what trains. And
+conversations as a person will hear them.
 
 A conversation that ends in an assistant message is a demonstration: there the assistant's words train, each reply with
 the token that ends it. Any other is a prompt, and what trains is yet to be sampled.
@@ -17,6 +18,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from paceline.data import Row
+from paceline.monitor.show_rollout import ROLES
 from paceline.monitor.text import amount
 from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
@@ -57,6 +59,21 @@ def show_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: in
     console.rule(style="dim")
     console.print(_summary(shown, len(rows)))
     return shown
+
+
+def show_messages(messages: Sequence[Message], console: Console) -> None:
+    """What somebody hears: who says it, and what."""
+    page = Table.grid(padding=(0, 2))
+    page.add_column()
+    page.add_column(overflow="fold")
+    for message in messages:
+        role = str(message.get("role", "?"))
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        called = [f"→ {call.get('name')}({call.get('arguments')})" for call in calls]
+        page.add_row(
+            Text(role, ROLES.get(role, "white")), _visible("\n".join([message_text(message), *called]).strip())
+        )
+    console.print(page, markup=False)
 
 
 class Painter:

@@ -1,9 +1,12 @@
 """The seats of one episode."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count
 
 from paceline.rollout.seat import Seat, SeatLeft, Voice
+
+Guests = Mapping[str, Callable[[str], Seat]]
+"""Actors whose words are not the policy's, and what makes their seats, by name."""
 
 
 class Table(Mapping[str, Seat]):
@@ -14,9 +17,15 @@ class Table(Mapping[str, Seat]):
     does not train is played all the same: a judge, or an opponent from the past.
     """
 
-    def __init__(self, voice: Voice, noise: Sequence[int], order: int, actors: Sequence[str]) -> None:
+    def __init__(
+        self, voice: Voice, noise: Sequence[int], order: int, actors: Sequence[str], guests: Guests | None = None
+    ) -> None:
         self._voice, self._noise, self._order = voice, tuple(noise), order
+        self._lay(actors, guests)
+
+    def _lay(self, actors: Sequence[str], guests: Guests | None) -> None:
         self._seats: dict[str, Seat] = {}
+        self._guests = guests or {}
         self._left = False
         for actor in actors:
             self.open(actor)
@@ -28,12 +37,16 @@ class Table(Mapping[str, Seat]):
         place = len(self._seats)
         names = chain([actor], (f"{actor}#{number}" for number in count(place)))
         name = next(name for name in names if name not in self._seats)
-        # The first seat draws the noise a one-player task has always drawn.
-        noise = (*self._noise, place) if place else self._noise
-        seat = Seat(self._voice, noise, self._order, actor=actor, model=model, trained=trained)
-        seat.parent, seat.kind = parent, kind
+        guest = self._guests.get(actor)
+        seat = guest(name) if guest else self._seat(place, actor, model)
+        seat.parent, seat.kind, seat.trained = parent, kind, trained
         self._seats[name] = seat
         return name
+
+    def _seat(self, place: int, actor: str, model: str) -> Seat:
+        # The first seat draws the noise a one-player task has always drawn.
+        noise = (*self._noise, place) if place else self._noise
+        return Seat(self._voice, noise, self._order, actor=actor, model=model)
 
     def leave(self) -> None:
         """The episode is over."""

@@ -3,16 +3,36 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.data import Sample, Ticket
 from paceline.inference import Finish
 
 Message = dict
 
+_UNCHANGING = {str, int, float, bool, type(None)}
+
+
+def is_text(message: Message) -> bool:
+    """Whether a message is a role and a text, as most are, so that nothing in it needs a second look."""
+    return len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
+
 
 def copied(message: Message) -> Message:
     """A message nobody else can change: what was said stays as it was said."""
-    return {key: value if isinstance(value, str) else copy.deepcopy(value) for key, value in message.items()}
+    if is_text(message):
+        return dict(message)
+    return {key: value if type(value) is str else _own(value) for key, value in message.items()}
+
+
+def _own(value: Any) -> Any:
+    """A copy all the way down. What is as in JSON takes a way that is shorter than that of any object."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _own(item) for key, item in value.items()}
+    if kind is list:
+        return [_own(item) for item in value]
+    return value if kind in _UNCHANGING else copy.deepcopy(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.config.env.arena import ArenaEnv
+from paceline.config.env.arena import ArenaEnv, League
 from paceline.config.env.base import EnvBase
 from paceline.config.env.custom import CustomEnv
+from paceline.config.env.dataset import DatasetEnv
 from paceline.config.env.doors import ModuleEnv, ReasoningGym, TextArena, Verifiers
 from paceline.config.env.graded import Code, Math
 from paceline.config.env.retrieval import Retrieval
@@ -21,9 +22,11 @@ __all__ = [
     "Calculator",
     "Code",
     "CustomEnv",
+    "DatasetEnv",
     "EnvBase",
     "EnvConfig",
     "Equality",
+    "League",
     "Math",
     "ModuleEnv",
     "ReasoningGym",

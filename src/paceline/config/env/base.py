@@ -6,6 +6,15 @@ from paceline.config.algorithm import AlgorithmConfig
 from paceline.config.base import Section
 
 
+class Seat(Section):
+    """One actor of an environment, where it is trained otherwise than the rest."""
+
+    name: str
+    """The actor."""
+    algo: AlgorithmConfig
+    """The algorithm that credits this actor, in place of the environment's `algo`."""
+
+
 class EnvBase(Section):
     """What every environment has."""
 
@@ -19,6 +28,8 @@ class EnvBase(Section):
     """Fewer surviving rollouts drop the group. 2 for group-relative algorithms, else 1."""
     algo: AlgorithmConfig | None = None
     """This environment's algorithm; the run's `algo` when left out."""
+    seats: list[Seat] = Field(default_factory=list)
+    """Actors with an algorithm of their own; `algo` credits all others."""
     curriculum: bool = False
     """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row."""
     contamination: bool = False

@@ -7,20 +7,16 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config.env.base import EnvBase
+from paceline.config.env.dataset import DatasetEnv
 
 
-class ModuleEnv(EnvBase):
-    """A Python module with `reward_fn(messages, answer)` and, for several turns, `interact(messages)`."""
+class ModuleEnv(DatasetEnv):
+    """A Python module with `reward_fn(messages, answer)` and, for several turns, `interact(messages)`. Rows have
+    `messages`, `prompt` or `question`, and `answer`: a string or a list."""
 
     type: Literal["module"] = "module"
     module: str
     """A file, `path/to/env.py`, or the name of an installed module, `package.env`."""
-    dataset: str
-    """Training rows, by file or URI: `{"messages": [...], "answer": ...}`, the answer a string or a list."""
-    eval_dataset: str | None = None
-    """Held-out rows; no evaluation when left out."""
-    fields: dict[str, str] = Field(default_factory=dict)
-    """What the rows call things, `{gt_answer = "answer"}`."""
     max_turns: int = Field(default=1, ge=1)
     """Most replies of the policy in an episode. `interact` is never called after the last."""
     call_timeout: float = Field(default=60.0, gt=0)

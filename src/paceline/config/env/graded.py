@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.env.tasks import DatasetEnv
+from paceline.config.env.dataset import DatasetEnv
 
 
 class Math(DatasetEnv):

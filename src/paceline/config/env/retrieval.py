@@ -5,6 +5,10 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config.env.base import EnvBase
+from paceline.config.env.dataset import Source
+
+SEARCH_KEY_VARIABLE = "PACELINE_SEARCH_API_KEY"
+"""Not the model server's: whoever is searched must not learn that one."""
 
 
 class Retrieval(EnvBase):
@@ -14,14 +18,19 @@ class Retrieval(EnvBase):
     type: Literal["retrieval"] = "retrieval"
     url: str | None = None
     """A search service (`paceline search-server`); an index in this process is searched when left out."""
+    api_key_variable: str = SEARCH_KEY_VARIABLE
+    """Environment variable that holds the service's API key, if it wants one. The key itself has no place in a run
+    file, which is kept with the run."""
     corpus: str | None = None
     """Documents to search in this process: a .jsonl file of `id`, `text` and perhaps `title`. The small corpus of the
     package when left out."""
-    dataset: str | None = None
-    """Training questions: rows of `question` (or `messages`) and `answer`, a string or a list of accepted ones. Those
-    about the package's corpus when left out."""
-    eval_dataset: str | None = None
+    dataset: Source | None = None
+    """Training questions, by file or URI: rows of `question` (or `messages`) and `answer`, a string or a list of
+    accepted ones. Several mix as a list, or by weight as a table. Those about the package's corpus when left out."""
+    eval_dataset: Source | None = None
     """Held-out questions; with a `dataset` of your own and without this there is no evaluation."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """What the rows call things, `{gt_answer = "answer"}`; `a.b` reaches into an object."""
     max_turns: int = Field(default=4, ge=1)
     """Replies the model has in all. A search in the last one is not run."""
     top_k: int | None = Field(default=None, ge=1, le=100)

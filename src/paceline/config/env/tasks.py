@@ -6,15 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.base import Hook
 from paceline.config.env.base import EnvBase
-
-
-class DatasetEnv(EnvBase):
-    """An environment whose rows come from files."""
-
-    dataset: str
-    """Training rows: a .jsonl, .json or .csv file."""
-    eval_dataset: str | None = None
-    """Held-out rows; no evaluation when left out."""
+from paceline.config.env.dataset import DatasetEnv
 
 
 class Equality(DatasetEnv):

@@ -1,10 +1,12 @@
 """Where an environment's queries go: to an index in this process, or to a search service."""
 
 import asyncio
+import os
 from typing import Any, Protocol
 
 import httpx
 
+from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
 from paceline.envs.base import EnvError
 from paceline.envs.search.index import DEFAULT_TOP_K, Index
 
@@ -35,10 +37,15 @@ class LocalSearch:
 
 
 class SearchClient:
-    """A service that answers `POST /search {"query", "top_k"?}` with `{"results": [...]}`."""
+    """A service that answers `POST /search {"query", "top_k"?}` with `{"results": [...]}`. If the environment variable
+    is set, what it holds is sent as the service's API key."""
 
-    def __init__(self, url: str, top_k: int | None = None, timeout: float = 30.0) -> None:
+    def __init__(
+        self, url: str, top_k: int | None = None, timeout: float = 30.0, key_variable: str = SEARCH_KEY_VARIABLE
+    ) -> None:
         self.url = f"{url.rstrip('/').removesuffix('/search')}/search"
+        self._key_variable, key = key_variable, os.environ.get(key_variable)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._top_k, self._timeout = top_k, timeout
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
@@ -53,7 +60,8 @@ class SearchClient:
             ) from error
         if response.status_code != 200:
             told = " ".join(response.text[:300].split())
-            raise EnvError(f"the search service at {self.url} answered {response.status_code}: {told}")
+            hint = f"; its API key is read from {self._key_variable}" if response.status_code == 401 else ""
+            raise EnvError(f"the search service at {self.url} answered {response.status_code}: {told}{hint}")
         return self._results(response)
 
     async def aclose(self) -> None:
@@ -80,5 +88,5 @@ class SearchClient:
             # Episodes beyond this many wait for a connection, and that wait is no sign of a dead service.
             limits = httpx.Limits(max_connections=_PATIENT_CONNECTIONS, max_keepalive_connections=_PATIENT_CONNECTIONS)
             patience = httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None)
-            self._open = (loop, httpx.AsyncClient(timeout=patience, limits=limits))
+            self._open = (loop, httpx.AsyncClient(timeout=patience, limits=limits, headers=self._headers))
         return self._open[1]

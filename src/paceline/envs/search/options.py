@@ -4,6 +4,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config import ConfigError
 from paceline.config.base import Section
+from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
+from paceline.config.serve import is_loopback
 from paceline.envs.search.index import DEFAULT_TOP_K
 
 MOST_RESULTS = 100
@@ -19,15 +21,26 @@ class SearchOptions(Section):
     top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MOST_RESULTS)
     """Results for a query that does not say how many it wants."""
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on; anything but loopback needs an API key."""
     port: int = Field(default=8100, ge=0, le=65535)
     """0 picks a free port."""
+    api_key: str | None = Field(default=None, min_length=1)
+    """Clients must send it as `Authorization: Bearer KEY`."""
     embeddings_url: str | None = None
     """Base URL of an OpenAI-compatible endpoint: search by meaning instead of BM25."""
     embeddings_model: str | None = None
     """Its model."""
     embeddings_api_key: str | None = None
     """What it wants to be sent as `Authorization: Bearer KEY`."""
+
+    @model_validator(mode="after")
+    def _guarded(self) -> "SearchOptions":
+        if not self.api_key and not is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from other machines: give an API key (--api-key or "
+                f"{SEARCH_KEY_VARIABLE}), or listen on 127.0.0.1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _both_or_none(self) -> "SearchOptions":

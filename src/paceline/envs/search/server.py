@@ -2,6 +2,8 @@
 
 POST /search {"query": "...", "top_k": 3}  ->  {"results": [{"id", "title", "text", "score"}, ...]}, best first
 GET /health                                ->  {"status": "ok", "documents": 200, "retrieval": "bm25"}
+
+With an API key, /search wants it as `Authorization: Bearer KEY`.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ from paceline.envs.search.options import MOST_RESULTS, SearchOptions
 from paceline.envs.search.store import open_index
 from paceline.inference.server.bodies import Body
 from paceline.inference.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
+from paceline.inference.server.guard import Guard
 from paceline.inference.server.http import Json, read_body
+from paceline.inference.server.metrics import Meter
 from paceline.inference.server.run import listen, quick_loop, serve
 
 MAX_BODY_BYTES = 1 << 20
@@ -68,13 +72,13 @@ def serve_search(options: SearchOptions) -> None:
         index = open_index(options.corpus, options.index, embedder)
         address = f"http://{host}:{door.getsockname()[1]}"
         ready = f"paceline: searching {len(index.documents)} documents at {address}/search"
-        app = build_app(index, options.top_k)
+        app = build_app(index, options.top_k, options.api_key)
         with asyncio.Runner(loop_factory=quick_loop()) as runner:
             runner.run(serve(app, door, GRACE_SECONDS, lambda: print(ready, flush=True)))
     print("paceline: stopped", file=sys.stderr)
 
 
-def build_app(index: Index, top_k: int = DEFAULT_TOP_K) -> FastAPI:
+def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = None) -> FastAPI:
     """The service's application around an index."""
     told = Health(
         status="ok", documents=len(index.documents), retrieval="dense" if isinstance(index, Dense) else "bm25"
@@ -97,7 +101,7 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K) -> FastAPI:
 
     app = FastAPI(title="Paceline search", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.max_body_bytes = MAX_BODY_BYTES
-    refusals = {status: {"model": ErrorAnswer} for status in (400, 413, 415, 502)}
+    refusals = {status: {"model": ErrorAnswer} for status in (400, 401, 413, 415, 502)}
     takes = {"required": True, "content": {"application/json": {"schema": SearchBody.model_json_schema()}}}
     app.add_api_route(
         "/search",
@@ -109,4 +113,5 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K) -> FastAPI:
     )
     app.add_api_route("/health", health, methods=["GET"], response_model=None, responses={200: {"model": Health}})
     install_error_handlers(app)
+    app.add_middleware(Guard, meter=Meter(), routes=["/search", "/health"], api_key=api_key)
     return app

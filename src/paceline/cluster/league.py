@@ -1,0 +1,40 @@
+"""What a run's leagues have come to, from its newest checkpoint."""
+
+from pathlib import Path
+
+from paceline.arena import Payoff
+from paceline.arena.picture import draw_league
+from paceline.errors import PacelineError
+from paceline.monitor import RunDirectory
+from paceline.orchestrator import Checkpoints
+
+
+def leagues(run: Path) -> dict[str, Payoff]:
+    """Each environment's games between versions, where any were played."""
+    folder = RunDirectory(run).checkpoints
+    checkpoints = Checkpoints(folder, keep=1)
+    if not checkpoints.all():
+        raise PacelineError(f"{run} has no checkpoint yet: its league is kept there")
+    _, state = checkpoints.find("latest")
+    found: dict[str, Payoff] = {}
+    for name, kept in state["environments"].items():
+        if "league" in kept:
+            found[name] = Payoff()
+            found[name].load(kept["league"]["payoff"])
+    return {name: payoff for name, payoff in found.items() if payoff.counts}
+
+
+def picture(run: Path, name: str, payoff: Payoff) -> Path:
+    """Draw a league into the run's directory."""
+    path = run / f"league-{name.replace('/', '-')}.png"
+    draw_league(payoff, path, f"{run.name}: {name}")
+    return path
+
+
+def standings(run: Path) -> list[str]:
+    """A line for each league, strongest first, with the picture that shows it."""
+    lines = []
+    for name, payoff in leagues(run).items():
+        ratings = ", ".join(f"{r.player} {r.points:+.0f} ({r.low:+.0f} to {r.high:+.0f})" for r in payoff.ratings())
+        lines.append(f"league {name}: {ratings}; picture {picture(run, name, payoff)}")
+    return lines

@@ -1,0 +1,78 @@
+"""A rollout that a user's function put together itself: checked, and from then on like a recorded one.
+
+What a seat records fits together by construction. What comes from elsewhere, another program's transcript say, may not,
+and a stream that is one entry short would train every later token on its neighbour's numbers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from paceline.envs.base import POLICY, EnvError, Outcome, number
+from paceline.inference import Finish
+from paceline.rollout import Rollout, Seat, Turn
+
+SAMPLED = ("logprobs", "versions", "log_z")
+"""What goes with each sampled token."""
+
+
+def take_over(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
+    """The outcome of a hand-made rollout, whose turns stand for whatever the seat has recorded. Whose turn it was and
+    for which ticket, the run knows better than the rollout."""
+    if rollout.dropped:
+        return None
+    if rollout.error is not None:
+        raise EnvError(f"{where} returned a Rollout with an error: {rollout.error}")
+    if rollout.reward is None:
+        raise EnvError(f"{where} returned a Rollout without a `reward`: set it, or return None to drop the episode")
+    if not rollout.turns:
+        raise EnvError(f"{where} returned a Rollout without turns: return None to drop the episode")
+    seat.turns[:] = [_checked(turn, f"{where}: turn {at}") for at, turn in enumerate(rollout.turns, start=1)]
+    return Outcome({POLICY: number(rollout.reward, where)}, rollout.metrics)
+
+
+def _checked(turn: Any, where: str) -> Turn:
+    """The turn with plain lists of one length."""
+    if not isinstance(turn, Turn):
+        raise EnvError(f"{where} of the Rollout is of type {type(turn).__name__}: make it a paceline.rollout.Turn")
+    ids = {name: _whole(getattr(turn, name), f"{where}: `{name}`") for name in ("prompt_ids", "completion_ids")}
+    for name, tokens in ids.items():
+        if not tokens:
+            raise EnvError(f"{where}: `{name}` is empty: a turn needs a prompt, and something the policy said")
+    _same_length(turn, len(ids["completion_ids"]), where)
+    if turn.finish not in get_args(Finish):
+        raise EnvError(f"{where}: `finish` is {turn.finish!r}: write " + " or ".join(map(repr, get_args(Finish))))
+    if not turn.temperature >= 0 or not math.isfinite(turn.temperature):
+        raise EnvError(f"{where}: `temperature` is {turn.temperature!r}: it must be a number from 0")
+    return replace(
+        turn,
+        **ids,
+        versions=_whole(turn.versions, f"{where}: `versions`"),
+        logprobs=_finite(turn.logprobs, f"{where}: `logprobs`"),
+        log_z=None if turn.log_z is None else _finite(turn.log_z, f"{where}: `log_z`"),
+    )
+
+
+def _same_length(turn: Turn, sampled: int, where: str) -> None:
+    for name in SAMPLED:
+        stream = getattr(turn, name)
+        if stream is not None and len(stream) != sampled:
+            raise EnvError(
+                f"{where}: `{name}` has {len(stream)} entries, but `completion_ids` has {sampled}: "
+                "every sampled token needs its own"
+            )
+
+
+def _whole(values: Sequence[Any], where: str) -> list[int]:
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 0:
+            raise EnvError(f"{where} holds {value!r}: it must hold whole numbers from 0")
+    return [int(value) for value in values]
+
+
+def _finite(values: Sequence[Any], where: str) -> list[float]:
+    for value in values:
+        if not hasattr(value, "__float__") or not math.isfinite(value):
+            raise EnvError(f"{where} holds {value!r}: it must hold finite numbers")
+    return [float(value) for value in values]

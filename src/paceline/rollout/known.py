@@ -1,0 +1,184 @@
+"""Models whose chat template the `renderers` package has written out as a program.
+
+The template says how a whole conversation is written; how to go on after tokens that were sampled must be found out
+from what it writes (`Renderer`). For the models it knows, `renderers` says it outright. That keeps two turns in one
+sample which the template alone would set apart: a reply that was cut short, and on request one whose thoughts the
+template drops once the next question is asked. It also reads calls in spellings other than the common two.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.inference.tools import ToolCall, for_template
+from paceline.rollout.render import Prompt, Renderer, RenderError, Tools
+from paceline.rollout.types import Message, Turn
+
+Choice = Literal["auto", "template", "renderers"]
+"""The package where it knows the model and is installed; never; or an error where it cannot be."""
+
+UNREADABLE = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+"""How the package refuses a tokenizer that is not the model's, or a conversation it has no words for."""
+
+_ASKED: Message = {"role": "user", "content": "One more  thing:\n\nwhy?\n"}
+_TOLD: Message = {"role": "tool", "tool_call_id": "123456789", "name": "look", "content": '{"up": [1, "é"]}'}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look somewhere.",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+    },
+}
+_OPENINGS: list[tuple[list[Message], Tools | None]] = [
+    ([_ASKED], None),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], None),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], [_TOOL]),
+    ([_ASKED], [_TOOL]),
+    ([_ASKED, {"role": "assistant", "content": "Because."}, _ASKED], None),
+]
+
+log = logging.getLogger(__name__)
+
+
+class KnownRenderer(Renderer):
+    """The model's template for whatever begins, its program in `renderers` for whatever goes on.
+
+    Where the program will not go on (a thought that must be dropped, say), the template's own rule decides.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], program: Any) -> None:
+        super().__init__(tokenizer, end_tokens)
+        self._program = program
+
+    def go_on(self, turn: Turn, messages: Sequence[Message], opening: str | None = None) -> Prompt:
+        ids = self._bridge(turn, messages)
+        # Without its text: should the template be asked for the next turn, it writes this one again.
+        return super().go_on(turn, messages, opening or None) if ids is None else Prompt(ids, "")
+
+    def said(self, completion_ids: Sequence[int], prompt_ids: Sequence[int], tools: Tools | None) -> Message:
+        """What was sampled as a message, with the calls the model's own grammar finds in it.
+
+        Where a call is malformed, or of no tool there is, only the common spellings are read and the rest stays text.
+        """
+        text = self.reply(completion_ids)
+        whole = {"role": "assistant", "content": text}
+        if not tools:
+            return whole
+        try:
+            read = self._program.parse_response(list(completion_ids), tools=list(tools), prompt_ids=list(prompt_ids))
+        except UNREADABLE:
+            return self.message(text, tools)
+        names = {tool.get("function", tool).get("name") for tool in tools}
+        if not read.tool_calls or any(call.status != "ok" or call.name not in names for call in read.tool_calls):
+            return self.message(text, tools)
+        thought = {"reasoning_content": read.reasoning_content} if read.reasoning_content else {}
+        return {**whole, "content": read.content, **thought, "tool_calls": [_call(call) for call in read.tool_calls]}
+
+    def _bridge(self, turn: Turn, messages: Sequence[Message]) -> list[int] | None:
+        """The turn's tokens and what follows them, if the program goes on from there."""
+        if turn.messages is None:
+            return None
+        appended = [for_template(message) for message in messages[len(turn.messages) + 1 :]]
+        try:
+            bridged = self._program.bridge_to_next_turn(
+                turn.prompt_ids, turn.completion_ids, appended, tools=list(turn.tools) if turn.tools else None
+            )
+        except UNREADABLE:
+            return None
+        recorded = [*turn.prompt_ids, *turn.completion_ids]
+        if bridged is None or bridged.token_ids[: len(recorded)] != recorded:
+            return None
+        return list(bridged.token_ids)
+
+    def disagreement(self) -> str | None:
+        """Where the program and the template differ, if they do: the tokenizer may come with a template of its own."""
+        for messages, tools in _OPENINGS:
+            if self._program.render_ids(messages, tools=tools, add_generation_prompt=True) != self.prompt(
+                messages, tools
+            ):
+                return f"the prompt of {len(messages)} messages {'with' if tools else 'without'} tools"
+        return next((f"what follows a reply with {m['role']}" for m in (_ASKED, _TOLD) if self._parts_after(m)), None)
+
+    def _parts_after(self, message: Message) -> bool:
+        end = next((token for token in self._program.get_stop_token_ids() if token in self._ends), None)
+        if end is None:
+            return True
+        said = [*self._encode("Because."), end]
+        opened: list[Message] = [_ASKED]
+        turn = Turn(
+            prompt_ids=self.prompt(opened, [_TOOL]),
+            completion_ids=said,
+            logprobs=[0.0] * len(said),
+            versions=[0] * len(said),
+            finish="stop",
+            temperature=1.0,
+            messages=opened,
+            tools=[_TOOL],
+            text="Because.",
+        )
+        whole = [*opened, turn.message, message]
+        ours, theirs = super().go_on(turn, whole).ids, self._bridge(turn, whole)
+        recorded = [*turn.prompt_ids, *turn.completion_ids]
+        return theirs is not None and ours[: len(recorded)] == recorded and ours != theirs
+
+
+def make_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
+    choice: Choice = "auto",
+    model: str | None = None,
+    keep_thoughts: bool = False,
+) -> Renderer:
+    """The renderer for a model: `renderers`' where it is installed, knows the model and agrees with the template.
+
+    `model` is the hub name it is known by, or the name of a family there (`qwen3`) for a fine-tune or a local folder;
+    the tokenizer's own when left out. `keep_thoughts` goes on from a reply with its thoughts where the template would
+    drop them, which the template alone cannot do.
+    """
+    if choice == "template":
+        if keep_thoughts:
+            raise RenderError('model.keep_thoughts needs model.renderer = "auto" or "renderers"')
+        return Renderer(tokenizer, end_tokens)
+    reason = 'the package is not installed: pip install "paceline[renderers]"'
+    try:
+        program = _program(tokenizer, model or tokenizer.name_or_path, keep_thoughts)
+    except ImportError:
+        program = None
+    except UNREADABLE as error:
+        program, reason = None, f"it refuses this tokenizer ({error})"
+    else:
+        reason = "it does not know the model: name its family with model.known_as"
+    if program is not None:
+        renderer = KnownRenderer(tokenizer, end_tokens, program)
+        if (differs := renderer.disagreement()) is None:
+            return renderer
+        reason = f"it and the model's chat template differ in {differs}"
+    if choice == "renderers" or keep_thoughts:
+        raise RenderError(f"`renderers` cannot write for {model or tokenizer.name_or_path}: {reason}")
+    log.info("the chat template alone writes for %s: %s", model or tokenizer.name_or_path, reason)
+    return Renderer(tokenizer, end_tokens)
+
+
+def _program(tokenizer: PreTrainedTokenizerBase, name: str, keep_thoughts: bool) -> Any:
+    """The package's renderer for a model; None if it knows none."""
+    base, configs = import_module("renderers.base"), import_module("renderers.configs")
+    family = base.MODEL_RENDERER_MAP.get(name, name)
+    if family in ("auto", "default", "custom"):
+        return None
+    try:
+        config = configs.config_from_name(family)
+    except ValueError:
+        return None
+    if keep_thoughts:
+        config = type(config).model_validate({"name": family, "thinking_retention": "all"})
+    return base.create_renderer(tokenizer, config)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+    return (ToolCall(call.name, arguments, call.id) if call.id else ToolCall(call.name, arguments)).as_dict()

@@ -1,0 +1,246 @@
+"""Laws of credit by seat: the parts make the whole, no seat sees another's rewards, nothing is lost at a restart."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.algorithms import (
+    GRPO,
+    Algorithm,
+    AlgorithmError,
+    CreditInputs,
+    Seats,
+    broadcast,
+    build_algorithm,
+    credit_for,
+)
+from paceline.config import ConfigError, RunConfig
+from paceline.config import algorithm as config
+from paceline.config.env import ArenaEnv, ReverseText
+from paceline.config.load import dump, load
+from paceline.data import Ticket, decode, encode
+from paceline.orchestrator import lay_out
+from paceline.rollout import Group, Rollout, Turn, assemble
+
+laws = settings(max_examples=12, deadline=None)
+ACTORS = ("x", "o", "judge")
+ALGORITHMS = [
+    config.GRPO(std="sample"),
+    config.MaxRL(),
+    config.Reward(),
+    config.RAE(decay=0.5),
+    config.Hierarchical(),
+    config.Constant(value=0.25),
+]
+PARENTS = st.sampled_from(["", "", "x", "x#3"])
+SEATED = st.tuples(
+    st.sampled_from(ACTORS), st.integers(0, 2), st.sampled_from(["", "duel"]), PARENTS, st.integers(-8, 8)
+)
+GROUPS = st.lists(st.lists(SEATED, min_size=1, max_size=8), min_size=1, max_size=3)
+
+
+def rollout(actor: str, member: int, kind: str, parent: str, reward: float) -> Rollout:
+    """Two turns that share nothing, so that there are two samples to reach."""
+    turns = [
+        Turn(
+            prompt_ids=[100 + at, 5],
+            completion_ids=[1, 2],
+            logprobs=[-0.5] * 2,
+            versions=[3] * 2,
+            finish="stop",
+            temperature=1.0,
+        )
+        for at in range(2)
+    ]
+    ticket = Ticket(4, "maze", 0, 4, 1)
+    made = Rollout(ticket=ticket, member=member, actor=actor, kind=kind, parent=parent, turns=turns, reward=reward)
+    made.samples = assemble(made)
+    return made
+
+
+def credited(algorithm: Algorithm, seated: list[tuple]) -> Group:
+    rollouts = [rollout(*one) for one in seated]
+    for one in rollouts:
+        algorithm.observe(one)
+    group = Group(ticket=Ticket(4, "maze", 0, 4, 1), rollouts=rollouts, places=3)
+    algorithm.assign(group)
+    return group
+
+
+def streams(group: Group) -> list[list[float]]:
+    return [sample.advantages.tolist() for sample in group.samples()]
+
+
+def seats(common: config.AlgorithmConfig, **own: config.AlgorithmConfig) -> Seats:
+    return Seats(build_algorithm(common), {actor: build_algorithm(c) for actor, c in own.items()})
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS, ids=lambda algo: algo.type)
+@laws
+@given(GROUPS, st.sets(st.sampled_from(ACTORS)))
+def test_the_same_algorithm_in_every_seat_is_that_algorithm_alone(algo, groups, named):
+    alone, apart = build_algorithm(algo), seats(algo, **dict.fromkeys(named, algo))
+    for seated in groups:
+        assert streams(credited(apart, seated)) == streams(credited(alone, seated))
+
+
+def beside_all(inputs: CreditInputs) -> list[list[float]]:
+    """Compares whatever it is given, whoever said it."""
+    return inputs.broadcast([reward - max(inputs.rewards) for reward in inputs.rewards])
+
+
+WATCHFUL = config.Custom(import_path=f"{__name__}:beside_all")
+
+
+@pytest.mark.parametrize("algo", [config.GRPO(), config.RAE(), WATCHFUL], ids=lambda algo: algo.type)
+@laws
+@given(GROUPS, st.data())
+def test_no_reward_of_another_seat_reaches_a_seats_advantages(algo, groups, data):
+    one, other = (seats(config.RAE(), x=WATCHFUL, o=algo) for _ in range(2))
+    for seated in groups:
+        changed = [(*s[:4], s[4] if s[0] == "o" else data.draw(st.integers(-8, 8))) for s in seated]
+        before, after = credited(one, seated), credited(other, changed)
+        for a, b in zip(before.rollouts, after.rollouts, strict=True):
+            if a.actor == "o":
+                assert [s.advantages.tolist() for s in a.samples] == [s.advantages.tolist() for s in b.samples]
+
+
+def test_a_seat_is_credited_by_its_own_algorithm_and_the_rest_by_the_common_one():
+    seated = [("x", m, "", "", float(m)) for m in range(3)] + [("o", m, "", "", float(m)) for m in range(3)]
+    group = credited(seats(config.GRPO(), o=config.Constant(value=0.5)), seated)
+    assert [r.samples[0].advantages[-1] for r in group.rollouts] == [-1, 0, 1, 0.5, 0.5, 0.5]
+
+
+def test_children_are_still_compared_with_children_of_their_parent():
+    """Two solvers per question and two questions: a hard question's solver is not beside an easy one's."""
+    seated = [("proposer", m, "propose", "", 0.0) for m in range(2)]
+    seated += [("solver", m, "solve", "proposer", r) for m, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 3.0))]
+    group = credited(seats(config.Reward(), solver=config.Hierarchical()), seated)
+    assert [r.samples[0].advantages[-1] for r in group.rollouts[2:]] == [0.5, -0.5, 1, -1]
+
+
+@laws
+@given(GROUPS, GROUPS)
+def test_a_resumed_run_credits_as_an_unbroken_one(before, after):
+    plan = {"x": config.RAE(decay=0.5), "o": config.GRPO()}
+    unbroken, resumed = (seats(config.RAE(decay=0.9), **plan) for _ in range(2))
+    for seated in before:
+        credited(unbroken, seated)
+    resumed.load(json.loads(json.dumps(unbroken.state())))
+    for seated in after:
+        assert streams(credited(resumed, seated)) == streams(credited(unbroken, seated))
+
+
+def test_a_checkpoint_of_other_seats_is_refused():
+    with pytest.raises(AlgorithmError, match=r"knows the seats \['o'\], the run file \['x'\]"):
+        seats(config.RAE(), x=config.RAE()).load(seats(config.RAE(), o=config.RAE()).state())
+    with pytest.raises(AlgorithmError, match="begin a new run"):
+        seats(config.RAE(), x=config.RAE()).load(build_algorithm(config.RAE()).state())
+
+
+@dataclass
+class Signed(Algorithm):
+    """Leaves its mark on whatever it is given; equal to any other, so it can stand in no dict."""
+
+    mark: float
+    short: bool = False
+
+    def observe(self, rollout: Rollout) -> None:
+        rollout.samples = [s.with_streams(ce_weights=(~s.loss_mask) * self.at(s)) for s in rollout.samples]
+
+    def assign(self, group: Group) -> None:
+        for one in group.rollouts:
+            broadcast(one, self.mark)
+
+    async def score(self, samples):
+        return [s.with_streams(ref_logprobs=np.full(len(s), self.mark)) for s in samples[self.short :]]
+
+    def at(self, sample) -> np.ndarray:
+        return np.where(np.arange(len(sample)) > 0, self.mark, 0)
+
+
+@laws
+@given(st.lists(SEATED, min_size=1, max_size=8))
+def test_every_hook_reaches_the_algorithm_of_the_seat_and_order_is_kept(seated):
+    algorithm = Seats(Signed(1), {"o": Signed(2)})
+    group = credited(algorithm, seated)
+    # What a run does to samples between credit and shipping: streams change, the sample stays itself.
+    waiting = [s.with_streams(rl_weights=s.loss_mask) for s in group.samples()]
+    shipped = asyncio.run(algorithm.score(waiting))
+    owners = [one.actor for one in group.rollouts for _ in one.samples]
+    for sample, same, actor in zip(shipped, waiting, owners, strict=True):
+        mark = 2 if actor == "o" else 1
+        assert sample.token_ids is same.token_ids
+        assert {sample.ce_weights[1], sample.advantages[-1], sample.ref_logprobs[0]} == {mark}
+    for sample, back in zip(shipped, decode(encode(shipped)), strict=True):
+        assert {name: s.tolist() for name, s in sample.streams().items()} == {
+            name: s.tolist() for name, s in back.streams().items()
+        }
+
+
+def test_an_algorithm_that_loses_samples_is_named():
+    algorithm = Seats(Signed(1), {"o": Signed(2, short=True)})
+    group = credited(algorithm, [("o", 0, "", "", 1.0)])
+    with pytest.raises(AlgorithmError, match="Signed: scored 1 of 2 samples"):
+        asyncio.run(algorithm.score(group.samples()))
+
+
+# --- the run file
+
+RUN = """
+batch_size = 8
+group_size = 1
+[[env]]
+type = "arena"
+import_path = "examples/arenas/kuhn_poker.py:KuhnPoker"
+algo = { type = "rae" }
+[[env.seats]]
+name = "second"
+algo = { type = "constant", value = 0.0 }
+"""
+
+
+def loaded(tmp_path, text: str = RUN, *overrides: str):
+    (tmp_path / "run.toml").write_text(text)
+    return load(tmp_path / "run.toml", overrides)
+
+
+def test_a_run_file_names_seats_and_a_flag_can_change_one(tmp_path):
+    run = loaded(tmp_path)
+    assert [(seat.name, seat.algo) for seat in run.config.env[0].seats] == [("second", config.Constant(value=0.0))]
+    assert (run.warnings, run.config.env[0].min_group_size) == ([], 1)
+    assert loaded(tmp_path, dump(run.config)).config == run.config
+    changed = loaded(tmp_path, RUN, "--env.0.seats.second.algo.value", "0.5").config.env[0]
+    assert changed.seats[0].algo.value == 0.5
+
+
+def test_a_group_of_one_is_dropped_only_where_all_are_compared_with_their_group():
+    def least(algo, *own) -> int | None:
+        seats = [{"name": str(at), "algo": one} for at, one in enumerate(own)]
+        return RunConfig(env=[ReverseText(algo=algo, seats=seats)]).env[0].min_group_size
+
+    assert [least(config.GRPO()), least(config.GRPO(), config.MaxRL())] == [2, 2]
+    assert [least(config.GRPO(), config.RAE()), least(config.RAE(), config.GRPO())] == [1, 1]
+
+
+def test_what_cannot_be_meant_is_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"env.0.seats.0.algo.valeu: there is no key .* did you mean `.*algo.value`"):
+        loaded(tmp_path, RUN.replace("value", "valeu"))
+    (warning,) = loaded(tmp_path, RUN.replace('"constant", value = 0.0', '"grpo"')).warnings
+    assert warning.startswith("environment `arena`, seat `second`: grpo compares rollouts of one group")
+
+
+def test_seats_are_those_the_environment_has_each_once():
+    path = "examples/arenas/kuhn_poker.py:KuhnPoker"
+    third, second = ({"name": name, "algo": {"type": "rae"}} for name in ("third", "second"))
+    with pytest.raises(AlgorithmError, match="`arena` has no seat `third`: its seats are `first`, `second`"):
+        lay_out(RunConfig(env=[ArenaEnv(import_path=path, seats=[third])]))
+    with pytest.raises(AlgorithmError, match="seat `second` is given twice"):
+        lay_out(RunConfig(env=[ArenaEnv(import_path=path, seats=[second, second])]))
+    assert isinstance(lay_out(RunConfig(env=[ArenaEnv(import_path=path, seats=[second])]))["arena"].algorithm, Seats)
+    assert type(credit_for(RunConfig().env[0], ["policy"])) is GRPO
