@@ -47,6 +47,8 @@ class SlowTools(Environment):
 
     def __init__(self) -> None:
         self._played = itertools.count()
+        self.harmed = 0
+        """Episodes that failed though their own tool behaved."""
 
     def examples(self, split):
         rng = random.Random(0)
@@ -55,7 +57,14 @@ class SlowTools(Environment):
     async def play(self, example, seats):
         rng = random.Random(f"{example['seed']} {next(self._played)}")
         trouble = rng.choices(["", "hangs", "raises", "floods", "exits"], [96, 1, 1, 1, 1])[0]
-        messages = [{"role": "user", "content": f"reverse: {example['word']}"}]
+        try:
+            return await self._talk(example["word"], seats, rng, trouble)
+        except Exception:
+            self.harmed += not trouble
+            raise
+
+    async def _talk(self, word, seats, rng, trouble):
+        messages = [{"role": "user", "content": f"reverse: {word}"}]
         for turn in range(TURNS):
             reply = await seats["policy"].chat(messages)
             if turn == TURNS - 1:
@@ -106,8 +115,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="measured, after --warm")
     parser.add_argument("--warm", type=float, default=30)
     options = parser.parse_args()
-    section = CustomEnv(name="slow", import_path="benchmarks:none", timeout=30.0, group_size=1)
-    config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1)
+    section = CustomEnv(name="slow", import_path="benchmarks:none", timeout=300.0, group_size=1)
+    config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1, eval={"every": 0})
     slow = {"slow": SlowTools()}
     with tempfile.TemporaryDirectory() as folder, local(config, Path(folder), lambda text: None, slow) as here:
         found = asyncio.run(crowd(here, here.voice(config.sampling.model_copy(update={"max_tokens": 12})), options))
@@ -115,6 +124,7 @@ def main() -> int:
     rows = [
         Row("engine idle", "", found["idle"], 0.05, "allowed", 0.05 / max(found["idle"], 1e-9), 1.0),
         Row("orchestrator", "ms a turn", found["ms_per_turn"], 1.0, "allowed", 1.0 / found["ms_per_turn"], 1.0),
+        Row("episodes harmed by others", "", slow["slow"].harmed, 0, "allowed", float(not slow["slow"].harmed), 1.0),
     ]
     return finish(f"{options.episodes} episodes with slow tools", rows, options.json, found=found)
 
