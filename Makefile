@@ -21,6 +21,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PIP) install --quiet -r $(CONSTRAINTS)
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
+	@echo 'ready: ". $(BIN)/activate" puts `paceline` on your path'
 
 demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=1 for another seed)
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite

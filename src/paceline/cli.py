@@ -265,6 +265,7 @@ def _league(known: argparse.Namespace, rest: list[str]) -> int:
 def _data(known: argparse.Namespace, overrides: list[str]) -> int:
     from rich.console import Console
 
+    import paceline.envs  # noqa: F401 - they bring schemes of their own, such as `reasoning-gym:`
     from paceline.config.model import Model
     from paceline.data import open_rows
     from paceline.model import load_tokenizer

@@ -11,6 +11,8 @@ from paceline.orchestrator import Checkpoints
 
 def leagues(run: Path) -> dict[str, Payoff]:
     """Each environment's games between versions, where any were played."""
+    if not run.is_dir():
+        raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/tic-tac-toe")
     folder = RunDirectory(run).checkpoints
     checkpoints = Checkpoints(folder, keep=1)
     if not checkpoints.all():

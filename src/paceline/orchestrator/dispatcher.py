@@ -26,7 +26,7 @@ from paceline.orchestrator.staleness import fresh_enough
 from paceline.rollout import Group
 
 PATIENCE = 4
-"""Batches' worth of groups that may be dropped in a row before the user is told."""
+"""Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class Dispatcher:
         self._warn = warn
         self._breaker = Breaker(config.breaker)
         self._drops_in_a_row = 0
+        self._next_warning = PATIENCE * config.batch_size // self._smallest()
         self._aged_at = gate.version
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
@@ -160,7 +161,8 @@ class Dispatcher:
     def _count_drop(self, reason: str) -> None:
         """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
         self._drops_in_a_row += 1
-        if self._drops_in_a_row % (PATIENCE * self._config.batch_size // self._smallest()) == 0:
+        if self._drops_in_a_row == self._next_warning:
+            self._next_warning *= 2
             self._warn(
                 f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: "
                 "make the task easier, raise group_size, or let the reward tell rollouts apart"
