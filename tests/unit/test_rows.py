@@ -5,13 +5,16 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from itertools import islice
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from paceline.cluster.rollouts import draws
 from paceline.config.env import EnvConfig
-from paceline.data import DataError, Mixture, order_of, register_scheme
+from paceline.data import DataError, Mixture, open_rows, order_of, register_scheme
 from paceline.envs import build_environment
+from paceline.envs.dataset import dataset_rows
 
 try:
     import pyarrow
@@ -213,3 +216,41 @@ def test_what_an_environment_does_to_a_row_stays_with_its_reader(tmp_path):
     rows[0]["answer"].append("43")
     assert rows[0]["answer"] == ["42"]
     assert [message["role"] for message in rows[0]["messages"]] == ["system", "user"]
+
+
+def open_file(path, text: str | bytes):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return open_rows(str(path), prompted=False)
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path, name):
+    row = '{"word": "hat"}'
+    marked = f"\ufeff[{row}]" if name.endswith(".json") else f"\ufeff\n{row}\n"
+    assert list(open_file(tmp_path / name, marked)) == [{"word": "hat"}]
+
+
+@pytest.mark.parametrize("bad", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_that_nobody_can_read_is_a_sentence(tmp_path, name, bad):
+    with pytest.raises(DataError, match=rf"{name}.*(cannot be read|not valid JSON)"):
+        open_file(tmp_path / name, bad)
+
+
+def test_a_field_of_a_table_may_be_long(tmp_path):
+    (row,) = open_file(tmp_path / "rows.csv", "word\n" + "x" * 200_000 + "\n")
+    assert len(row["word"]) == 200_000
+
+
+def test_episodes_that_are_only_looked_at_are_drawn_as_in_a_run(tmp_path):
+    for name, count in (("a.jsonl", 10), ("b.jsonl", 90)):
+        (tmp_path / name).write_text("".join(json.dumps({"of": name, "n": n}) + "\n" for n in range(count)))
+    weights = {str(tmp_path / "a.jsonl"): 9.0, str(tmp_path / "b.jsonl"): 1.0}
+    section = TypeAdapter(EnvConfig).validate_python(
+        {"type": "custom", "name": "mine", "import_path": "x.py:y", "dataset": weights}
+    )
+    rows = dataset_rows(section, "train", prompted=False)
+    cursor = order_of(rows, 0, "mine", None)
+    drawn = [ticket.row for ticket, _ in islice(draws(section, "train", None, rows, 0), 50)]
+    assert drawn == [cursor.draw()[2] for _ in range(50)]
+    assert Counter(rows[index]["of"] for index in drawn)["a.jsonl"] > 35

@@ -29,6 +29,8 @@ class PersonLeft(PacelineError):
 
 def typed(prompt: str) -> str:
     """A line from the keyboard, or from whatever is piped in; then it is shown too, as a terminal would."""
+    if sys.stdin is None:  # closed before we began
+        raise EOFError
     if sys.stdin.isatty():
         return input(prompt)
     print(prompt, end="", flush=True)  # not by `input`, which sees no signal between the prompt and the line
@@ -45,8 +47,8 @@ class Person:
         self._console, self._read = console, read
         self.turns = 0
         """How often they spoke."""
-        self.left = False
-        if read is typed and sys.stdin.isatty():
+        self.left, self.broken = False, ""
+        if read is typed and sys.stdin is not None and sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 - lines can be edited from now on
 
@@ -70,8 +72,8 @@ class Person:
             self._console.print()
             raise PersonLeft("the person has left") from None
         except UnicodeDecodeError as error:
-            self.left = True
-            raise PacelineError(f"what was typed is no text: {error}") from error
+            self.left, self.broken = True, f"what was typed is no text: {error}"
+            raise PersonLeft(self.broken) from error
         self.turns += 1
         return words
 

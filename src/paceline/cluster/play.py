@@ -127,10 +127,12 @@ async def play_games(
     patient = section.model_copy(update={"timeout": math.inf})  # people may think
     silent = 0
     try:
-        for ticket, member in islice(draws(section, options.split, options.row, len(rows), seed), options.games):
+        for ticket, member in islice(draws(section, options.split, options.row, rows, seed), options.games):
             spoken = person.turns
             row = asyncio.ensure_future(environment.prepare(copy.deepcopy(rows[ticket.row])))
             played = await episode(patient, environment, house, row, ticket, member, seed, guests)
+            if person.broken:
+                raise PacelineError(person.broken)
             if person.left:
                 return
             tell(played)

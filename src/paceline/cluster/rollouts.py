@@ -16,7 +16,7 @@ from paceline.cluster.house import Address, House, open_house
 from paceline.config import Loaded, RunConfig, load
 from paceline.config.env import EnvBase
 from paceline.config.inference import Sampling
-from paceline.data import Cursor, Row, Ticket
+from paceline.data import Row, Ticket, order_of
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, Overloaded, RequestError
@@ -129,7 +129,7 @@ async def play_some(
                 prepared[ticket.number] = asyncio.ensure_future(environment.prepare(copy.deepcopy(rows[ticket.row])))
             return records(await episode(section, environment, house, prepared[ticket.number], ticket, member, seed))
 
-    drawn = islice(draws(section, options.split, options.row, len(rows), seed), options.count)
+    drawn = islice(draws(section, options.split, options.row, rows, seed), options.count)
     tasks = [asyncio.create_task(one(*draw)) for draw in drawn]
     found: list[Record] = []
     try:
@@ -152,16 +152,18 @@ def rows_of(section: EnvBase, environment: Environment, split: Split) -> Sequenc
     return rows
 
 
-def draws(section: EnvBase, split: Split, row: int | None, rows: int, seed: int) -> Iterator[tuple[Ticket, int]]:
+def draws(
+    section: EnvBase, split: Split, row: int | None, rows: Sequence[Row], seed: int
+) -> Iterator[tuple[Ticket, int]]:
     """Which rows, without end: one for all, the held-out ones in order, or those a run of this seed trains on first."""
     if row is not None:
-        if not 0 <= row < rows:
-            raise EnvError(f"environment `{section.name}` has {split} rows 0 to {rows - 1}, not {row}")
+        if not 0 <= row < len(rows):
+            raise EnvError(f"environment `{section.name}` has {split} rows 0 to {len(rows) - 1}, not {row}")
         for member in count():
             yield Ticket(0, section.name, 0, 0, row), member
-    cursor = Cursor(rows, seed, section.name)
+    cursor = order_of(rows, seed, section.name, section.curriculum)
     for number in count():
-        drawn = (number // rows, number, number % rows) if split == "eval" else cursor.draw()
+        drawn = (number // len(rows), number, number % len(rows)) if split == "eval" else cursor.draw()
         yield Ticket(number, section.name, *drawn), 0
 
 

@@ -131,6 +131,8 @@ def _parsed(text: str, name: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise BadRow(f"`{name}` is text, but not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
+        raise BadRow(f"`{name}` cannot be read: {error}") from error
 
 
 def _kind(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Files of rows: each row is checked once, when the file is opened, and from then on read when it is asked for."""
 
+import codecs
 import copy
 import os
 from abc import abstractmethod
@@ -67,7 +68,7 @@ class JsonLines(Stored):
         for number, line in enumerate(lines, start=1):
             if len(self._offsets) == limit:
                 return
-            if line.strip():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 place = f"{self._source}:{number}"
                 self._check(_line(line, place), place)
                 self._offsets.append(at)

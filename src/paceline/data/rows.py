@@ -15,6 +15,9 @@ Row = dict
 Placed = Iterator[tuple[str, Row]]
 """Rows, each with the place to name when it is bad."""
 
+LONGEST_FIELD = 2**31 - 1
+"""Of a CSV file, in characters: Python stops at 131,072, and transcripts are longer."""
+
 
 class DataError(PacelineError):
     """A dataset that cannot be used, as a sentence for the user."""
@@ -72,9 +75,13 @@ def jsonl_rows(path: Path) -> Placed:
 
 def json_rows(path: Path) -> Placed:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
     if not isinstance(rows, list):
         raise DataError(f"{path}: must hold a list of objects, not {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
@@ -83,6 +90,7 @@ def json_rows(path: Path) -> Placed:
 
 def csv_rows(path: Path) -> Placed:
     with path.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets write a byte order mark
+        csv.field_size_limit(LONGEST_FIELD)
         reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
@@ -99,6 +107,8 @@ def parse_object(text: str, place: str) -> Row:
         return _checked(json.loads(text), place)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
+        raise DataError(f"{place}: cannot be read: {error}") from error
 
 
 def _checked(row: object, place: str) -> Row:

@@ -126,6 +126,11 @@ class WordSeat(Seat):
             raise SeatLeft("the episode ended while the policy was speaking")
         return self.note(choice, given, tools)
 
+    @property
+    def vocabulary(self) -> int:
+        """Whoever speaks here has tokens of their own."""
+        return 2**31
+
     def note(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
         """Record what was said."""
         said = _message(choice["message"])

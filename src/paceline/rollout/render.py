@@ -39,6 +39,11 @@ class Renderer:
         self._rendered: Recent[Prompt] = Recent(REMEMBERED)
         self._end_texts = {token: self._decode([token]) for token in self._ends}
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+        return len(self._tokenizer)
+
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The whole conversation and the opening of the reply."""
         return list(self.open(messages, tools).ids)
@@ -50,7 +55,8 @@ class Renderer:
         if prompt is None:
             text = self._text(messages, tools, reply=True)
             prompt = Prompt(self._encode(text), text)
-            self._rendered.put(key, prompt, len(prompt.ids))
+            # A template may ignore long tools, which the key does not.
+            self._rendered.put(key, prompt, max(len(prompt.ids), len(key) // 4))
         return prompt
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> list[int]:

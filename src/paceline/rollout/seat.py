@@ -128,6 +128,11 @@ class Seat:
             raise SeatLeft("the episode is over: this seat has no address any more")
         return address
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self._voice.renderer.vocabulary
+
     def setting(self, name: str) -> Any:
         """The run's value of a sampling setting, by OpenAI's name for it; None if it has none."""
         return getattr(self._voice.sampling, name.replace("max_completion_tokens", "max_tokens"), None)

@@ -10,7 +10,7 @@ from paceline.errors import PacelineError
 from paceline.inference.tools import for_template, with_calls_as_text
 from paceline.rollout.recent import Recent
 from paceline.rollout.sandbox import compiled, is_plain
-from paceline.rollout.types import Message, is_text
+from paceline.rollout.types import Message, copied, is_text
 
 REMEMBERED = 1 << 21
 """Characters of messages kept as the template is given them."""
@@ -74,7 +74,7 @@ class ChatTemplate:
             return (message if message["role"] != "developer" else for_template(message)), True
         known = self._given.get(key := repr(message))
         if known is None:
-            expressed = self._expressible(for_template(message))
+            expressed = self._expressible(for_template(copied(message)))
             known = expressed, _KNOWN.issuperset(expressed) and is_plain(expressed)
             self._given.put(key, known, len(key))
         return known

@@ -44,7 +44,9 @@ class SearchClient:
         self, url: str, top_k: int | None = None, timeout: float = 30.0, key_variable: str = SEARCH_KEY_VARIABLE
     ) -> None:
         self.url = f"{url.rstrip('/').removesuffix('/search')}/search"
-        self._key_variable, key = key_variable, os.environ.get(key_variable)
+        self._key_variable, key = key_variable, os.environ.get(key_variable, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise EnvError(f"{key_variable} holds no usable API key: it must be one line of ASCII")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._top_k, self._timeout = top_k, timeout
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
@@ -53,7 +55,7 @@ class SearchClient:
         body = {"query": query[:MOST_QUERY]} | ({"top_k": self._top_k} if self._top_k else {})
         try:
             response = await self._client().post(self.url, json=body)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise EnvError(
                 f"the search service at {self.url} does not answer: {str(error) or type(error).__name__}; start it "
                 "with `paceline search-server`, or leave `url` out to search in this process"
