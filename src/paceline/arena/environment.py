@@ -46,6 +46,8 @@ class ArenaEnvironment(Environment):
             # Seats are swapped before the next request has its turn, so that nobody's opening is always theirs.
             request = requests[game // len(self.actors) % len(requests)]
             cast = self._cast(request)
+            if len(cast) < 2:
+                continue
             match = Match(cast[game % len(cast)], opponent)
             rows.append({"split": "match", "request": request, "match": match, "version": version})
         return rows
@@ -54,7 +56,9 @@ class ArenaEnvironment(Environment):
         row = example if "request" in example else example | {"request": self.arena.draw()}
         if self.league is None or row["split"] != "train":
             return row
-        return row | {"match": self.league.draw(self._cast(row["request"]))}
+        request, cast = row["request"], self._cast(row["request"])
+        # Alone, or for nobody to learn from, there is nobody to meet.
+        return row | {"match": self.league.draw(cast) if len(cast) > 1 and request.is_trainable else None}
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         assert isinstance(seats, Table)

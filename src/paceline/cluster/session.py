@@ -76,7 +76,9 @@ def train(
             plot_rewards(metrics, directory.plot, config.name)
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
             monitor.end(outcome)
-        lines = [*summary(metrics, outcome, path), *(standings(path) if outcome.checkpoint else [])]
+        lines = summary(metrics, outcome, path)
+        with contextlib.suppress(OSError):
+            lines = [*lines, *(standings(path) if outcome.checkpoint else [])]
         return RunResult(outcome, path, metrics, lines, error)
 
 
