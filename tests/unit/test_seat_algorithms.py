@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_selfplay_credit import rollout
 
 from paceline.algorithms import (
     GRPO,
@@ -25,7 +26,7 @@ from paceline.config.env import ArenaEnv, ReverseText
 from paceline.config.load import dump, load
 from paceline.data import Ticket, decode, encode
 from paceline.orchestrator import lay_out
-from paceline.rollout import Group, Rollout, Turn, assemble
+from paceline.rollout import Group, Rollout
 
 laws = settings(max_examples=12, deadline=None)
 ACTORS = ("x", "o", "judge")
@@ -44,27 +45,8 @@ SEATED = st.tuples(
 GROUPS = st.lists(st.lists(SEATED, min_size=1, max_size=8), min_size=1, max_size=3)
 
 
-def rollout(actor: str, member: int, kind: str, parent: str, reward: float) -> Rollout:
-    """Two turns that share nothing, so that there are two samples to reach."""
-    turns = [
-        Turn(
-            prompt_ids=[100 + at, 5],
-            completion_ids=[1, 2],
-            logprobs=[-0.5] * 2,
-            versions=[3] * 2,
-            finish="stop",
-            temperature=1.0,
-        )
-        for at in range(2)
-    ]
-    ticket = Ticket(4, "maze", 0, 4, 1)
-    made = Rollout(ticket=ticket, member=member, actor=actor, kind=kind, parent=parent, turns=turns, reward=reward)
-    made.samples = assemble(made)
-    return made
-
-
 def credited(algorithm: Algorithm, seated: list[tuple]) -> Group:
-    rollouts = [rollout(*one) for one in seated]
+    rollouts = [rollout(reward, member, actor, kind, parent) for actor, member, kind, parent, reward in seated]
     for one in rollouts:
         algorithm.observe(one)
     group = Group(ticket=Ticket(4, "maze", 0, 4, 1), rollouts=rollouts, places=3)

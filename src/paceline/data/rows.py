@@ -66,13 +66,6 @@ def reading(source: str) -> Generator[None]:
         raise DataError(f"dataset {source}: cannot be read: {error}") from error
 
 
-def jsonl_rows(path: Path) -> Placed:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
-
-
 def json_rows(path: Path) -> Placed:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
