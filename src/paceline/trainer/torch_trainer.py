@@ -17,14 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode, fold, pack
-from paceline.model import PLAN, Adapter, Head, PackedPlan, WeightUpdate, token_logprobs, trainable
+from paceline.model import Adapter, WeightUpdate, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.canary import make_canary
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
+from paceline.trainer.forward import Forward
 from paceline.trainer.loss import Loss, Sums, Tokens
 from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.prefix import TreePlan, share_prefixes
 
 
 class TorchTrainer:
@@ -44,8 +44,7 @@ class TorchTrainer:
     ) -> None:
         self._model = model
         self._config = c
-        self._decoder = model.get_decoder()
-        self._head = Head(model, fp32_head)
+        self._policy = Forward(model, fp32_head)
         self._loss = Loss(c.loss)
         self._optimizer = MasterAdamW(trainable(model), c.optimizer, total_steps)
         self._dumps = dumps
@@ -117,27 +116,11 @@ class TorchTrainer:
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
         device = self._model.device
         m = {name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in _STREAMS}
-        hidden, where = self._hidden(micro_batch)
         trained = ((m["rl_scale"] != 0) | (m["ce_scale"] != 0) | (m["ref_kl_scale"] != 0)).nonzero()[:, 0]
-        at = {name: m[name].index_select(0, trained) for name in _STREAMS}
-        before = hidden.index_select(0, where.index_select(0, trained - 1))
-        logprobs, entropy = token_logprobs(self._head, before, at["token_ids"], at["temperatures"], entropy=True)
+        logprobs, entropy, anchor = self._policy.logprobs(micro_batch, trained, entropy=True)
         assert entropy is not None
-        streams = ("advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale", "versions")
-        chosen = {name: at[name] for name in streams}
-        return Tokens(logprobs=logprobs, behaviour=at["logprobs"], entropy=entropy, **chosen), (hidden * 0).sum()
-
-    def _hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states, and for each token of the micro-batch the place of its own."""
-        device = self._model.device
-        shared = share_prefixes(micro_batch)
-        branched = any(len(tree.branches) > 1 for tree in shared.trees)
-        plan = TreePlan(shared.trees, device) if branched else PackedPlan(micro_batch.lengths.tolist(), device)
-        ids, positions, where = (
-            torch.from_numpy(x).to(device) for x in (shared.token_ids, shared.positions, shared.where)
-        )
-        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
-        return out.last_hidden_state[0], where
+        at = {name: stream.index_select(0, trained) for name, stream in m.items()}
+        return Tokens(logprobs=logprobs, behaviour=at.pop("logprobs"), entropy=entropy, **at), anchor
 
     def _update(self) -> None:
         self._bad_steps = 0
@@ -160,7 +143,7 @@ class TorchTrainer:
     def _weights(self) -> WeightUpdate:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        canary = make_canary(self._model, self._head)
+        canary = make_canary(self._model, self._policy.head)
         adapter = trained_adapter(self._model)
         if adapter is None:
             tensors = {name: p.detach() for name, p in trainable(self._model).items()}
@@ -191,10 +174,8 @@ class TorchTrainer:
 
 
 _STREAMS = (
-    "token_ids",
     "logprobs",
     "versions",
-    "temperatures",
     "advantages",
     "ref_logprobs",
     "rl_scale",
