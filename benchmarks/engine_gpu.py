@@ -288,13 +288,15 @@ class Sheet:
     def __init__(self, path: Path | None = None) -> None:
         self.lines: list[dict] = []
         self._path = path
+        self._begin = time.perf_counter()
 
     def _add(self, what: str, unit: str, value: float, bar: str, cleared: bool | None, **extra: float) -> None:
         self.lines.append({"what": what, "unit": unit, "value": value, "bar": bar, "cleared": cleared, **extra})
         self.write(complete=False)
         mark = {True: "ok", False: "MISSED", None: ""}[cleared]
         more = "".join(f"  ({name} {number:,.0f})" for name, number in extra.items())
-        print(f"{what:62s} {value:12,.3f} {unit:10s} {bar:>14s} {mark}{more}", flush=True)
+        at = time.perf_counter() - self._begin
+        print(f"{at:4.0f} s  {what:58s} {value:12,.3f} {unit:10s} {bar:>14s} {mark}{more}", flush=True)
 
     def write(self, complete: bool) -> dict:
         """The result so far, also to the file: a run that is cut short leaves what it saw."""
@@ -326,7 +328,7 @@ def one_shape(shape: str, sheet: Sheet, rounds: int) -> float:
         mean = mixed(engine)
         sheet.at_least(f"{shape} mixed lengths, 256 kept running", "of fixed", mean / rates[256], 0.8, rate=mean)
         for output, bar in ((128, 2.0), (512, 1.25)):
-            together, alone = (shared(engine, output, group, rounds) for group in (8, 1))
+            together, alone = (shared(engine, output, group, max(3, rounds)) for group in (8, 1))
             what = f"{shape} groups of 8, 1,024-token prompt, {output} out"
             sheet.at_least(what, "x unshared", together / alone, bar, rate=together)
         longest, _ = pauses(model, engine, adapter=False)

@@ -163,9 +163,9 @@ def test_a_canary_is_checked_without_compiling_anything_new():
         running = [asyncio.create_task(engine.generate(r)) for r in requests(8, max_tokens=60)]
         weights = dict(new.named_parameters())
         pause = await engine.load_weights(WeightUpdate(1, weights, canary=good))
+        await asyncio.gather(*running)
         with pytest.raises(EngineError, match="canary"):
             await engine.load_weights(WeightUpdate(2, weights, canary=bad))
-        await asyncio.gather(*running)
         return pause
 
     assert serve(twin(old), work, compile=True) < 2
