@@ -285,7 +285,8 @@ def peers(shape: str, sheet: "Sheet", counts: tuple[int, ...] = (256, 64, 1), ou
 class Sheet:
     """Lines with their bars."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, title: str = "engine on one GPU") -> None:
+        self._title = title
         self.lines: list[dict] = []
         self._path = path
         self._begin = time.perf_counter()
@@ -301,7 +302,7 @@ class Sheet:
     def write(self, complete: bool) -> dict:
         """The result so far, also to the file: a run that is cut short leaves what it saw."""
         cleared = complete and all(line["cleared"] is not False for line in self.lines)
-        result = {"title": "engine on one GPU", "cleared": cleared, "complete": complete, "lines": self.lines}
+        result = {"title": self._title, "cleared": cleared, "complete": complete, "lines": self.lines}
         result |= machine()
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,6 +317,12 @@ class Sheet:
 
     def note(self, what: str, unit: str, value: float) -> None:
         self._add(what, unit, value, "", None)
+
+    def finish(self, complete: bool) -> int:
+        """The last line, and the exit code."""
+        result = self.write(complete)
+        print(json.dumps(result))
+        return 0 if result["cleared"] else 1
 
 
 def one_shape(shape: str, sheet: Sheet, rounds: int) -> float:
@@ -383,6 +390,4 @@ def main(given: argparse.Namespace) -> int:
         complete = True
     except Exception:
         traceback.print_exc(limit=-3)
-    result = sheet.write(complete)
-    print(json.dumps(result))
-    return 0 if result["cleared"] else 1
+    return sheet.finish(complete)

@@ -67,6 +67,8 @@ class Trainer(Section):
     """Longer samples are truncated; the model's context when left out."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    compile: bool = True
+    """On CUDA, run compiled layers: about a third faster, after a minute at the start."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Steps with a NaN or infinite gradient are skipped; this many in a row stop the run."""
     threads: int | None = Field(default=None, ge=1)

@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from paceline.model.scored import scored
+
 LOGIT_ELEMENTS = 1 << 25
 """Most logits held at once: 128 MiB in float32."""
 
@@ -45,38 +47,54 @@ class Head:
         return self._layer(hidden) if plain else self(hidden)
 
     @property
+    def matrix(self) -> Tensor | None:
+        """The one matrix that makes the logits; None where anything else happens to them."""
+        if self._fp32 or self._softcap or self._multiply != self._divide or type(self._layer) is not torch.nn.Linear:
+            return None
+        return self._layer.weight if self._layer.bias is None else None
+
+    @property
     def vocabulary(self) -> int:
         return self._layer.weight.shape[0]
 
 
 def token_logprobs(
-    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = False
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    entropy: bool = False,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log probability of each target under softmax(logits / T), and optionally the entropy (without gradient).
+    """Log probability of each target under softmax(logits / T), and optionally the entropy, with gradient if asked for.
 
     Works through the tokens in chunks whose logits are recomputed in the backward pass, so a batch's logits are never
     all in memory.
     """
+    matrix = None if torch.is_inference_mode_enabled() else head.matrix
+    if hidden.device.type == "cuda" and matrix is not None and len(targets):
+        logprobs, entropies = scored(hidden, matrix, targets, temperatures)
+        return logprobs, entropies if entropy else None
     rows = max(1, LOGIT_ELEMENTS // head.vocabulary)
+    wanted = (entropy, entropy_grad)
     if len(targets) <= rows:
-        return _chunk(head, hidden, targets, temperatures, entropy)
+        return _chunk(head, hidden, targets, temperatures, *wanted)
     chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
     if torch.is_grad_enabled():
-        done = [checkpoint(_chunk, head, h, t, T, entropy, use_reentrant=False) for h, t, T in chunks]
+        done = [checkpoint(_chunk, head, h, t, T, *wanted, use_reentrant=False) for h, t, T in chunks]
     else:
-        done = [_chunk(head, h, t, T, entropy) for h, t, T in chunks]
+        done = [_chunk(head, h, t, T, *wanted) for h, t, T in chunks]
     logprobs, entropies = zip(*done, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
 def _chunk(
-    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool, entropy_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     logits = head(hidden) / temperatures[:, None]
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     if not entropy:
         return logprobs, None
-    with torch.no_grad():
-        expected = (torch.softmax(logits, -1) * logits).sum(-1)
-    return logprobs, normaliser.detach() - expected
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        return logprobs, normaliser - (torch.softmax(logits, -1) * logits).sum(-1)

@@ -1,44 +1,66 @@
-"""Packed samples through a model: hidden states once, log probabilities only where a token trains."""
+"""Packed samples through a model: hidden states once, log probabilities only where a token trains.
 
+On a GPU sequences attend by FlashAttention, without padding. Elsewhere those of similar length share a padded call, and
+common prompts are computed once.
+"""
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.data import MicroBatch
 from paceline.model import PLAN, Head, PackedPlan, token_logprobs
+from paceline.model.attention import Plan
+from paceline.model.compiling import compile_blocks
+from paceline.model.varlen import VarlenPlan, can_varlen
 from paceline.trainer.prefix import TreePlan, share_prefixes
 
 
 class Forward:
-    """One model's forward pass over micro-batches. Common prompts are computed once."""
+    """One model's forward pass over micro-batches."""
 
-    def __init__(self, model: PreTrainedModel, fp32_head: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, fp32_head: bool = False, compiled: bool = False) -> None:
         self._decoder = model.get_decoder()
         self._device = model.device
+        self._varlen = can_varlen(model)
+        self._compile = compiled
         self.head = Head(model, fp32_head)
 
     def hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Hidden states, and for each token of the micro-batch the place of its own."""
+        if self._compile:  # here and not earlier, because the compiler's settings belong to a thread
+            compile_blocks(self._decoder)
+            self._compile = False
+        if self._varlen:
+            plan: Plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
+            streams = (micro_batch.token_ids, micro_batch.positions, np.arange(len(micro_batch)))
+        else:
+            plan, streams = self._trees(micro_batch)
+        ids, positions, where = (torch.from_numpy(x).to(self._device, non_blocking=True) for x in streams)
+        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
+        return out.last_hidden_state[0], where
+
+    def _trees(self, micro_batch: MicroBatch) -> tuple[Plan, tuple[NDArray, NDArray, NDArray]]:
+        """Common prompts computed once, where padding costs less than computing them again."""
         shared = share_prefixes(micro_batch)
         branched = any(len(tree.branches) > 1 for tree in shared.trees)
         lengths = micro_batch.lengths.tolist()
         plan = TreePlan(shared.trees, self._device) if branched else PackedPlan(lengths, self._device)
-        ids, positions, where = (
-            torch.from_numpy(x).to(self._device) for x in (shared.token_ids, shared.positions, shared.where)
-        )
-        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
-        return out.last_hidden_state[0], where
+        return plan, (shared.token_ids, shared.positions, shared.where)
 
     def logprobs(
-        self, micro_batch: MicroBatch, places: Tensor, entropy: bool = False
+        self, micro_batch: MicroBatch, places: Tensor, entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Log probabilities of the tokens at `places`, their entropy without gradient if asked for, and a zero that
-        hangs on the hidden states: added to a loss it gives every parameter a gradient even when no token trains."""
+        """Log probabilities of the tokens at `places`, their entropy if asked for (with its gradient too), and a zero
+        that hangs on the hidden states: added to a loss it gives every parameter a gradient even when no token trains.
+        """
         hidden, where = self.hidden(micro_batch)
         before = hidden.index_select(0, where.index_select(0, places - 1))
         targets, temperatures = (
             torch.from_numpy(x).to(self._device).index_select(0, places)
             for x in (micro_batch.token_ids, micro_batch.temperatures)
         )
-        values, spread = token_logprobs(self.head, before, targets, temperatures, entropy=entropy)
+        values, spread = token_logprobs(self.head, before, targets, temperatures, entropy, entropy_grad)
         return values, spread, (hidden * 0).sum()

@@ -44,7 +44,7 @@ class TorchTrainer:
     ) -> None:
         self._model = model
         self._config = c
-        self._policy = Forward(model, fp32_head)
+        self._policy = Forward(model, fp32_head, compiled=c.compile and model.device.type == "cuda")
         self._loss = Loss(c.loss)
         self._optimizer = MasterAdamW(trainable(model), c.optimizer, total_steps)
         self._dumps = dumps

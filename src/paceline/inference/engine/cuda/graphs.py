@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
@@ -22,6 +22,7 @@ from paceline.inference.engine.sampler import Draw, Sampled, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Drawn
 from paceline.model import PLAN, Head, token_logprobs
 from paceline.model.adapters import Adapters
+from paceline.model.compiling import compile_blocks
 from paceline.model.shape import AttentionShape
 
 DEPTH = 3
@@ -267,21 +268,6 @@ class GraphRunner:
             temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=self._device)
             hidden = step.hidden[begin : begin + len(targets)]
             flight.scored.append((chunk, token_logprobs(self._head, hidden, targets, temperatures)[0]))
-
-
-def compile_blocks(decoder: nn.Module) -> None:
-    """Compile one layer, for any number of tokens, and let all layers run that code.
-
-    The layers differ only in their weights and their number, which the compiler is told not to bake in. The whole model
-    in one piece would be a few percent faster and take a minute at every start.
-    """
-    # The compiler's settings belong to a thread: this one is where it will run.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # ty: ignore[invalid-assignment]
-    torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
-    for child in decoder.children():
-        for block in child if isinstance(child, nn.ModuleList) else [child]:
-            if not isinstance(block, nn.Embedding):
-                block.compile(dynamic=True)
 
 
 def is_special(chunk: Chunk) -> bool:
