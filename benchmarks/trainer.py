@@ -62,7 +62,7 @@ def batch_of(packs: int, budget: int, seed: int) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples: list[Sample] = []
     for _ in range(packs):
-        room = budget
+        room = budget - budget // 50  # first-fit leaves a little
         while room >= 2:
             length = int(rng.integers(min(100, room), min(1500, room) + 1)) if room > 1600 else min(room, 1500)
             samples.append(_sample(rng, length))

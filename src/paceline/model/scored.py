@@ -65,11 +65,11 @@ class _Scored(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, by_logprob: Tensor, by_entropy: Tensor):  # noqa: ANN001, ANN205
+    def backward(ctx, *grads: Tensor):  # noqa: ANN001, ANN205
         hidden, weight, *streams = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
-        places = zip(*(x.split(ctx.rows) for x in (hidden, grad_hidden, *streams, by_logprob, by_entropy)), strict=True)
+        places = zip(*(x.split(ctx.rows) for x in (hidden, grad_hidden, *streams, *grads)), strict=True)
         for here, out, *given in places:
             logits = differentiate_(linear(here, weight), *given)
             torch.mm(logits, weight, out=out)

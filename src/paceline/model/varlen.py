@@ -17,7 +17,7 @@ class VarlenPlan:
 
     def __init__(self, lengths: list[int], device: torch.device | str) -> None:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        self._starts = ends.to(device, non_blocking=True)
+        self._starts = ends.pin_memory().to(device, non_blocking=True)
         self._longest = torch.tensor(max(lengths))  # a tensor on the host: a number would be compiled in
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

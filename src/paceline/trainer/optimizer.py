@@ -21,19 +21,25 @@ class MasterAdamW:
         self._total = total_steps
         self._parameters = dict(parameters)
         self.masters = {name: _master(p) for name, p in self._parameters.items()}
+        self._rounded = [(self.masters[name], p) for name, p in self._parameters.items() if self.masters[name] is not p]
         self.steps = 0
         self._adam = torch.optim.AdamW(
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
 
+    @torch.no_grad()
     def gather(self) -> None:
         """Move fresh gradients into the masters'. Call after each backward pass."""
-        for name, parameter in self._parameters.items():
-            master = self.masters[name]
-            if master is not parameter and parameter.grad is not None:
-                grad = parameter.grad.float()
-                master.grad = grad if master.grad is None else master.grad + grad
-                parameter.grad = None
+        begun: list[tuple[Tensor, Tensor]] = []
+        for master, parameter in self._rounded:
+            if parameter.grad is not None and master.grad is not None:
+                begun.append((master.grad, parameter.grad))
+            elif parameter.grad is not None:
+                master.grad = parameter.grad.float()
+            parameter.grad = None
+        if begun:
+            sums, grads = zip(*begun, strict=True)
+            torch._foreach_add_(list(sums), list(grads))
 
     def clip(self) -> Tensor:
         """Scale the gradient down to its allowed norm; answers with the norm before."""
@@ -46,9 +52,9 @@ class MasterAdamW:
             group["lr"] = self.lr
         self._adam.step()
         self.steps += 1
-        for name, parameter in self._parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        if self._rounded:
+            masters, parameters = zip(*self._rounded, strict=True)
+            torch._foreach_copy_(list(parameters), list(masters))
         self.zero()
 
     def zero(self) -> None:

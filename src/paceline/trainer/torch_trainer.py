@@ -114,12 +114,11 @@ class TorchTrainer:
         return sums
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
-        device = self._model.device
-        m = {name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in _STREAMS}
-        trained = ((m["rl_scale"] != 0) | (m["ce_scale"] != 0) | (m["ref_kl_scale"] != 0)).nonzero()[:, 0]
-        logprobs, entropy, anchor = self._policy.logprobs(micro_batch, trained, entropy=True)
+        m = {name: getattr(micro_batch, name) for name in _STREAMS}
+        trained = ((m["rl_scale"] != 0) | (m["ce_scale"] != 0) | (m["ref_kl_scale"] != 0)).nonzero()[0]
+        logprobs, entropy, anchor = self._policy.logprobs(micro_batch, self._policy.send(trained), entropy=True)
         assert entropy is not None
-        at = {name: stream.index_select(0, trained) for name, stream in m.items()}
+        at = {name: self._policy.send(stream[trained]) for name, stream in m.items()}
         return Tokens(logprobs=logprobs, behaviour=at.pop("logprobs"), entropy=entropy, **at), anchor
 
     def _update(self) -> None:
