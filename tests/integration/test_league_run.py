@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.arena import ArenaEnvironment, League
 from paceline.cli import main
 from paceline.cluster.league import leagues
 from paceline.cluster.session import RunResult, train
-from paceline.config import load
+from paceline.config import env, load
+from paceline.data.importing import import_object
 
 GAME = Path(__file__).parents[2] / "examples" / "arenas" / "tic_tac_toe.toml"
 SMALL = {
@@ -24,10 +26,13 @@ SMALL = {
 }
 
 
-def run(folder: Path, **more) -> RunResult:
+def run(folder: Path, environments: dict | None = None, **more) -> RunResult:
     settings = SMALL | {"runs": str(folder), "name": "league"} | {key.replace("__", "."): v for key, v in more.items()}
     arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    result = train(load(GAME, arguments).config)
+    config = load(GAME, arguments).config
+    if environments:
+        config.env[0].league = None
+    result = train(config, environments=environments)
     assert result.error is None, result.error
     return result
 
@@ -62,3 +67,28 @@ def test_the_past_is_met_rated_and_survives_a_restart(tmp_path, capsys, more):
     # Seats the past sat in are recorded nowhere: whatever trained was said by the policy.
     tickets = [json.loads(line) for line in (tmp_path / "league" / "rollouts.jsonl").read_text().splitlines()]
     assert any(len({r["actor"] for r in tickets if r["ticket"] == t["ticket"]}) == 1 for t in tickets)
+
+
+def test_a_resumed_league_goes_on_as_the_unbroken_one_did(tmp_path):
+    """On one machine the very same losses: the policy meets whom it would have met, and they are who they were."""
+    settings = {"steps": 4, "staleness": 0, "deterministic": "true", "checkpoint__every": 2, "env__0__league__every": 1}
+    whole = run(tmp_path / "whole", **settings)
+    at = tmp_path / "whole" / "league" / "checkpoints" / "step-000002"
+    part = run(tmp_path / "part", resume=at, **settings)
+
+    def told(result: RunResult) -> list[dict]:
+        names = ("step", "loss", "grad_norm", "reward_trained/", "league/")
+        return [{k: v for k, v in line.items() if k.startswith(names)} for line in result.metrics if line["step"] > 2]
+
+    assert told(part) == told(whole)
+    assert kept(tmp_path / "part") == kept(tmp_path / "whole")
+
+
+def test_a_league_that_an_environment_brings_itself_has_its_past(tmp_path):
+    arena = import_object(SMALL["env.0.import_path"])(eval_games=2)
+    league = League(env.League(every=1, size=2, games=2, mirror=0.25), "tic-tac-toe")
+    own = {"tic-tac-toe": ArenaEnvironment(arena, league=league)}
+    result = run(tmp_path, own, steps=2, model__lora__rank=4, engine__adapters=2)
+    assert kept(tmp_path)["places"] == [[0, 0], [2, 1]]
+    assert result.metrics[-1]["league/tic-tac-toe/failed"] == 0
+    assert leagues(tmp_path / "league")["tic-tac-toe"].games("v2", "v0") == 2

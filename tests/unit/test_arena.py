@@ -346,6 +346,15 @@ def test_an_actor_played_by_another_model_does_not_train(play):
     assert [request.model for request in engine.requests] == ["", "version-7"] * 2 + [""]
 
 
+def test_children_are_played_by_whoever_plays_the_actor_above_them(play):
+    request = EpisodeRequest("boss", Artifact(0), models={"child": "version-7"})
+    rollouts, engine = play(company(), workers, request)
+    asked = [(engine.tokenizer.decode(request.prompt_ids), request.model) for request in engine.requests]
+    assert {model for prompt, model in asked if "task" in prompt} == {"version-7"}
+    assert {model for prompt, model in asked if "task" not in prompt} == {""}
+    assert {rollout.actor for rollout in rollouts} == {"parent"}
+
+
 def test_a_failing_child_ends_its_siblings_and_names_its_own_cause(play):
     ended = []
 
@@ -480,13 +489,16 @@ class Drawing(Arena):
 
 
 @laws
-@given(st.integers(0, 9), st.integers(1, 9))
-def test_a_resumed_arena_draws_what_an_unbroken_one_would(before, after):
+@given(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9))
+def test_a_resumed_arena_draws_what_an_unbroken_one_would(before, after, oldest):
+    """From the oldest draw that was not yet over at the checkpoint: those are played again."""
     unbroken, resumed = Drawing(), Drawing()
-    for _ in range(before):
-        unbroken.draw()
+    drawn = [unbroken.draw(number) for number in range(before)]
+    unbroken.forget(oldest)
     resumed.load(json.loads(json.dumps(unbroken.state())))
-    assert [unbroken.draw() for _ in range(after)] == [resumed.draw() for _ in range(after)]
+    drawn += [unbroken.draw(number) for number in range(before, before + after)]
+    again = range(min(oldest, before), before + after)
+    assert [resumed.draw(number) for number in again] == drawn[again.start :]
 
 
 def test_a_group_draws_its_request_once_and_tries_of_one_thing_are_drawn_once():
@@ -497,7 +509,8 @@ def test_a_group_draws_its_request_once_and_tries_of_one_thing_are_drawn_once():
     environment = ArenaEnvironment(Pairs(), train_examples=5)
     rows = environment.examples("train")
     assert environment.examples("eval") == []
-    drawn = [asyncio.run(environment.prepare(dict(row)))["request"].artifact.data for row in rows]
+    dice = random.Random(0)
+    drawn = [asyncio.run(environment.assign(dict(row), n, dice))["request"].artifact.data for n, row in enumerate(rows)]
     assert drawn == [*"ababa"]
 
 

@@ -1,6 +1,8 @@
 """Laws of the league: ratings tell what the games tell, matchmaking repeats itself, and the past still speaks."""
 
 import asyncio
+import json
+import random
 from contextlib import ExitStack
 
 import numpy as np
@@ -108,15 +110,19 @@ def test_a_point_beyond_a_game_is_refused():
 
 def test_matchmaking_is_a_pure_function_and_prefers_those_it_loses_to():
     payoff = played([("me", "strong", 0.0)] * 8 + [("me", "weak", 1.0)] * 8)
-    maker, past = Matchmaker("hardest", mirror=0.25, seed=7), ["weak", "strong"]
-    drawn = [maker.draw(n, "me", past, payoff) for n in range(400)]
-    assert drawn == [Matchmaker("hardest", mirror=0.25, seed=7).draw(n, "me", past, payoff) for n in range(400)]
-    assert 60 < drawn.count("me") < 140
-    assert drawn.count("strong") > 20 * drawn.count("weak")
-    assert {Matchmaker("latest", mirror=0).draw(n, "me", past, payoff) for n in range(20)} == {"strong"}
-    even = [Matchmaker("uniform", mirror=0).draw(n, "me", past, payoff) for n in range(400)]
-    assert 150 < even.count("weak") < 250
-    assert Matchmaker("hardest", mirror=0).draw(0, "me", [], payoff) == "me"
+    past = ["weak", "strong"]
+
+    def drawn(rule: str, mirror: float) -> list[str]:
+        maker = Matchmaker(rule, mirror)
+        return [maker.draw(random.Random(n), "me", past, payoff) for n in range(400)]
+
+    hardest = drawn("hardest", 0.25)
+    assert hardest == drawn("hardest", 0.25)
+    assert 60 < hardest.count("me") < 140
+    assert hardest.count("strong") > 20 * hardest.count("weak")
+    assert set(drawn("latest", 0)) == {"strong"}
+    assert 150 < drawn("uniform", 0).count("weak") < 250
+    assert Matchmaker("hardest", mirror=0).draw(random.Random(0), "me", [], payoff) == "me"
 
 
 def test_intervals_tell_players_apart_and_not_from_nowhere():
@@ -133,29 +139,69 @@ def test_intervals_tell_players_apart_and_not_from_nowhere():
 
 
 @settings(deadline=None)
-@given(size=st.integers(2, 5), every=st.integers(1, 4), steps=st.integers(0, 40), busy=st.sets(st.integers(0, 40)))
+@given(
+    size=st.integers(2, 5),
+    every=st.integers(1, 4),
+    steps=st.integers(0, 40),
+    busy=st.dictionaries(st.integers(0, 40), st.integers(1, 9)),
+)
 def test_a_league_keeps_the_first_version_never_more_than_its_size_and_nobody_who_plays_leaves(
     size, every, steps, busy
 ):
-    league, addresses = League(config.League(size=size, every=every), "chess"), {}
-    with ExitStack() as games:
+    """`busy` says for how many versions some of them are in a game, from when they come."""
+    league, addresses, games = League(config.League(size=size, every=every), "chess"), {}, {}
+    with ExitStack() as stack:
         for version in range(steps + 1):
+            for playing in [v for v, (until, _) in games.items() if until == version]:
+                games.pop(playing)[1].close()
             before = set(league.versions)
             address = league.admit(version)
-            assert address is None or version % every == 0
             left = before - set(league.versions)
-            assert not left & busy
+            assert not left & games.keys()
             addresses = {v: a for v, a in addresses.items() if v not in left}
             if address is not None:
                 assert address not in addresses.values(), "two versions under one name"
                 addresses[version] = address
                 if version in busy:
-                    games.enter_context(league.playing(f"v{version}"))
+                    game = stack.enter_context(ExitStack())
+                    game.enter_context(league.playing(f"v{version}"))
+                    games[version] = version + busy[version], game
             assert league.versions == sorted(addresses)
             assert len(league.versions) <= size
             assert league.versions[0] == 0
+            if not games:
+                assert version // every == league.versions[-1] // every, "nobody who is due is passed over"
     assert {league.address(name) for name in league.past} == set(addresses.values())
     assert league.address(f"v{steps + 1}") is None
+
+
+def draws(league: League, numbers=range(60)) -> list[Match | None]:
+    return [league.draw(("x", "o"), number, random.Random(number)) for number in numbers]
+
+
+def test_whoever_must_leave_is_met_no_more_and_goes_when_its_games_are_over():
+    league = League(config.League(size=2, every=4, mirror=0), "chess")
+    league.admit(0)
+    league.admit(4)
+    with league.playing("v4"):
+        assert {match.opponent for match in draws(league)} == {"v0", "v4"}
+        assert league.admit(8) is None
+        assert {match.opponent for match in draws(league)} == {"v0"}
+        assert league.address("v4"), "its games go on"
+    assert league.admit(9) == "chess/past-1"
+    assert league.versions == [0, 9]
+    assert {match.opponent for match in draws(league)} == {"v0", "v9"}
+    assert league.admit(11) is None
+    assert league.admit(12) is not None
+
+
+def test_nobody_meets_a_newcomer_before_it_has_arrived():
+    league = League(config.League(size=3, every=1, mirror=0), "chess")
+    league.admit(0)
+    league.admit(1)
+    with league.arriving(1):
+        assert {match.opponent for match in draws(league)} == {"v0"}
+    assert {match.opponent for match in draws(league)} == {"v0", "v1"}
 
 
 def test_a_full_league_is_spread_over_the_run():
@@ -167,27 +213,107 @@ def test_a_full_league_is_spread_over_the_run():
     assert max(np.diff(league.versions)) <= 6
 
 
+@settings(deadline=None)
+@given(larger=st.integers(2, 6), smaller=st.integers(2, 6), steps=st.integers(0, 20))
+def test_a_league_that_was_larger_once_keeps_its_first_and_its_newest_and_goes_on(larger, smaller, steps):
+    before, after = (League(config.League(size=size, every=1), "chess") for size in (larger, smaller))
+    for version in range(steps + 1):
+        before.admit(version)
+    after.load(json.loads(json.dumps(before.state())))
+    left = after.shrink()
+    assert sorted([*left, *after.past]) == sorted(before.past)
+    assert len(after.versions) == min(smaller, len(before.versions))
+    assert {after.versions[0], after.versions[-1]} == {0, steps}
+    for version in range(steps + 1, steps + 9):
+        assert after.admit(version) is not None
+        assert len(after.versions) <= smaller
+        assert len({after.address(name) for name in after.past}) == len(after.versions)
+
+
+# --- games
+
+
 def game(learner: float, opponent: float) -> EpisodeResult:
     request = EpisodeRequest("game", Artifact(0))
     return EpisodeResult(request, {}, {"x": learner, "o": opponent}, {}, [], {})
 
 
-def test_seats_are_swapped_and_a_league_goes_on_where_it_was():
-    settings = config.League(size=3, every=1, mirror=0.25)
-    league, other = League(settings, "chess"), League(settings, "chess")
+def league_of_three(**more) -> League:
+    league = League(config.League(**({"size": 3, "every": 1, "mirror": 0.25} | more)), "chess")
     for version in range(3):
         league.admit(version)
-    drawn = [league.draw(("x", "o")) for _ in range(200)]
-    seats = [match.learner for match in drawn if match is not None]
-    assert 0.6 < len(seats) / len(drawn) < 0.9
-    assert 0.4 < seats.count("x") / len(seats) < 0.6
+    return league
+
+
+REPORTS = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from(["v0", "v1", "v2"]), st.sampled_from([-1.0, 0.0, 1.0])), max_size=20
+)
+
+
+@settings(deadline=None)
+@given(REPORTS, st.randoms(use_true_random=False))
+def test_who_is_met_does_not_depend_on_whose_game_was_over_first(reports, rng):
+    leagues = league_of_three(every=3), league_of_three(every=3)
+    before = draws(leagues[0])
+    for league, told in zip(leagues, (reports, rng.sample(reports, len(reports))), strict=True):
+        for number, opponent, reward in told:
+            league.report(Match("x", opponent, 1000 + number), game(reward, 0.0))
+            league.report(Match("x", opponent, number), game(reward, 0.0), rated=True)
+        assert draws(league) == before, "results count from the next version on"
+        assert league.enter(2) == len(reports)
+        league.admit(4)
+    assert leagues[0].state() == leagues[1].state()
+    assert draws(leagues[0]) == draws(leagues[1])
+
+
+def test_results_of_training_decide_who_is_met_next():
+    league = league_of_three(every=3, mirror=0)
+    league.admit(3)
+    for opponent, reward in (("v0", 1.0), ("v3", -1.0)):
+        for number in range(9):
+            league.report(Match("x", opponent, number), game(reward, 0.0))
+    league.admit(4)
+    met = [match.opponent for match in draws(league)]
+    assert met.count("v3") > 10 * met.count("v0")
+
+
+def test_a_draw_that_is_played_again_meets_whom_it_met_and_counts_once():
+    unbroken, resumed = league_of_three(every=9), league_of_three(every=9)
+    first = draws(unbroken)
+    for match in filter(None, first[:30]):
+        unbroken.report(match, game(1.0, 0.0))
+    resumed.load(json.loads(json.dumps(unbroken.state())))
+    resumed.admit(2)  # a resumed run publishes the version it begins with
+    assert resumed.state() == unbroken.state()
+    again = draws(resumed, range(20, 60))  # the ten before were dropped, and are not played again
+    assert again == first[20:]
+    for match in filter(None, again[:10]):
+        resumed.report(match, game(1.0, 0.0))
+    for league in (unbroken, resumed):
+        league.admit(3)
+    assert resumed.state() == unbroken.state()
+
+
+def test_the_policy_learns_in_every_seat_of_every_opening():
+    """Openings that take turns must not give the policy one seat in the one and the other in the other."""
+    league = league_of_three(mirror=0.25)
+    drawn = draws(league, range(400))
+    assert 0.6 < sum(match is not None for match in drawn) / len(drawn) < 0.9
+    for period in (2, 3, 4):
+        for opening in range(period):
+            seats = [match.learner for match in drawn[opening::period] if match is not None]
+            assert 0.3 < seats.count("x") / len(seats) < 0.7
+
+
+def test_games_of_training_are_not_for_the_ratings_and_a_state_brings_all_back():
+    league, other = league_of_three(), league_of_three()
     league.report(Match("x", "v1"), game(1.0, -1.0))
-    league.report(Match("o", "v1"), game(0.5, 0.5), version=2)
-    other.load(league.state())
-    assert [league.draw(("x", "o")) for _ in range(50)] == [other.draw(("x", "o")) for _ in range(50)]
+    league.report(Match("o", "v1"), game(0.5, 0.5), rated=True)
+    assert league.enter(2) == 1
+    other.load(json.loads(json.dumps(league.state())))
     assert other.state() == league.state()
     assert other.payoff.score("v2", "v1") == 0.5
-    assert other.payoff.games("v2", "v1") == 1, "games of training are not for the ratings"
+    assert other.payoff.games("v2", "v1") == 1
 
 
 # --- the past speaks

@@ -1,6 +1,7 @@
 """The arena: actors, the episodes they meet in, and what is remembered between them."""
 
 import copy
+import json
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ class Arena:
         self.rng = random.Random(seed)
         """Draw from this and no other, and a resumed run draws what an unbroken one would."""
         self._drawn: deque[EpisodeRequest] = deque()
+        self._given: dict[int, EpisodeRequest] = {}
+        """What draws that may be played again after a restart have got."""
 
     # -- what a user fills in ---------------------------------------------------------------------------------------
 
@@ -45,7 +48,7 @@ class Arena:
 
     def matches(self) -> Sequence[EpisodeRequest]:
         """Episodes in which versions of the policy meet for a league's ratings; those of training when left out."""
-        return self.requests("train") or [self.aside().draw()]
+        return self.requests("train") or _distinct(self.aside().get_batch())
 
     # -- registries -------------------------------------------------------------------------------------------------
 
@@ -74,13 +77,31 @@ class Arena:
 
     # -- playing ----------------------------------------------------------------------------------------------------
 
-    def draw(self) -> EpisodeRequest:
-        """The next request of `get_batch`; several tries of one thing are drawn once, since a group repeats it."""
+    def draw(self, number: int) -> EpisodeRequest:
+        """What draw `number` plays: the next request of `get_batch`, or what it got before, if it is played again."""
+        if number not in self._given:
+            self._given[number] = self._next()
+        return self._given[number]
+
+    def forget(self, before: int) -> None:
+        """Draws before this one are not played again."""
+        self._given = {number: request for number, request in self._given.items() if number >= before}
+
+    def _next(self) -> EpisodeRequest:
+        """Several tries of one thing are drawn once, since a group repeats it."""
         if not self._drawn:
-            self._drawn.extend({request.key: request for request in self.get_batch()}.values())
+            self._drawn.extend(_distinct(self.get_batch()))
         if not self._drawn:
             raise ArenaError(f"{type(self).__name__} has nothing to play: its get_batch() gave no request")
-        return self._drawn.popleft()
+        request = self._drawn.popleft()
+        try:
+            json.dumps(_written(request))
+        except (TypeError, ValueError) as error:
+            raise ArenaError(
+                f"{type(self).__name__}.get_batch() gave {request}, which a checkpoint cannot keep ({error}): "
+                "let its artifact and meta be JSON"
+            ) from error
+        return request
 
     def seat(self, request: EpisodeRequest, table: Table, above: Seating | None = None) -> Seating:
         """Take seats for an episode: a root takes those the table came with, a child opens its own."""
@@ -88,15 +109,16 @@ class Arena:
         names = self.episode(request.episode_type).actors or tuple(self.actors)
         parent = above.home if above else ""
         trained = request.is_trainable and (above is None or above.trained)
+        models = {**(above.models if above else {}), **request.models}
         kind, seats = request.episode_type, {}
         for name in names:
-            model = request.models.get(name, "")
+            model = models.get(name, "")
             trains = trained and not model
             free = not above and not model and name in table and not table[name].turns
             at = name if free else table.open(name, parent=parent, model=model)
             _settle(table[at], self.actor(name), kind, trains)
             seats[name] = at
-        return Seating(table, seats, kind, parent, trained)
+        return Seating(table, seats, kind, parent, trained, models)
 
     async def play(self, request: EpisodeRequest, seating: Seating) -> EpisodeResult:
         """One episode in seats that were taken for it."""
@@ -125,21 +147,20 @@ class Arena:
         other.stores = {name: store.copy() for name, store in self.stores.items()}
         other.rng = random.Random()
         other.rng.setstate(self.rng.getstate())
-        other._drawn = self._drawn.copy()
+        other._drawn, other._given = self._drawn.copy(), self._given.copy()
         return other
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: the stores, the random numbers, and what is drawn but not yet played."""
+        """What a checkpoint keeps, as JSON: the stores, the random numbers, what is drawn but not yet given to anybody,
+        and what is given but perhaps not played to its end."""
         version, numbers, gauss = self.rng.getstate()
         return {
             "stores": {name: store.state() for name, store in self.stores.items()},
             "rng": [version, list(numbers), gauss],
-            "drawn": [
-                [r.episode_type, {"id": r.artifact.id, "data": r.artifact.data}, r.meta, r.is_trainable, dict(r.models)]
-                for r in self._drawn
-            ],
+            "drawn": [_written(request) for request in self._drawn],
+            "given": [[number, _written(request)] for number, request in self._given.items()],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -148,10 +169,22 @@ class Arena:
             self.store(name).load(entries)
         version, numbers, gauss = state["rng"]
         self.rng.setstate((version, tuple(numbers), gauss))
-        self._drawn = deque(
-            EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
-            for kind, artifact, meta, trains, models in state["drawn"]
-        )
+        self._drawn = deque(_read(written) for written in state["drawn"])
+        self._given = {number: _read(written) for number, written in state["given"]}
+
+
+def _distinct(requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
+    return list({request.key: request for request in requests}.values())
+
+
+def _written(request: EpisodeRequest) -> list[Any]:
+    artifact = {"id": request.artifact.id, "data": request.artifact.data}
+    return [request.episode_type, artifact, request.meta, request.is_trainable, dict(request.models)]
+
+
+def _read(written: Sequence[Any]) -> EpisodeRequest:
+    kind, artifact, meta, trains, models = written
+    return EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
 
 
 def _settle(seat: Seat, actor: Actor, kind: str, trained: bool) -> None:

@@ -1,5 +1,6 @@
 """An arena as an environment of a run file."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -38,59 +39,67 @@ class ArenaEnvironment(Environment):
         return [{"split": split} for _ in range(self._train_examples)]
 
     def meetings(self, version: int) -> Sequence[Row]:
-        """Games of this version against those before it, for the ratings."""
-        if self.league is None:
-            return []
-        requests, rows = self.arena.matches(), list[Row]()
-        for opponent, game in self.league.meet(version):
-            # Seats are swapped before the next request has its turn, so that nobody's opening is always theirs.
-            request = requests[game // len(self.actors) % len(requests)]
-            cast = self._cast(request)
-            if len(cast) < 2:
-                continue
-            match = Match(cast[game % len(cast)], opponent)
-            rows.append({"split": "match", "request": request, "match": match, "version": version})
+        """Games of this version against those before it, for the ratings; none if nothing can be played now."""
+        games = [] if self.league is None else self.league.meet(version)
+        # Every seat of a request has its turn before the next request has: no opening is always the same player's.
+        sides = [(request, actor) for request in self._matches() for actor in self._cast(request)] if games else []
+        rows: list[Row] = []
+        for number, (opponent, game) in enumerate(games if sides else ()):
+            request, learner = sides[game % len(sides)]
+            rows.append({"split": "match", "request": request, "match": Match(learner, opponent, number)})
         return rows
 
-    async def prepare(self, example: Row) -> Row:
-        row = example if "request" in example else example | {"request": self.arena.draw()}
-        if self.league is None or row["split"] != "train":
-            return row
-        request, cast = row["request"], self._cast(row["request"])
+    def _matches(self) -> Sequence[EpisodeRequest]:
+        try:
+            return self.arena.matches()
+        except Exception as error:
+            what = f"{type(self.arena).__name__}.matches(), where a league's ratings are played for"
+            raise ArenaError(f"{what}, raised {type(error).__name__}: {error}") from error
+
+    async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
+        request: EpisodeRequest = example.get("request") or self.arena.draw(draw)
+        row, cast = example | {"request": request}, self._cast(request)
         # Alone, or for nobody to learn from, there is nobody to meet.
-        return row | {"match": self.league.draw(cast) if len(cast) > 1 and request.is_trainable else None}
+        if self.league is None or not cast or not request.is_trainable:
+            return row
+        return row | {"match": self.league.draw(cast, draw, dice)}
+
+    def forget(self, before: int) -> None:
+        self.arena.forget(before)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         assert isinstance(seats, Table)
         request: EpisodeRequest = example["request"]
         match: Match | None = example.get("match")
         if match is not None:
-            return await self._meet(request, match, seats, example.get("version"))
+            return await self._meet(request, match, seats, rated=example["split"] == "match")
         if example["split"] == "eval":
             # Evaluation must not teach: what it would store is forgotten with its copy of the arena.
             return outcome(await self.arena.aside().run_episode(replace(request, is_trainable=True), seats))
         result = await self.arena.run_episode(request, seats)
         return outcome(result) if request.is_trainable else None
 
-    async def _meet(self, request: EpisodeRequest, match: Match, table: Table, version: int | None) -> Outcome | None:
+    async def _meet(self, request: EpisodeRequest, match: Match, table: Table, rated: bool) -> Outcome | None:
         """A game of the policy against a past version. Its opponent may have left since it was drawn."""
         assert self.league is not None
         address = self.league.address(match.opponent)
         if address is None:
             return None
-        models = {actor: address for actor in self._cast(request) if actor != match.learner}
-        request = replace(request, models=models)
+        past = {actor: address for actor in self._cast(request) if actor != match.learner}
+        request = replace(request, models={**request.models, **past})
         with self.league.playing(match.opponent):
             # Games for the ratings must not teach either.
-            arena = self.arena if version is None else self.arena.aside()
+            arena = self.arena.aside() if rated else self.arena
             result = await arena.run_episode(request, table)
-        self.league.report(match, result, version)
+        self.league.report(match, result, rated)
         # It may all be over before the learner's first turn: a result, but nothing to train on.
-        return outcome(result) if any(step.actor == match.learner for step in result.steps) else None
+        return outcome(result) if any(seat.turns and seat.trained for seat in table.values()) else None
 
     def _cast(self, request: EpisodeRequest) -> Sequence[str]:
-        """Who sits in it, in order."""
-        return self.arena.episode(request.episode_type).actors or self.actors
+        """Those in it whom the policy plays, in order, if there are two or more."""
+        cast = self.arena.episode(request.episode_type).actors or self.actors
+        mine = [actor for actor in cast if actor not in request.models]
+        return mine if len(mine) > 1 else []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""

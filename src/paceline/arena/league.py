@@ -1,10 +1,11 @@
 """The league: past versions of the policy as opponents, who meets whom, and who is the stronger.
 
-    due(version) -> admit -> [ draw -> a game against the past -> report ] ... meet -> payoff -> ratings
+    admit -> [ draw -> a game against the past -> report ] ... meet -> report -> enter -> payoff -> ratings
 
 It knows names and results, no weights. What keeps a past version able to speak is the orchestrator's business.
 """
 
+import random
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,10 +28,16 @@ class Match:
     """The actor who learns."""
     opponent: str
     """The version that plays the others."""
+    number: int = 0
+    """The draw of training it was made for, or its place among the games for the ratings."""
 
 
 class League:
-    """Keeps up to `size` past versions, spread over the whole run, and what is known of them."""
+    """Keeps up to `size` past versions, spread over the whole run, and what is known of them.
+
+    Results wait until the next version is published and are then entered by their matches' numbers: who is met must not
+    depend on whose game was over first.
+    """
 
     def __init__(self, config: Config, env: str) -> None:
         self._config, self._env = config, env
@@ -38,13 +45,25 @@ class League:
         self._places: dict[int, int] = {}
         """Version to place, oldest first."""
         self._playing: Counter[str] = Counter()
-        self._drawn = 0
+        self._arriving: int | None = None
+        self._leaving: int | None = None
+        self._version: int | None = None
+        """What was published last."""
         self._form = Payoff()
-        """How the policy fares in training since it was last admitted."""
+        """How the policy fares in training since a version was last admitted."""
+        self._news: list[tuple[int, str, float]] = []
+        """Games of training since the last publish: number, opponent, points."""
+        self._rated: list[tuple[int, str, float]] = []
+        """Games for the ratings that are not entered yet."""
         self.payoff = Payoff()
         """Versions against one another, from the games played for the ratings."""
 
     # -- who is in it -----------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Past versions at most."""
+        return self._config.size
 
     @property
     def past(self) -> list[str]:
@@ -61,40 +80,65 @@ class League:
         return None if place is None else f"{self._env}/past-{place}"
 
     def admit(self, version: int) -> str | None:
-        """The name under which this version must answer from now on; None if it is not its time.
+        """A version was published: the name under which it must answer from now on; None if it is not kept.
 
-        A full league loses the version that is closest to its neighbours; the first one always stays, so that there is
-        something to measure progress against. Whoever is in a game is not sent away: the newcomer is then passed over.
+        One is due at every multiple of `every`. A full league loses the version that is closest to its neighbours; the
+        first one always stays, so that there is something to measure progress against. Whoever must go finishes its
+        games and is met no more; until they are over the newcomer's place waits for a later version.
         """
-        if version % self._config.every or version in self._places:
+        self._hear(version)
+        newest = next(reversed(self._places), None)
+        if newest is not None and version // self._config.every <= newest // self._config.every:
             return None
-        if len(self._places) == self._config.size:
-            leaving = self._least_missed(version)
-            if leaving is None:
-                return None
-            place = self._places.pop(leaving)
-        else:
-            place = min(set(range(self._config.size)) - set(self._places.values()))
+        place = self._free_place(version)
+        if place is None:
+            return None
         self._places[version] = place
         self._form = Payoff()
         return self.address(name_of(version))
 
-    def _least_missed(self, newcomer: int) -> int | None:
-        versions = [*self._places, newcomer]
-        gaps = {at: after - before for before, at, after in zip(versions, versions[1:], versions[2:], strict=False)}
-        free = {version: gap for version, gap in gaps.items() if not self._playing[name_of(version)]}
-        return min(free, key=lambda version: (free[version], version), default=None)
+    @contextmanager
+    def arriving(self, version: int) -> Generator[None]:
+        """Until its weights are where its name says, nobody meets a newcomer."""
+        self._arriving = version
+        try:
+            yield
+        finally:
+            self._arriving = None
+
+    def shrink(self) -> list[str]:
+        """Who leaves because the league has become smaller than it was at the checkpoint."""
+        left = []
+        while len(self._places) > self.size:
+            left.append(least_missed(self.versions))
+            del self._places[left[-1]]
+        if left:
+            self._places = {version: place for place, version in enumerate(self._places)}
+        return [name_of(version) for version in sorted(left)]
+
+    def _free_place(self, newcomer: int) -> int | None:
+        if len(self._places) < self.size:
+            return min(set(range(self.size)) - set(self._places.values()))
+        self._leaving = least_missed([*self._places, newcomer])
+        if self._playing[name_of(self._leaving)]:
+            return None
+        place, self._leaving = self._places.pop(self._leaving), None
+        return place
 
     # -- games ------------------------------------------------------------------------------------------------------
 
-    def draw(self, actors: Sequence[str]) -> Match | None:
-        """Who plays the next group of games; None for the policy against itself. Seats are swapped game by game."""
-        number, self._drawn = self._drawn, self._drawn + 1
-        opponent = self._matchmaker.draw(number, POLICY, self.past, self._form)
-        return None if opponent == POLICY else Match(actors[number % len(actors)], opponent)
+    def draw(self, actors: Sequence[str], number: int, dice: random.Random) -> Match | None:
+        """Who plays draw `number`, in which seat; None for the policy against itself."""
+        # A draw that is played again, after a restart, is reported again.
+        self._news = [news for news in self._news if news[0] != number]
+        there = [v for v in self._places if v not in (self._arriving, self._leaving)]
+        learner = dice.choice(actors)
+        opponent = self._matchmaker.draw(dice, POLICY, [name_of(version) for version in there], self._form)
+        return None if opponent == POLICY else Match(learner, opponent, number)
 
     def meet(self, version: int) -> list[tuple[str, int]]:
         """Games for the ratings, as opponent and number: this version against every other one."""
+        self._rated = []
         others = [name for name in self.past if name != name_of(version)]
         return [(other, game) for other in others for game in range(self._config.games)]
 
@@ -107,28 +151,48 @@ class League:
         finally:
             self._playing[opponent] -= 1
 
-    def report(self, match: Match, result: EpisodeResult, version: int | None = None) -> None:
-        """A game is over: one of training, or one that this version played for the ratings."""
-        if version is None:
-            self._form.add(POLICY, match.opponent, points(match, result))
-        else:
-            self.payoff.add(name_of(version), match.opponent, points(match, result))
+    def report(self, match: Match, result: EpisodeResult, rated: bool = False) -> None:
+        """A game is over: one of training, or one for the ratings."""
+        books = self._rated if rated else self._news
+        books.append((match.number, match.opponent, points(match, result)))
+
+    def enter(self, version: int) -> int:
+        """Into the books with the games this version played for the ratings; answers how many came to an end."""
+        for _, opponent, taken in sorted(self._rated):
+            self.payoff.add(name_of(version), opponent, taken)
+        entered, self._rated = len(self._rated), []
+        return entered
+
+    def _hear(self, version: int) -> None:
+        if version == self._version:
+            return  # published once more, by a run that was resumed
+        for _, opponent, taken in sorted(self._news):
+            self._form.add(POLICY, opponent, taken)
+        self._news, self._version = [], version
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {
             "places": [[version, place] for version, place in self._places.items()],
-            "drawn": self._drawn,
+            "version": self._version,
             "form": self._form.state(),
+            "news": [list(news) for news in sorted(self._news)],
             "payoff": self.payoff.state(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._places = dict(state["places"])
-        self._drawn = state["drawn"]
+        self._version = state["version"]
         self._form.load(state["form"])
+        self._news = [(number, opponent, taken) for number, opponent, taken in state["news"]]
         self.payoff.load(state["payoff"])
+
+
+def least_missed(versions: Sequence[int]) -> int:
+    """Whose neighbours are closest to one another, of all but the first and the last."""
+    gaps = {at: after - before for before, at, after in zip(versions, versions[1:], versions[2:], strict=False)}
+    return min(gaps, key=lambda version: (gaps[version], version))
 
 
 def name_of(version: int) -> str:

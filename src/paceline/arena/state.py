@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 class Seating:
     """Who sits where while an episode and its continuations are played."""
 
-    def __init__(self, table: Table, seats: Mapping[str, str], kind: str, parent: str, trained: bool) -> None:
+    def __init__(
+        self, table: Table, seats: Mapping[str, str], kind: str, parent: str, trained: bool, models: Mapping[str, str]
+    ) -> None:
         self.table, self.seats = table, dict(seats)
         self.kind, self.parent, self.trained = kind, parent, trained
+        self.models = models
+        """Actors who are not played by the policy, here and in every episode below."""
         self._home = ""
         self._judges: dict[str, str] = {}
 

@@ -18,11 +18,9 @@ def leagues(run: Path) -> dict[str, Payoff]:
     if not checkpoints.all():
         raise PacelineError(f"{run} has no checkpoint yet: its league is kept there")
     _, state = checkpoints.find("latest")
-    found: dict[str, Payoff] = {}
-    for name, kept in state["environments"].items():
-        if "league" in kept:
-            found[name] = Payoff()
-            found[name].load(kept["league"]["payoff"])
+    found = {name: Payoff() for name in state.get("leagues", ())}
+    for name, payoff in found.items():
+        payoff.load(state["environments"][name]["league"]["payoff"])
     return {name: payoff for name, payoff in found.items() if payoff.counts}
 
 

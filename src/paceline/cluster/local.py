@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
-from paceline.config.env import ArenaEnv
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
 from paceline.envs import Environment
@@ -20,6 +19,7 @@ from paceline.inference.past import PoolWithPast
 from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
 from paceline.model.loading import engine_twin
 from paceline.orchestrator import Course, lay_out
+from paceline.orchestrator.past import members
 from paceline.rollout import Recorder, Renderer, Voice
 from paceline.rollout.known import make_renderer
 from paceline.trainer import TorchTrainer
@@ -39,6 +39,8 @@ class Local:
     voice: Callable[[Sampling], Voice]
     device: str
     parameters: int
+    past: PoolWithPast | None = None
+    """The pool once more, where an environment has a league."""
 
 
 @contextmanager
@@ -55,7 +57,8 @@ def local(
     served = engine_twin(model, config.model)
     model = attach_lora(model, config.model, config.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    config = share_cores(make_room_for_adapter(config), parameters)
+    past = sum(member.league.size for member in members(courses))
+    config = share_cores(make_room_for_adapters(config, past), parameters)
     ends = end_tokens(tokenizer, model)
     renderer = renderer_of(tokenizer, ends, config.model)
 
@@ -76,9 +79,8 @@ def local(
     except BaseException:
         engine.close()  # it holds memory of the device already
         raise
-    pool = Pool([engine])
-    if any(isinstance(env, ArenaEnv) and env.league for env in config.env):
-        pool = PoolWithPast([engine], lambda: make(engine_twin(model, config.model)))
+    with_past = PoolWithPast([engine], lambda: make(engine_twin(model, config.model))) if past else None
+    pool = with_past or Pool([engine])
     recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
 
     def voice(sampling: Sampling) -> Voice:
@@ -87,7 +89,7 @@ def local(
     try:
         engine.start()
         with small_products(model.dtype), quick_handover():
-            yield Local(pool, trainer, tokenizer, courses, voice, device, parameters)
+            yield Local(pool, trainer, tokenizer, courses, voice, device, parameters, with_past)
     finally:
         pool.close()
         engine.close()
@@ -108,13 +110,13 @@ def pick_device(wanted: str) -> str:
     return wanted
 
 
-def make_room_for_adapter(config: RunConfig) -> RunConfig:
-    """Under LoRA the policy is an adapter, and the engine needs slots that hold it and its past."""
+def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:
+    """Under LoRA the policy is an adapter: the engine needs a slot for it and for each past version, beside whatever
+    else the user wants served."""
     lora, engine = config.model.lora, config.engine
     if lora is None:
         return config
-    past = sum(env.league.size for env in config.env if isinstance(env, ArenaEnv) and env.league)
-    room = {"adapters": max(1 + past, engine.adapters), "adapter_rank": max(lora.rank, engine.adapter_rank)}
+    room = {"adapters": max(1, engine.adapters) + past, "adapter_rank": max(lora.rank, engine.adapter_rank)}
     return config.model_copy(update={"engine": engine.model_copy(update=room)})
 
 

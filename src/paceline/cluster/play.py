@@ -1,7 +1,6 @@
 """`paceline play`: take a seat yourself, against the policy or alone."""
 
 import asyncio
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from paceline.cluster.house import Address, House, is_checkpoint, open_house
 from paceline.cluster.person import Person, PersonSeat, typed
-from paceline.cluster.rollouts import Played, draws, episode, pick_section, records, rows_of, sampling_on
+from paceline.cluster.rollouts import Played, draws, episode, pick_section, ready, records, rows_of, sampling_on
 from paceline.config import RunConfig
 from paceline.config.env import EnvBase
 from paceline.envs import Environment, Split, build_environment
@@ -129,7 +128,7 @@ async def play_games(
     try:
         for ticket, member in islice(draws(section, options.split, options.row, rows, seed), options.games):
             spoken = person.turns
-            row = asyncio.ensure_future(environment.prepare(copy.deepcopy(rows[ticket.row])))
+            row = asyncio.ensure_future(ready(environment, options.split, rows[ticket.row], ticket, seed))
             played = await episode(patient, environment, house, row, ticket, member, seed, guests)
             if person.broken:
                 raise PacelineError(person.broken)

@@ -22,7 +22,7 @@ from paceline.errors import PacelineError
 from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import RealClock
-from paceline.orchestrator.episodes import fault
+from paceline.orchestrator.episodes import assigned, fault
 from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
 from paceline.rollout.endpoint import WordSeat
 from paceline.rollout.history import meaning
@@ -126,7 +126,8 @@ async def play_some(
     async def one(ticket: Ticket, member: int) -> list[Record]:
         async with gate:
             if ticket.number not in prepared:
-                prepared[ticket.number] = asyncio.ensure_future(environment.prepare(copy.deepcopy(rows[ticket.row])))
+                row = ready(environment, options.split, rows[ticket.row], ticket, seed)
+                prepared[ticket.number] = asyncio.ensure_future(row)
             return records(await episode(section, environment, house, prepared[ticket.number], ticket, member, seed))
 
     drawn = islice(draws(section, options.split, options.row, rows, seed), options.count)
@@ -150,6 +151,13 @@ def rows_of(section: EnvBase, environment: Environment, split: Split) -> Sequenc
     if not rows:
         raise EnvError(f"environment `{section.name}` has no {split} rows")
     return rows
+
+
+async def ready(environment: Environment, split: Split, row: Row, ticket: Ticket, seed: int) -> Row:
+    """A row as a run of this seed would play it."""
+    if split == "train":
+        return await assigned(environment, row, ticket, seed)
+    return await environment.prepare(copy.deepcopy(row))
 
 
 def draws(

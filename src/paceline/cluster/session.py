@@ -101,6 +101,7 @@ async def _train(
                 monitor=monitor,
                 checkpoints=checkpoints,
                 clock=RealClock(),
+                past=parts.past,
             ),
         )
         with _stop_on_signals(conductor, monitor) as stopped:

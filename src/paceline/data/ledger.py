@@ -107,6 +107,10 @@ class Ledger:
         """Open tickets in a state."""
         return sum(1 for s in self._open.values() if s is state)
 
+    def oldest(self, env: str) -> int | None:
+        """The earliest draw of an environment that is still open."""
+        return min((ticket.draw for ticket in self._open if ticket.env == env), default=None)
+
     def state(self) -> dict:
         """What a checkpoint keeps."""
         return {

@@ -1,6 +1,7 @@
 """The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
 
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,14 @@ class Environment(ABC):
         """Whatever all episodes of a group must have in common and the row does not say. Called once per group, on a
         copy of the row."""
         return example
+
+    async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
+        """What chance adds to the row of a group of training, before `prepare`. A draw that a restart interrupted is
+        assigned again, with the same dice, and should get the same."""
+        return example
+
+    def forget(self, before: int) -> None:  # noqa: B027 - optional by design
+        """Draws before this one are trained or dropped, and are never assigned again."""
 
     @abstractmethod
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:

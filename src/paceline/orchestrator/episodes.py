@@ -2,11 +2,12 @@
 
 import asyncio
 import copy
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from paceline.data import Row, Ticket
-from paceline.envs import Outcome
+from paceline.envs import Environment, Outcome
 from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
@@ -34,7 +35,11 @@ class Player:
     async def group(self, course: Course, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
-            row = await self.prepare(course, course.rows[ticket.row])
+            row = await self._users(
+                course,
+                "the preparation",
+                lambda: assigned(course.environment, course.rows[ticket.row], ticket, self._seed),
+            )
         except EpisodeLost as lost:
             failed = [Rollout(ticket=ticket, member=0, error=str(lost))]
             return Group(ticket=ticket, rollouts=[], places=course.group_size, failed=failed)
@@ -49,7 +54,7 @@ class Player:
         return Group(ticket=ticket, rollouts=alive, places=course.group_size, failed=failed)
 
     async def prepare(self, course: Course, row: Row) -> Row:
-        """What all episodes on this row have in common; raises `EpisodeLost`."""
+        """What all episodes on a held-out row have in common; raises `EpisodeLost`."""
         return await self._users(course, "the preparation", lambda: course.environment.prepare(copy.deepcopy(row)))
 
     async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
@@ -84,6 +89,12 @@ class Player:
             raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
         except (Exception, SystemExit) as error:  # `sys.exit` in an environment ends its episode, not the run
             raise EpisodeLost(f"{course.name}: {type(error).__name__}: {error}") from error
+
+
+async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
+    """What all episodes of a ticket of training have in common."""
+    dice = random.Random(f"{seed} {ticket.env} {ticket.draw}")
+    return await environment.prepare(await environment.assign(copy.deepcopy(row), ticket.draw, dice))
 
 
 def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome) -> list[Rollout]:

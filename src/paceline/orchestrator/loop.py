@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.data import Ledger, Sample, encode, learn
 from paceline.inference import Pool
+from paceline.inference.past import PoolWithPast
 from paceline.monitor import Monitor
 from paceline.orchestrator.checkpoint import Checkpoints
 from paceline.orchestrator.clock import Clock
@@ -39,6 +40,8 @@ class Parts:
     monitor: Monitor
     checkpoints: Checkpoints
     clock: Clock
+    past: PoolWithPast | None = None
+    """The pool once more, where an environment has a league."""
 
 
 class Conductor:
@@ -54,7 +57,7 @@ class Conductor:
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
         player = Player(parts.voice, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.courses, player, self._gate, self._ledger, parts.monitor.note)
-        self._past = Past(parts.courses, parts.pool)
+        self._past = Past(parts.courses, parts.past, parts.monitor.note)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._saved_at: int | None = None
         self._stopping = False
@@ -131,6 +134,9 @@ class Conductor:
         self.step += 1
         for group in batch:
             self._ledger.train(group.ticket, self.step, group.places)
+        for course in self._p.courses.values():
+            oldest = self._ledger.oldest(course.name)
+            course.environment.forget(course.cursor.draws if oldest is None else oldest)
         tally = self._dispatcher.take_tally(batch)
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
         if self._config.replay.share:
@@ -185,6 +191,7 @@ class Conductor:
             "cursors": {course.name: course.cursor.state() for course in courses},
             "algorithms": {course.name: course.algorithm.state() for course in courses},
             "environments": {course.name: course.environment.state() for course in courses},
+            "leagues": [member.course.name for member in self._past.members],
         }
 
         async def weights(folder: Path) -> None:
