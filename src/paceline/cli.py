@@ -61,6 +61,18 @@ a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and s
     + OVERRIDES
 )
 
+REPLAY = (
+    """
+A run keeps its last batches where `record.batches` says how many. Replaying takes the weights of the newest checkpoint
+from before the step; with `checkpoint.every = 1` these are the very weights it began with.
+
+examples:
+  paceline replay runs/quickstart 40                       every component of the loss, recorded and replayed
+  paceline replay runs/quickstart 40 --trainer.loss.type ppo     what another loss would have said
+"""
+    + OVERRIDES
+)
+
 DATA = """
 examples:
   paceline data rows.jsonl                                 the first rows, as the model will see them
@@ -78,6 +90,7 @@ examples:
   paceline play examples/arenas/kuhn_poker.toml            take a seat yourself, against the policy
   paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
   paceline data rows.jsonl                                 look at rows as the model will see them
+  paceline replay runs/quickstart 40                       a recorded batch's loss once more, component by component
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
@@ -87,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if rest and known.command not in ("train", "check", "serve", "rollout", "play"):
+    if rest and known.command not in ("train", "check", "serve", "rollout", "play", "replay"):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
         return known.run(known, rest)
@@ -162,6 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     play.add_argument("--reveal", action="store_true", help="after each game, show what the others heard and said")
     league = command("league", _league, "Ratings and payoff matrix of a self-play run, as table and picture.")
     league.add_argument("directory", metavar="RUN", help="run directory, such as runs/tic-tac-toe")
+    replay = command(
+        "replay", _replay, "Train a recorded batch once more on the CPU, beside what was recorded.", REPLAY
+    )
+    replay.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+    replay.add_argument("step", type=int, metavar="STEP", help="which of its batches")
     data = command("data", _data, "Show dataset rows as the model will see them, with token counts.", DATA)
     data.add_argument("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name")
     data.add_argument("--limit", type=int, default=5, help="rows to show (5)")
@@ -259,6 +277,23 @@ def _league(known: argparse.Namespace, rest: list[str]) -> int:
     for name, payoff in found.items():
         Console().print(payoff.table(name))
         print(picture(run, name, payoff))
+    return 0
+
+
+def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
+    run = Path(known.directory)
+    file = run / "config.toml"
+    if not file.is_file():
+        raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
+    loaded = load(str(file), overrides)
+    from rich.console import Console
+
+    from paceline.cluster.replay import replay, table
+
+    result = replay(run, known.step, loaded.config)
+    Console().print(table(result))
+    note = "" if result.exact else f"; they are not those step {result.step} began with, so the figures differ"
+    print(f"weights: {result.weights}{note}")
     return 0
 
 

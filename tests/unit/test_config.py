@@ -65,6 +65,10 @@ CHOSEN = {  # keys tied to one another by rules
     "max_inflight": st.integers(8, 10**6),
     "dataset": SOURCES,
     "eval_dataset": SOURCES,
+    "source": st.just("policy"),
+    "base_url": st.from_regex(r"https?://[a-z0-9.]{1,9}(:[0-9]{1,4})?(/v1)?", fullmatch=True),
+    "block": TEXT.map(lambda text: text + "{demonstration}"),
+    "roles": st.dictionaries(NAMES, st.floats(0, 9, exclude_min=True), min_size=1, max_size=3),
     "advertise": st.from_regex(r"[a-z0-9.-]{1,9}", fullmatch=True) | st.just("fe80::1"),
 }
 
@@ -113,13 +117,30 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
     if "sampling" in table:
         table["allow_truncated_sampling"] = True
         table["sampling"]["temperature"] = table["sampling"].get("temperature") or 0.5
+    settle_algorithm(table.get("algo", {}), table)
     for index, env in enumerate(table.get("env", [])):
         env["name"] = f"{env.get('name', '')}{index}"
+        settle_algorithm(env.get("algo", {}), table)
+        env["seats"] = [seat for seat in env.get("seats", []) if seat["algo"]["type"] != "sft"]
+        for seat in env["seats"]:
+            settle_algorithm(seat["algo"], table)
         for key in TIED.get(env["type"], ()):
             env.pop(key, None)
         if env["type"] == "reasoning-gym":
             env["task"] = "gcd"
     return table
+
+
+def settle_algorithm(algo: dict[str, Any], run: dict[str, Any]) -> None:
+    """Give an algorithm the slots its type needs."""
+    if algo.get("type") == "gae":
+        run.setdefault("trainer", {}).setdefault("critic", {})
+    if algo.get("type") in ("opd", "sft"):
+        algo.pop("source", None)
+        if algo.get("teacher", "policy") == "policy":
+            algo["teacher"] = {"name": "m", "base_url": "http://there/v1"}
+    if algo.get("type") == "sft":
+        del algo["teacher" if algo.setdefault("demonstrations", False) else "demonstrations"]
 
 
 TIED = {
@@ -340,7 +361,7 @@ def test_no_leaves_an_optional_key_out(write):
         (["--seed", "1", "2"], "command line: 2: expected a flag"),
         (["--no-resume=x"], "command line: --no-resume takes no value: write --no-resume, or --resume=x"),
         (["--trainer.lr", "1"], "command line: --trainer.lr: there is no key `lr` in [trainer]; "
-         "did you mean `--trainer.optimizer.lr`?"),
+         "did you mean `--trainer.optimizer.lr` or `--trainer.critic.lr`?"),
         (["--group-size"], "command line: --group-size: expected a whole number, at least 1, got true"),
         (["--seed.x", "1"], "command line: --seed.x: expected a whole number, at least 0, got a table"),
         (["--steps", "1e3"], "got 1000.0; write 1000"),
@@ -370,7 +391,8 @@ def test_command_line_errors(arguments, sentence):
          "batch-size: there is no key `batch-size` at the top level; did you mean `batch_size`?"),
         ("trainer.max_tokens = 8", "trainer.max_tokens: there is no key `max_tokens` in [trainer]; "
          "did you mean `trainer.max_sample_tokens`?"),
-        ("lr = 1", "lr: there is no key `lr` at the top level; did you mean `trainer.optimizer.lr`?"),
+        ("lr = 1", "lr: there is no key `lr` at the top level; "
+         "did you mean `trainer.optimizer.lr` or `trainer.critic.lr`?"),
         ("every = 1", "every: there is no key `every` at the top level; "
          "did you mean `eval.every` or `checkpoint.every`?"),
         ("temprature = 1", "temprature: there is no key `temprature` at the top level; "
@@ -381,13 +403,15 @@ def test_command_line_errors(arguments, sentence):
          "env.1.num_generations: there is no key `num_generations` in [[env]] of type `reverse-text`; "
          "did you mean `env.1.group_size`?"),
         ("trainer.loss.clip_low = 1", "trainer.loss.clip_low: there is no key `clip_low` in [trainer.loss] "
-         'of type `dppo`; it belongs to trainer.loss.type = "ppo"'),
+         'of type `dppo`; it belongs to trainer.loss.type = "ppo" or "gspo"'),
         ("checkpoint.zzz = 1", "checkpoint.zzz: there is no key `zzz` in [checkpoint]; "
          "the keys there are `every` and `keep`"),
         # Types.
         ("algo.type = 'gpro'", 'algo.type: there is no type "gpro"; did you mean "grpo"? '
-         "The types are `grpo`, `max_rl`, `reward`, `constant`, `rae`, `hierarchical` and `custom`"),
-        ("trainer.loss.type = 3", "trainer.loss.type: there is no type 3; the types are `dppo` and `ppo`"),
+         "The types are `grpo`, `max_rl`, `reward`, `constant`, `rae`, `hierarchical`, `gae`, `echo`, `opd`, "
+         "`opsd`, `sft` and `custom`"),
+        ("trainer.loss.type = 3", "trainer.loss.type: there is no type 3; the types are "
+         "`dppo`, `ppo`, `gspo`, `cispo`, `reinforce` and `custom`"),
         ("[[env]]\nweight = 1",
          'env.0: `type` is missing: add type = "reverse-text", "arithmetic", "alphabet-sort", "calculator", '
          '"equality", "math", "gsm8k", "code", "retrieval", "token-in", "module", "reasoning-gym", "textarena", '

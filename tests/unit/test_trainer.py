@@ -9,39 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.config.model import Lora, Model
-from paceline.data import Sample, Ticket, fold, pack
+from paceline.data import Sample, fold, pack
 from paceline.model import Head, attach_lora, head, token_logprobs, trainable, twin
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.loss import Loss
 from paceline.trainer.optimizer import MasterAdamW
-
-
-def make_sample(rng: np.random.Generator, length: int, number: int = 0, **streams) -> Sample:
-    """A sequence with some sampled tokens, plausible logprobs and all three components mixed in."""
-    mask = rng.random(length) < 0.6
-    mask[0] = False
-    mask[-1] = True
-    values = {
-        "token_ids": rng.integers(0, VOCABULARY, length),
-        "loss_mask": mask,
-        "versions": np.where(mask, 0, -1),
-        "temperatures": rng.choice([0.7, 1.0, 1.4], length),
-        "logprobs": np.where(mask, -rng.exponential(3.0, length), 0),
-        "advantages": np.where(mask, rng.normal(size=length), 0),
-        "ce_weights": np.where(~mask & (np.arange(length) > 0), 0.1, 0),
-        "ref_kl_weights": np.where(mask, rng.random(length) < 0.5, 0),
-        "ref_logprobs": np.where(mask, -rng.exponential(3.0, length), 0),
-    }
-    return Sample(**(values | streams), ticket=Ticket(number, "env", 0, number, number), env="env")
-
-
-def make_batch(seed: int, count: int = 9, longest: int = 60, **streams) -> list[Sample]:
-    rng = np.random.default_rng(seed)
-    return [make_sample(rng, int(rng.integers(2, longest)), i, **streams) for i in range(count)]
+from samples import make_batch, make_sample, near_policy
 
 
 def trainer_of(model, **settings) -> TorchTrainer:
@@ -61,13 +39,27 @@ def gradient(batch: list[Sample], budget: int, order: list[int], normalise="toke
 
 
 @pytest.mark.parametrize("normalise", ["token", "sample", "fixed"])
-@pytest.mark.parametrize("loss", [config.DPPO(), config.PPO()])
-def test_the_gradient_does_not_depend_on_the_cut(normalise, loss):
-    batch = make_batch(1)
-    whole = gradient(batch, 10_000, list(range(9)), normalise, loss=loss)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": config.DPPO()},
+        {"loss": config.PPO(), "entropy_coef": 0.1},
+        {"loss": config.GSPO(clip_low=0.5, clip_high=0.5)},
+        {"loss": config.CISPO(), "kl": config.KL()},
+        {"loss": config.PPO(), "clip_skip_threshold": 0.5},
+        {"loss": config.PPO(), "proximal": config.Proximal(level="sequence", geometric=True)},
+    ],
+    ids=lambda s: "-".join([s["loss"].type, *list(s)[1:]]),
+)
+def test_the_gradient_does_not_depend_on_the_cut(normalise, settings):
+    rng = np.random.default_rng(0)
+    batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(1)]
+    if "clip_skip_threshold" in settings:  # half of the samples are by the policy itself, and stay
+        batch[::2] = [s.with_streams(logprobs=None) for s in batch[::2]]
+    whole = gradient(batch, 10_000, list(range(9)), normalise, **settings)
     for budget, seed in ((1, 0), (64, 1), (150, 2)):
         order = np.random.default_rng(seed).permutation(9).tolist()
-        cut = gradient(batch, budget, order, normalise, loss=loss)
+        cut = gradient(batch, budget, order, normalise, **settings)
         assert (cut - whole).norm() / whole.norm() < 1e-5
 
 
@@ -86,6 +78,91 @@ def test_a_mixed_pack_is_the_sum_of_its_components():
     assert (sum(alone) - whole).norm() / whole.norm() < 1e-5
 
 
+@settings(max_examples=20)
+@given(st.integers(0, 10_000), st.sampled_from(["token", "sample", "fixed"]))
+def test_observation_tokens_do_not_change_what_rl_tokens_weigh(seed, normalise):
+    """Echo-like ce on what the policy did not say: the rl scales are the same to the last bit."""
+    batch = make_batch(seed, count=4)
+    alone = [s.with_streams(ce_weights=None, ref_kl_weights=None) for s in batch]
+    for one, other in zip(fold(batch, normalise, 7), fold(alone, normalise, 7), strict=True):
+        np.testing.assert_array_equal(one.rl, other.rl)
+        np.testing.assert_array_equal(one.policy, other.policy)
+
+
+def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normaliser():
+    """Another trainer's loss, with full logits: each sequence's sum over its own length, all over the number of
+    sequences, with pi / sg[pi] as the ratio and k3 to a reference."""
+    rng = np.random.default_rng(0)
+    batch = make_batch(11, ce_weights=None, ref_kl_weights=None)
+    batch = [s.with_streams(base_logprobs=np.where(s.loss_mask, -rng.exponential(3.0, len(s)), 0)) for s in batch]
+    model = tiny_model()
+    plain = twin(model).requires_grad_(True)
+    plain.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for s in batch:
+        logits = plain(torch.from_numpy(s.token_ids)[None]).logits[0, :-1]
+        logits = logits / torch.from_numpy(s.temperatures[1:])[:, None]
+        logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(s.token_ids[1:])[:, None])[:, 0]
+        mask = torch.from_numpy(s.loss_mask[1:])
+        pi, a, ref = logp[mask], *(torch.from_numpy(x[1:])[mask] for x in (s.advantages, s.base_logprobs))
+        total = total + (-a * (pi - pi.detach()).exp() + 0.001 * ((ref - pi).exp() - (ref - pi) - 1)).sum() / mask.sum()
+    (total / len(batch)).backward()
+    wanted = torch.cat([p.grad.view(-1) for p in plain.parameters()]).double()
+    kl = config.KL(kind="k3", coef=0.001)
+    got = gradient(batch, 150, list(range(9)), "sample", loss=config.Reinforce(), kl=kl)
+    assert (got - wanted).norm() / wanted.norm() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        {"loss": config.PPO(clip_low=0.5, clip_high=2.0), "entropy_coef": 0.3, "kl": config.KL(kind="k3")},
+        {"loss": config.DPPO(kl_tau=0.1), "kl": config.KL(kind="k2"), "normalise": "sample"},
+        {"loss": config.PPO(), "proximal": config.Proximal(), "entropy_coef": 0.1},
+    ],
+    ids=["ppo", "dppo", "proximal"],
+)
+def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
+    """Finite differences through a tiny model in float64, in random directions of all its weights at once."""
+    # Both go through float32 otherwise, whose rounding is larger than the steps taken here.
+    monkeypatch.setattr(Head, "__call__", lambda self, hidden: self._layer(hidden))
+    monkeypatch.setattr(
+        LlamaRMSNorm,
+        "forward",
+        lambda self, x: self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt(),
+    )
+    rng = np.random.default_rng(0)
+    batch = near_policy(make_batch(12, count=4, longest=20, ref_kl_weights=None), noise=0.1)
+    batch = [s.with_streams(base_logprobs=np.where(s.loss_mask, -rng.exponential(1.0, len(s)), 0)) for s in batch]
+    model = tiny_model(dtype=torch.float64)
+    trainer = trainer_of(model, **c)
+    prox = [np.where(s.loss_mask, s.logprobs + 0.05, 0).astype(np.float32) for s in batch]
+    (micro_batch,) = pack(batch, fold(batch, trainer._config.normalise), 10_000, prox)
+    loss_of = Loss(trainer._config)
+
+    def value() -> torch.Tensor:
+        tokens, _ = trainer.learner.tokens(micro_batch)
+        assert tokens.logprobs.dtype == torch.float64
+        return loss_of(tokens, 0)[0]
+
+    value().backward()
+    weights = list(model.parameters())
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        ways = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
+        claimed = sum((w.grad * way).sum() for w, way in zip(weights, ways, strict=True)).item()
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for w, way in zip(weights, ways, strict=True):
+                    w.add_(way, alpha=sign * 1e-6)
+                ends.append(value().item())
+                for w, way in zip(weights, ways, strict=True):
+                    w.sub_(way, alpha=sign * 1e-6)
+        assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(claimed, rel=1e-5)
+    trainer.close()
+
+
 def test_logprobs_do_not_depend_on_neighbours():
     model = tiny_model()
     trainer = trainer_of(model)
@@ -93,7 +170,7 @@ def test_logprobs_do_not_depend_on_neighbours():
     by_sample: dict[int, list[torch.Tensor]] = {}
     for budget in (1, 120, 10_000):
         for micro_batch in pack(batch, fold(batch), budget):
-            tokens, _ = trainer._forward(micro_batch)
+            tokens, _ = trainer.learner.tokens(micro_batch)
             trained = (micro_batch.rl_scale != 0) | (micro_batch.ce_scale != 0) | (micro_batch.ref_kl_scale != 0)
             owners = np.repeat(micro_batch.members, micro_batch.lengths)[trained]
             for member in micro_batch.members:
@@ -148,7 +225,8 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
         logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(s.token_ids[1:])[:, None])[:, 0]
         expected += reference_loss(s, np.concatenate([[0.0], logp.detach().numpy()]), counts, loss)
     trainer = trainer_of(model, loss=loss)
-    got = sum(Loss(loss)(trainer._forward(m)[0], 0)[0].item() for m in pack(batch, fold(batch), 10_000))
+    total = Loss(config.Trainer(loss=loss))
+    got = sum(total(trainer.learner.tokens(m)[0], 0)[0].item() for m in pack(batch, fold(batch), 10_000))
     trainer.close()
     assert got == pytest.approx(expected, rel=2e-4, abs=2e-4)
 
@@ -167,8 +245,57 @@ def test_nothing_to_train_still_runs_backward():
     assert gradient(batch, 10_000, list(range(9))).abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    "c",
+    [
+        {},
+        {"loss": config.GSPO(), "minibatches": 2, "kl": config.KL(), "entropy_coef": 0.1},
+        {"clip_skip_threshold": 0.3, "kl": config.KL(how="advantage"), "critic": config.Critic()},
+    ],
+    ids=["plain", "gspo", "shaped"],
+)
+@pytest.mark.parametrize("case", ["nothing", "masked", "one component", "cut off"])
+def test_batches_without_some_or_all_components_step_with_a_zero_gradient(c, case):
+    """No samples, no weights, ce alone, or a truncation that cuts off all that would train."""
+    zero = {"rl_weights": np.zeros(20), "ce_weights": None, "ref_kl_weights": None}
+    rng = np.random.default_rng(0)
+    batch = [make_sample(rng, 20, i) for i in range(4)]
+    if case == "masked":
+        batch = [s.with_streams(**zero) for s in batch]
+    elif case == "one component":
+        batch = [s.with_streams(**zero | {"ce_weights": s.ce_weights}) for s in batch]
+    elif case == "cut off":
+        late = np.arange(20) >= 10
+        only = {"loss_mask": late, "versions": np.where(late, 0, -1), "ce_weights": None}
+        batch = [s.with_streams(**only).truncated_to(5) for s in batch]
+    model = tiny_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = trainer_of(model, optimizer=config.Optimizer(lr=1.0), **c)
+    report = asyncio.run(trainer.step([] if case == "nothing" else batch))
+    trainer.close()
+    assert not report.skipped
+    assert trainer.version == 1
+    assert "loss/rl" not in report.metrics
+    moved = any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert moved == (case == "one component")
+    if not moved:
+        assert report.metrics.get("grad_norm", 0.0) == 0
+
+
+def test_components_report_under_their_own_names():
+    rng = np.random.default_rng(0)
+    batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(8)]
+    trainer = trainer_of(tiny_model(), kl=config.KL(), entropy_coef=0.1, clip_skip_threshold=0.99)
+    metrics = asyncio.run(trainer.step(batch)).metrics
+    trainer.close()
+    parts = ("rl", "ce", "ref_kl", "kl", "entropy")
+    assert metrics["loss"] == pytest.approx(sum(metrics[f"loss/{part}"] for part in parts))
+    named = {"kl", "ratio", "ppo_kl", "clip_fraction", "mismatch_kl", "nll", "ref_kl", "skipped_samples"}
+    assert named <= metrics.keys()
+
+
 def test_rl_tokens_need_credit():
-    with pytest.raises(TrainerError, match="no advantages"):
+    with pytest.raises(TrainerError, match="neither advantages nor rewards"):
         asyncio.run(trainer_of(tiny_model()).step(make_batch(6, advantages=None)))
 
 
@@ -322,3 +449,17 @@ def test_the_entropy_is_of_the_tempered_distribution():
     _, entropy = token_logprobs(Head(model), hidden, torch.zeros(5, dtype=torch.long), torch.full((5,), 0.5), True)
     p = torch.softmax(Head(model)(hidden) / 0.5, -1)
     assert torch.allclose(entropy, -(p * p.log()).sum(-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_makes_the_same_update(dtype):
+    ends = []
+    for offload in (False, True):
+        settings = config.Trainer(optimizer=config.Optimizer(lr=1e-2, offload=offload), micro_batch_tokens=64)
+        model = tiny_model().to(dtype)
+        trainer = TorchTrainer(model, settings)
+        for _ in range(2):
+            asyncio.run(trainer.step(make_batch(3)))
+        trainer.close()
+        ends.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

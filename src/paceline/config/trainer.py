@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import Hook, Section
 
 
 class DPPO(Section):
@@ -29,7 +29,91 @@ class PPO(Section):
     """Bound the loss of negative advantages at this ratio; off when left out."""
 
 
-LossConfig = Annotated[DPPO | PPO, Field(discriminator="type")]
+class GSPO(Section):
+    """PPO's clip on the whole sequence's ratio, the geometric mean of its tokens'. Turns `trainer.proximal` on."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """Clip the sequence's ratio below at 1 - clip_low."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """Clip the sequence's ratio above at 1 + clip_high."""
+
+
+class CISPO(Section):
+    """Policy gradient whose importance weight is clipped, so that no token loses its gradient."""
+
+    type: Literal["cispo"] = "cispo"
+    min_ratio: float = Field(default=0.0, ge=0)
+    """Smallest weight of a token; 0 is no lower bound."""
+    max_ratio: float = Field(default=5.0, gt=0)
+    """Largest weight of a token."""
+
+
+class Reinforce(Section):
+    """The plain policy gradient, -A log pi."""
+
+    type: Literal["reinforce"] = "reinforce"
+    max_ratio: float | None = Field(default=None, gt=0)
+    """Weigh tokens by pi / behaviour, up to this much. When left out all weigh 1, as if just sampled by the policy."""
+
+
+class CustomLoss(Hook):
+    """A user's loss `fn(streams, **kwargs)`, by import path: the loss of each rl token of one sequence."""
+
+    type: Literal["custom"] = "custom"
+
+
+LossConfig = Annotated[DPPO | PPO | GSPO | CISPO | Reinforce | CustomLoss, Field(discriminator="type")]
+
+
+class Proximal(Section):
+    """Measure steps from the policy at the batch's start, and correct for who really sampled with a capped weight."""
+
+    cap: float = Field(default=5.0, gt=0)
+    """Largest importance weight of the batch's start over the sampler."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token, or one per sequence: the product over its tokens."""
+    geometric: bool = False
+    """At sequence level, the geometric mean over tokens instead of the product."""
+
+
+class KL(Section):
+    """Hold the policy near a reference."""
+
+    how: Literal["loss", "advantage"] = "loss"
+    """Add the divergence to the loss, or subtract each sample's mean log ratio from its advantages."""
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence in the loss: d, d^2 / 2 or e^-d + d - 1, where d = log pi - log reference."""
+    coef: float = Field(default=0.1, ge=0)
+    """Weight of the divergence."""
+    kl_max: float = Field(default=10.0, gt=0)
+    """In the advantage, a sample's mean log ratio is clipped to this much either way."""
+    reference: Literal["base", "snapshot", "ema"] = "base"
+    """The model the run started from, the policy as it was every so often, or a running mean of it."""
+    every: int = Field(default=40, ge=1)
+    """Batches between two snapshots."""
+    decay: float = Field(default=0.99, ge=0, lt=1)
+    """How much of the running mean stays at each batch."""
+    offload: bool = False
+    """Keep the reference's tensors in CPU memory. Needless under LoRA, where they are small or none."""
+
+
+class Critic(Section):
+    """A value model for samples that bring rewards instead of advantages. It has its own optimizer, set up like the
+    policy's, and takes as much memory; under LoRA it shares the frozen base."""
+
+    lr: float | None = Field(default=None, ge=0)
+    """Learning rate; the policy's when left out."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount from one sampled token to the next."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """Generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
+    value_clip: float = Field(default=0.2, ge=0)
+    """A value may move this far from the batch's start before its loss goes flat; 0 never clips."""
+    freeze_steps: int = Field(default=0, ge=0)
+    """Batches that train the critic alone before the policy moves."""
+    whiten: bool = True
+    """Give the critic's advantages mean 0 and variance 1 over the batch."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -44,6 +128,9 @@ class Optimizer(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    offload: bool = False
+    """Keep masters, moments and gradient sums in the host's memory and step there: slower, and 16 bytes a parameter
+    less on the GPU."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over the run's steps."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -61,8 +148,21 @@ class Trainer(Section):
     """Divide a component's sum by its tokens, its samples' own lengths, or samples times `fixed_length`."""
     fixed_length: int = Field(default=1024, ge=1)
     """The constant length of `normalise = "fixed"`."""
-    micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Token budget of one packed forward pass."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per batch, each on its share of the rollouts."""
+    proximal: Proximal | None = None
+    """Measure the policy's steps from the batch's start instead of from the sampler; off when left out."""
+    kl: KL | None = None
+    """Hold the policy near a reference; off when left out."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    clip_skip_threshold: float | None = Field(default=None, gt=0, lt=1)
+    """Leave out a sample with a larger share than this (say 0.3) of ratios outside 0.8 to 1.2; off when left out."""
+    critic: Critic | None = None
+    """A value model, needed by algorithms that give rewards instead of advantages; none when left out."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 4096
+    """Token budget of one packed forward pass. `auto` tries, when the first batch is here, what the GPU's memory has
+    room for beside the engine; on a CPU it is 4096."""
     max_sample_tokens: int | None = Field(default=None, ge=2)
     """Longer samples are truncated; the model's context when left out."""
     gradient_checkpointing: bool = False
@@ -73,3 +173,10 @@ class Trainer(Section):
     """Steps with a NaN or infinite gradient are skipped; this many in a row stop the run."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; a share of the cores when left out."""
+
+    @model_validator(mode="after")
+    def _near_the_snapshot(self) -> "Trainer":
+        # Its bounds are so narrow that the engine's rounding alone would leave them.
+        if isinstance(self.loss, GSPO) and self.proximal is None:
+            self.proximal = Proximal()
+        return self

@@ -7,10 +7,10 @@ from paceline.data.draws import Draws, learn, order_of
 from paceline.data.fields import BadRow
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture
-from paceline.data.packing import MicroBatch, first_fit_decreasing, pack
+from paceline.data.packing import MicroBatch, first_fit_decreasing, minibatches, pack
 from paceline.data.rows import DataError, Row
 from paceline.data.sample import Ended, Sample, Ticket
-from paceline.data.scales import Normalise, Scales, fold
+from paceline.data.scales import Normalise, Scales, count, fold
 from paceline.data.sources import Address, Scheme, open_rows, parse_address, register_scheme
 from paceline.data.wire import WireError, decode, encode
 
@@ -36,12 +36,14 @@ __all__ = [
     "State",
     "Ticket",
     "WireError",
+    "count",
     "decode",
     "decontaminate",
     "encode",
     "first_fit_decreasing",
     "fold",
     "learn",
+    "minibatches",
     "open_dataset",
     "open_mixture",
     "open_rows",

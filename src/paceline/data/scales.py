@@ -24,42 +24,69 @@ class Scales:
     rl: NDArray
     ce: NDArray
     ref_kl: NDArray
+    policy: NDArray
+    """For what holds an rl token whatever it is worth, such as a KL penalty: as `rl`, but with weight 1."""
 
 
-def fold(samples: Sequence[Sample], normalise: Normalise = "token", fixed_length: int = 1) -> list[Scales]:
-    """The scales of one optimizer step.
+def fold(
+    samples: Sequence[Sample], normalise: Normalise = "token", fixed_length: int = 1, totals: NDArray | None = None
+) -> list[Scales]:
+    """The scales of one optimizer step. `totals` are the counts over all ranks, where these are not all samples.
 
     `token`: one over the component's tokens. `sample`: each rollout weighs the same, each of its tokens the same within
     it. `fixed`: one over rollouts times a constant length. N counts tokens of non-zero weight: weights scale numerators
     only.
     """
-    owners = [(s.ticket, s.rollout) if s.ticket is not None else i for i, s in enumerate(samples)]
+    per_owner = _tokens(samples)
     columns = []
-    for weights in ([s.rl for s in samples], [_weights(s, "ce_weights") for s in samples], _ref_kl(samples)):
-        columns.append(_component(weights, owners, normalise, fixed_length))
+    for name, weights in _weights(samples).items():
+        part = COMPONENTS.index("rl" if name == "policy" else name)
+        tokens, rollouts = _totals(per_owner)[part] if totals is None else totals[part]
+        match normalise:
+            case "token":
+                divisors = [tokens] * len(samples)
+            case "sample":
+                divisors = [rollouts * per_owner[part][owner] for owner in owners(samples)]
+            case "fixed":
+                divisors = [rollouts * fixed_length] * len(samples)
+        columns.append([(w / np.float64(max(1, d))).astype(np.float32) for w, d in zip(weights, divisors, strict=True)])
     return [Scales(*parts) for parts in zip(*columns, strict=True)]
 
 
-def _component(weights: list[NDArray], owners: list, normalise: Normalise, fixed_length: int) -> list[NDArray]:
-    tokens: Counter = Counter()
-    for owner, weight in zip(owners, weights, strict=True):
-        tokens[owner] += int(np.count_nonzero(weight))
-    rollouts = sum(1 for count in tokens.values() if count)
-    match normalise:
-        case "token":
-            total = max(1, tokens.total())
-            divisors = [total] * len(weights)
-        case "sample":
-            divisors = [max(1, rollouts * tokens[owner]) for owner in owners]
-        case "fixed":
-            divisors = [max(1, rollouts * fixed_length)] * len(weights)
-    return [(w / np.float64(d)).astype(np.float32) for w, d in zip(weights, divisors, strict=True)]
+COMPONENTS = ("rl", "ce", "ref_kl")
 
 
-def _weights(sample: Sample, name: str) -> NDArray:
+def count(samples: Sequence[Sample]) -> NDArray:
+    """Tokens and rollouts of each component: what ranks add up to agree on their normalisers."""
+    return _totals(_tokens(samples))
+
+
+def owners(samples: Sequence[Sample]) -> list:
+    """Which rollout each sample is of; one without a ticket is a rollout of its own."""
+    return [(s.ticket, s.rollout) if s.ticket is not None else i for i, s in enumerate(samples)]
+
+
+def _tokens(samples: Sequence[Sample]) -> list[Counter]:
+    """Per component, the tokens of each rollout."""
+    weights = _weights(samples)
+    counters = [Counter() for _ in COMPONENTS]
+    for counter, name in zip(counters, COMPONENTS, strict=True):
+        for owner, weight in zip(owners(samples), weights[name], strict=True):
+            counter[owner] += int(np.count_nonzero(weight))
+    return counters
+
+
+def _totals(per_owner: Sequence[Counter]) -> NDArray:
+    return np.array([(tokens.total(), sum(n > 0 for n in tokens.values())) for tokens in per_owner])
+
+
+def _weights(samples: Sequence[Sample]) -> dict[str, list[NDArray]]:
+    rl = [s.rl for s in samples]
+    ce = [_stream(s, "ce_weights") for s in samples]
+    ref_kl = [np.where(s.loss_mask, _stream(s, "ref_kl_weights"), np.float32(0)) for s in samples]
+    return {"rl": rl, "ce": ce, "ref_kl": ref_kl, "policy": [(w != 0).astype(np.float32) for w in rl]}
+
+
+def _stream(sample: Sample, name: str) -> NDArray:
     stream = getattr(sample, name)
     return np.zeros(len(sample), np.float32) if stream is None else stream
-
-
-def _ref_kl(samples: Sequence[Sample]) -> list[NDArray]:
-    return [np.where(s.loss_mask, _weights(s, "ref_kl_weights"), np.float32(0)) for s in samples]

@@ -13,14 +13,15 @@ class MasterAdamW:
     """AdamW whose masters, moments and gradient sums are float32, whatever the model computes in.
 
     A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
-    that sums over micro-batches are never rounded to the compute type.
+    that sums over micro-batches are never rounded to the compute type. Offloaded, masters and all that hangs on them
+    live in the host's memory, and the model gets only the rounded result.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], c: config.Optimizer, total_steps: int | None) -> None:
         self._config = c
         self._total = total_steps
         self._parameters = dict(parameters)
-        self.masters = {name: _master(p) for name, p in self._parameters.items()}
+        self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
         self._rounded = [(self.masters[name], p) for name, p in self._parameters.items() if self.masters[name] is not p]
         self.steps = 0
         self._adam = torch.optim.AdamW(
@@ -33,9 +34,9 @@ class MasterAdamW:
         begun: list[tuple[Tensor, Tensor]] = []
         for master, parameter in self._rounded:
             if parameter.grad is not None and master.grad is not None:
-                begun.append((master.grad, parameter.grad))
+                begun.append((master.grad, parameter.grad.to(master.device)))
             elif parameter.grad is not None:
-                master.grad = parameter.grad.float()
+                master.grad = parameter.grad.to(master)
             parameter.grad = None
         if begun:
             sums, grads = zip(*begun, strict=True)
@@ -95,5 +96,8 @@ class MasterAdamW:
                 }
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
+    if parameter.dtype == torch.float32 and not offload:
+        return parameter
+    place = torch.device("cpu") if offload else parameter.device
+    return nn.Parameter(parameter.detach().to(place, torch.float32, copy=True))

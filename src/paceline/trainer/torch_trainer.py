@@ -1,4 +1,4 @@
-"""The torch trainer: samples in, one optimizer step, new weights out."""
+"""The torch trainer: samples in, new weights out, all of it on a thread of its own."""
 
 import asyncio
 import errno
@@ -12,25 +12,25 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, encode, fold, pack
+from paceline.data import MicroBatch, Sample, encode
 from paceline.model import Adapter, WeightUpdate, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.canary import make_canary
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
-from paceline.trainer.forward import Forward
-from paceline.trainer.loss import Loss, Sums, Tokens
-from paceline.trainer.optimizer import MasterAdamW
+from paceline.trainer.learner import Learner
+from paceline.trainer.loss import Sums
 
 
 class TorchTrainer:
     """Trains a Hugging Face causal LM, or the adapters injected into it.
 
-    All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains.
+    All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains. With
+    a process group each rank brings samples of its own, or none, and all make the same update.
     """
 
     def __init__(
@@ -41,12 +41,11 @@ class TorchTrainer:
         total_steps: int | None = None,
         fp32_head: bool = False,
         dumps: Path | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._config = c
-        self._policy = Forward(model, fp32_head, compiled=c.compile and model.device.type == "cuda")
-        self._loss = Loss(c.loss)
-        self._optimizer = MasterAdamW(trainable(model), c.optimizer, total_steps)
+        self.learner = Learner(model, c, total_steps, fp32_head, group)
         self._dumps = dumps
         self._bad_steps = 0
         self.version = 0
@@ -86,47 +85,22 @@ class TorchTrainer:
     def _step(self, batch: Sequence[Sample]) -> StepReport:
         start = time.perf_counter()
         samples = [sample.truncated_to(self._max_tokens) for sample in batch]
-        _check_credit(samples)
-        scales = fold(samples, self._config.normalise, self._config.fixed_length)
-        packs = pack(samples, scales, self._config.micro_batch_tokens)
-        self._model.train()
-        sums = [self.backward(micro_batch) for micro_batch in packs]
-        self._model.eval()
-        grad_norm = self._optimizer.clip()
-        for other in sums[1:]:
-            sums[0].add(other)
-        metrics = sums[0].metrics() if sums else {}
-        metrics |= {"grad_norm": float(grad_norm), "lr": self._optimizer.lr, "micro_batches": float(len(packs))}
-        skipped = not (torch.isfinite(grad_norm).item() and all(map(_finite, metrics.values())))
-        self._skip(batch) if skipped else self._update()
+        metrics, fine = self.learner.learn(samples, self.version)
+        if fine:
+            self._bad_steps = 0
+        else:
+            self._skip(batch)
         self.version += 1
         seconds = time.perf_counter() - start
-        metrics |= {"train_tokens/s": sum(map(len, packs)) / seconds, "optimizer_steps": float(self._optimizer.steps)}
-        return StepReport(metrics, skipped)
+        metrics["train_tokens/s"] = sum(map(len, samples)) / seconds
+        metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
+        return StepReport(metrics, skipped=not fine)
 
     def backward(self, micro_batch: MicroBatch) -> Sums:
         """Add one micro-batch's gradient."""
-        tokens, anchor = self._forward(micro_batch)
-        loss, sums = self._loss(tokens, self.version)
-        # The anchor gives every parameter a gradient of zero even when no token trains.
-        (loss + anchor).backward()
-        self._optimizer.gather()
-        return sums
-
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
-        m = {name: getattr(micro_batch, name) for name in _STREAMS}
-        trained = ((m["rl_scale"] != 0) | (m["ce_scale"] != 0) | (m["ref_kl_scale"] != 0)).nonzero()[0]
-        logprobs, entropy, anchor = self._policy.logprobs(micro_batch, self._policy.send(trained), entropy=True)
-        assert entropy is not None
-        at = {name: self._policy.send(stream[trained]) for name, stream in m.items()}
-        return Tokens(logprobs=logprobs, behaviour=at.pop("logprobs"), entropy=entropy, **at), anchor
-
-    def _update(self) -> None:
-        self._bad_steps = 0
-        self._optimizer.step()
+        return self.learner.backward(micro_batch, self.version)
 
     def _skip(self, batch: Sequence[Sample]) -> None:
-        self._optimizer.zero()
         self._bad_steps += 1
         where = ""
         if self._dumps is not None:
@@ -142,7 +116,7 @@ class TorchTrainer:
     def _weights(self) -> WeightUpdate:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        canary = make_canary(self._model, self._policy.head)
+        canary = make_canary(self._model, self.learner.forward.head)
         adapter = trained_adapter(self._model)
         if adapter is None:
             tensors = {name: p.detach() for name, p in trainable(self._model).items()}
@@ -151,43 +125,22 @@ class TorchTrainer:
         return WeightUpdate(self.version, tensors, Adapter("", scale), canary=canary)
 
     def _save(self, folder: Path) -> None:
-        tensors = {name: t.contiguous().cpu() for name, t in self._optimizer.tensors().items()}
+        tensors = {name: t.contiguous().cpu() for name, t in self.learner.tensors().items()}
         tensors["rng"] = torch.get_rng_state()
         try:
             save_file(tensors, folder / "trainer.safetensors")
         except SafetensorError as error:  # it wraps a full disk into an error of its own
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-        state = {"version": self.version, "optimizer_steps": self._optimizer.steps, "bad_steps": self._bad_steps}
+        state = {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
         (folder / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
 
     def _load(self, folder: Path) -> None:
         state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "trainer.safetensors")
         names = {name.removeprefix("master/") for name in tensors if name.startswith("master/")}
-        if names != self._optimizer.masters.keys():
+        if names != self.learner.optimizer.masters.keys():
             raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
-        self._optimizer.load(tensors, state["optimizer_steps"])
+        self.learner.load(tensors, state)
         torch.set_rng_state(tensors["rng"])
         self.version, self._bad_steps = state["version"], state["bad_steps"]
-
-
-_STREAMS = (
-    "logprobs",
-    "versions",
-    "advantages",
-    "ref_logprobs",
-    "rl_scale",
-    "ce_scale",
-    "ref_kl_scale",
-)
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
-
-
-def _check_credit(samples: Sequence[Sample]) -> None:
-    for sample in samples:
-        if sample.advantages is None and sample.rl.any():
-            raise TrainerError(f"{sample.where}: tokens train with rl but carry no advantages")

@@ -7,9 +7,10 @@ from typing import Any
 
 GATHER_SECONDS = 0.001
 """How long a letter may wait for others: less than a decode step takes."""
-CROWD, CROWD_SECONDS = 64, 0.008
-"""From so many letters at a time on, they wait longer: a hundred streams are each told of several tokens at once, a
-hundred times a second, instead of one by one."""
+LISTENER_SECONDS = 0.0001
+"""What it costs to tell one listener something. A crowd is told again after as long as telling all of it takes, so that
+each hears of several tokens at once instead of all waiting for one another's single ones."""
+LONGEST_SECONDS = 0.05
 
 
 class Post:
@@ -35,10 +36,12 @@ class Post:
 
     def _deliver(self) -> None:
         self._woken = False
-        self._gather = CROWD_SECONDS if len(self._pile) > CROWD else GATHER_SECONDS
+        told: set[Mailbox] = set()
         while self._pile:
             box, letter = self._pile.popleft()
             box.put(letter)
+            told.add(box)
+        self._gather = min(max(GATHER_SECONDS, len(told) * LISTENER_SECONDS), LONGEST_SECONDS)
 
 
 class Mailbox:

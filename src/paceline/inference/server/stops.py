@@ -14,7 +14,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self.stops = tuple(stops)
         self._held = ""
         self.found = False
 
@@ -25,10 +25,10 @@ class StopMatcher:
         """What of the text, and of what was held back, is sure to belong to the answer."""
         if self.found:
             return ""
-        if not self._stops:
+        if not self.stops:
             return text
         text = self._held + text
-        hits = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        hits = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if hits:
             self.found, self._held = True, ""
             return text[: min(hits)[1]]
@@ -43,5 +43,5 @@ class StopMatcher:
 
     def _beginning(self, text: str) -> int:
         """Length of the longest end of the text with which some stop string begins."""
-        longest = min(max(map(len, self._stops)) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+        longest = min(max(map(len, self.stops)) - 1, len(text))
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)

@@ -52,10 +52,10 @@ class Utterance:
         """Take newly sampled tokens. Once `finish` is set nothing more is said."""
         if self.finish:
             return Delta()
-        before = self._detokeniser.copy(), self._matcher.copy()
+        before = (self._detokeniser.copy(), self._matcher.copy()) if self._matcher.stops else None
         text = self._matcher.feed(self._detokeniser.feed(self._said(piece.token_ids)))
         taken = len(piece.token_ids)
-        if self._matcher.found:
+        if before and self._matcher.found:
             self.finish = "stop"
             taken = self._until_found(piece.token_ids, *before)
         self.sampled += taken

@@ -1,0 +1,234 @@
+"""What happens to one batch: prepare it once, then step K times.
+
+    credit (a critic, if rewards come without advantages) -> batch's start -> KL reference -> minibatch by minibatch:
+    counts -> scales -> micro-batches backward -> gradients of all ranks -> clip -> step
+
+What is prepared no later step may change: the K steps aim at fixed targets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from paceline.config import trainer as config
+from paceline.data import MicroBatch, Sample, count, fold, minibatches, pack
+from paceline.model import trainable
+from paceline.trainer.base import TrainerError
+from paceline.trainer.critic import Critic, Lesson
+from paceline.trainer.forward import Forward
+from paceline.trainer.loss import Loss, Sums, metrics
+from paceline.trainer.optimizer import MasterAdamW
+from paceline.trainer.reference import Reference, shaped
+from paceline.trainer.scoring import score
+from paceline.trainer.tokens import Tokens
+from paceline.trainer.tuning import tuned
+from paceline.trainer.world import World
+
+STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs")
+SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
+BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
+"""What a rank without samples runs, so that every rank runs something. Nothing in it trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch with all that its optimizer steps aim at."""
+
+    samples: list[Sample]
+    prox: list[NDArray | None]
+    """Log probabilities at the batch's start, where a step later than the first needs them."""
+    lessons: dict[int, Lesson]
+    """What the critic learns, by sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One optimizer step."""
+
+    sums: Tensor
+    grad_norm: float
+    micro_batches: int
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.grad_norm)) and bool(self.sums.isfinite().all())
+
+
+class Learner:
+    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        c: config.Trainer,
+        total_steps: int | None = None,
+        fp32_head: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._model, self._config = model, c
+        self.forward = Forward(model, fp32_head, compiled=c.compile and model.device.type == "cuda")
+        self._loss = Loss(c)
+        self._found: int | None = None
+        total = total_steps and total_steps * c.minibatches
+        self.optimizer = MasterAdamW(trainable(model), c.optimizer, total)
+        self._world = World(group, model.device)
+        self._reference = Reference(model, c.kl) if c.kl is not None else None
+        self._critic = Critic(model, c, total, self._world) if c.critic is not None else None
+
+    def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], bool]:
+        """Train one batch, sampled by `version` or earlier: its metrics, and whether every step was finite."""
+        samples, lessons, report = self._credit(samples)
+        rate = self.optimizer.lr
+        taught = bool(report)  # on some rank at least
+        held = taught and self._critic is not None and self._critic.warming_up
+        work = Prepared(list(samples), [None] * len(samples), lessons) if held else self._prepare(samples, lessons)
+        steps: list[Outcome] = []
+        critic: list[dict[str, float]] = []
+        for number, members in enumerate(minibatches(work.samples, self._config.minibatches)):
+            if not held and (outcome := self._step(work, members, version, first=number == 0)):
+                steps.append(outcome)
+            if taught and self._critic is not None:
+                taken = self._critic.update([lessons[i] for i in members if i in lessons], BLANK)
+                critic += [taken] if taken else []
+        if taught and self._critic is not None:
+            self._critic.batches += 1
+            report |= {name: fmean(one[name] for one in critic) for name in critic[0]}
+        if self._reference is not None:
+            self._reference.follow(version + 1, self.optimizer)
+        if steps:
+            report |= metrics(torch.stack([step.sums for step in steps]).sum(0), len(steps))
+            report["grad_norm"] = fmean(step.grad_norm for step in steps)
+            report["micro_batches"] = float(sum(step.micro_batches for step in steps))
+            report["lr"] = rate
+        fine = all(step.finite for step in steps) and all(np.isfinite(list(one.values())).all() for one in critic)
+        return report, fine
+
+    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> Sums:
+        """Add one micro-batch's gradient."""
+        tokens, anchor = self.tokens(micro_batch)
+        loss, sums = self._loss(tokens, version, first)
+        # The anchor gives every parameter a gradient of zero even when no token trains.
+        (loss + anchor).backward()
+        self.optimizer.gather()
+        return sums
+
+    def tokens(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
+        """The tokens that train, as the policy sees them now; and the forward pass's zero."""
+        trained = np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
+        owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
+        streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
+        streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
+        at = {name: self.forward.send(stream[trained]) for name, stream in streams.items()}
+        logprobs, entropy, anchor = self.forward.logprobs(
+            micro_batch,
+            self.forward.send(trained),
+            entropy=True,
+            entropy_grad=bool(self._config.entropy_coef),
+        )
+        assert entropy is not None
+        return Tokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **at), anchor
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = self.optimizer.tensors()
+        if self._reference is not None:
+            out |= {f"reference/{name}": tensor for name, tensor in self._reference.tensors().items()}
+        if self._critic is not None:
+            out |= {f"critic/{name}": tensor for name, tensor in self._critic.tensors().items()}
+        return out
+
+    def state(self) -> dict:
+        return {
+            "optimizer_steps": self.optimizer.steps,
+            "base": "" if self._reference is None else self._reference.base_fingerprint(),
+            "critic": {} if self._critic is None else self._critic.state(),
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
+        self.optimizer.load(tensors, state["optimizer_steps"])
+        if self._reference is not None:
+            self._reference.load(_under("reference/", tensors), state.get("base", ""))
+        if self._critic is not None:
+            self._critic.load(_under("critic/", tensors), state.get("critic", {}))
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _budget(self) -> int:
+        """Tokens of a micro-batch; where that is to be found out, it is once, when the first batch is here."""
+        if self._found is None:
+            given = self._config.micro_batch_tokens
+            self._found = tuned(self.forward, self._model, self._config) if given == "auto" else given
+        return self._found
+
+    def _credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
+        for sample in samples:
+            if sample.advantages is not None or not sample.rl.any():
+                continue
+            if sample.rewards is None:
+                raise TrainerError(f"{sample.where}: tokens train with rl but carry neither advantages nor rewards")
+            if self._critic is None:
+                raise TrainerError(
+                    f"{sample.where}: carries rewards and no advantages, which needs a critic to turn one into the "
+                    "other: write [trainer.critic] in the run file"
+                )
+        return (list(samples), {}, {}) if self._critic is None else self._critic.credit(samples)
+
+    def _prepare(self, samples: Sequence[Sample], lessons: dict[int, Lesson]) -> Prepared:
+        c = self._config
+        samples = list(samples)
+        prox: list[NDArray | None] = [None] * len(samples)
+        shaping = c.kl is not None and c.kl.how == "advantage"
+        if c.proximal is not None:
+            # The first step needs none: it is taken from the batch's start itself.
+            later = [i for part in minibatches(samples, c.minibatches)[0 if shaping else 1 :] for i in part]
+            prox = self._scored(samples, later)
+        lacking = [i for i, s in enumerate(samples) if s.base_logprobs is None and s.rl.any()]
+        if self._reference is not None and lacking:
+            with self._reference.in_place():
+                scores = self._score([samples[i] for i in lacking])
+            for i, base in zip(lacking, scores, strict=True):
+                samples[i] = samples[i].with_streams(base_logprobs=base)
+        if shaping and c.kl is not None:
+            known = [s.logprobs if p is None else p for s, p in zip(samples, prox, strict=True)]
+            frozen = iter(self._score([s for s, stream in zip(samples, known, strict=True) if stream is None]))
+            policy = [next(frozen) if stream is None else stream for stream in known]
+            samples = shaped(samples, policy, c.kl)
+        return Prepared(samples, prox, lessons)
+
+    def _scored(self, samples: Sequence[Sample], chosen: Sequence[int]) -> list[NDArray | None]:
+        scores = dict(zip(chosen, self._score([samples[i] for i in chosen]), strict=True))
+        return [scores.get(i) for i in range(len(samples))]
+
+    def _score(self, samples: Sequence[Sample]) -> list[NDArray]:
+        return score(self.forward, samples, self._budget)
+
+    def _step(self, work: Prepared, members: Sequence[int], version: int, first: bool) -> Outcome | None:
+        """One optimizer step on all ranks' samples; None when no rank has any."""
+        samples = [work.samples[i] for i in members]
+        counted = torch.from_numpy(np.append(count(samples).ravel(), len(samples)))
+        totals = self._world.sum(counted).cpu().numpy()
+        if not totals[-1] and self._config.minibatches > 1:
+            return None
+        samples, prox = (samples, [work.prox[i] for i in members]) if samples else ([BLANK], [None])
+        scales = fold(samples, self._config.normalise, self._config.fixed_length, totals[:-1].reshape(-1, 2))
+        packs = pack(samples, scales, self._budget, prox)
+        self._model.train()
+        sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
+        self._model.eval()
+        self._world.sum_gradients(self.optimizer.masters.values())
+        outcome = Outcome(self._world.sum(Sums.total(sums)), float(self.optimizer.clip()), len(packs))
+        self.optimizer.step() if outcome.finite else self.optimizer.zero()
+        return outcome
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,113 @@
+"""The model a policy is held near: where it started, where it was a while ago, or a running mean of it."""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.config import trainer as config
+from paceline.data import Sample
+from paceline.model import fingerprint, trainable
+from paceline.trainer.base import TrainerError
+from paceline.trainer.optimizer import MasterAdamW
+
+
+class Reference:
+    """The reference's values of the trainable tensors, put into the model for a forward pass and taken out again.
+
+    The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept. Everything else is one
+    copy of the trainable tensors, on the CPU with `offload`; while it scores, the policy's own wait beside it.
+    """
+
+    def __init__(self, model: PreTrainedModel, c: config.KL) -> None:
+        self._config = c
+        self._parameters = trainable(model)
+        self._adapters = hasattr(model, "peft_config")
+        self._tensors = {} if self._adapters_off else {name: self._copy(p) for name, p in self._parameters.items()}
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """The model computes as the reference inside."""
+        replaced = dict(self._replacements())
+        with torch.no_grad():
+            held = {name: self._aside(self._parameters[name]) for name in replaced}
+            try:
+                for name, tensor in replaced.items():
+                    self._parameters[name].copy_(tensor)
+                yield
+            finally:
+                for name, tensor in held.items():
+                    self._parameters[name].copy_(tensor)
+
+    @torch.no_grad()
+    def follow(self, version: int, optimizer: MasterAdamW) -> None:
+        """After a batch: take the snapshot that is due, or move the mean. Masters hold what half precision loses."""
+        c = self._config
+        if c.reference == "snapshot" and version % c.every == 0:
+            for name, parameter in self._parameters.items():
+                self._tensors[name].copy_(parameter)
+        elif c.reference == "ema":
+            for name, master in optimizer.masters.items():
+                self._tensors[name].lerp_(master.to(self._tensors[name].device), 1 - c.decay)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
+        return {} if self._config.reference == "base" else dict(self._tensors)
+
+    def base_fingerprint(self) -> str:
+        """Names the tensors the run started from; empty where a checkpoint keeps them, or where they are frozen."""
+        return fingerprint(self._tensors.items()) if self._config.reference == "base" else ""
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], base: str) -> None:
+        """Back to a checkpoint's. One written without a reference starts it at the weights just loaded."""
+        if self._config.reference != "base":
+            for name, parameter in self._parameters.items():
+                self._tensors[name].copy_(tensors.get(name, parameter))
+        elif base and base != self.base_fingerprint():
+            raise TrainerError(
+                "the KL reference is the model this run started from, but model.name now holds other weights: "
+                "put the first ones back, or choose another trainer.kl.reference"
+            )
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _adapters_off(self) -> bool:
+        return self._adapters and self._config.reference == "base"
+
+    def _replacements(self) -> Iterator[tuple[str, Tensor]]:
+        if not self._adapters_off:
+            yield from self._tensors.items()
+            return
+        for name, parameter in self._parameters.items():
+            if ".lora_B." in name:
+                yield name, torch.zeros_like(parameter)
+
+    def _copy(self, parameter: nn.Parameter) -> Tensor:
+        mean = self._config.reference == "ema"
+        return self._aside(parameter).to(torch.float32 if mean and parameter.dtype.itemsize < 4 else parameter.dtype)
+
+    def _aside(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach().to("cpu" if self._config.offload else parameter.device, copy=True)
+
+
+def shaped(samples: Sequence[Sample], policy: Sequence[NDArray], c: config.KL) -> list[Sample]:
+    """K1 shaping: from each sample's advantages, coef times the mean over its sampled tokens of log pi - log ref,
+    clipped to +-kl_max. The policy here is what it was when the batch began, so nothing flows back through it."""
+    out = []
+    for sample, pi in zip(samples, policy, strict=True):
+        mask, base = sample.loss_mask, sample.base_logprobs
+        if sample.advantages is None or base is None or not mask.any():
+            out.append(sample)
+            continue
+        k1 = float(np.mean(pi[mask].astype(np.float64) - base[mask]))
+        penalty = np.float32(c.coef * np.clip(k1, -c.kl_max, c.kl_max))
+        out.append(sample.with_streams(advantages=sample.advantages - penalty * mask))
+    return out

@@ -1,0 +1,91 @@
+"""How many tokens a micro-batch may have: as many as the GPU's memory holds, found by trying."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from paceline.config import trainer as config
+from paceline.data import MicroBatch, Sample, fold, pack
+from paceline.model import trainable
+from paceline.trainer.forward import Forward
+
+SMALLEST = 4096
+LARGEST = 1 << 17
+"""Beyond this a larger micro-batch is no faster."""
+SHARE = 0.85
+"""Of the memory that is free; the rest is for whatever the trial did not see."""
+SEQUENCE = 1024
+
+
+def tuned(forward: Forward, model: PreTrainedModel, c: config.Trainer) -> int:
+    """The largest safe budget for this model, beside whatever else already lives on its device."""
+    if model.device.type != "cuda":
+        return SMALLEST
+    device = model.device
+
+    def peak(tokens: int) -> int:
+        """Bytes a backward pass over so many tokens needs beyond what is there before and after it."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        for micro_batch in _blank(tokens, model.config.get_text_config().vocab_size):
+            places = forward.send(np.arange(1, len(micro_batch)))
+            values, _, anchor = forward.logprobs(micro_batch, places, entropy=True)
+            (values.sum() * 0 + anchor).backward()
+        torch.cuda.synchronize(device)
+        most = torch.cuda.max_memory_allocated(device) - before
+        for parameter in trainable(model).values():
+            parameter.grad = None
+        return most
+
+    model.train()
+    peak(SMALLEST // 4)  # compiles what is compiled
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # Gradient sums and two moments come with the first step.
+    coming = 0 if c.optimizer.offload else 12 * sum(p.numel() for p in trainable(model).values())
+    found = largest(peak, int(SHARE * free) - coming)
+    model.eval()
+    torch.cuda.empty_cache()
+    return found
+
+
+def largest(peak: Callable[[int], int], room: int) -> int:
+    """The most tokens whose peak fits, in steps of `SMALLEST`: two trials show what a token costs, a third one checks.
+
+    >>> largest(lambda tokens: 1000 + 2 * tokens, room=100_000)
+    49152
+    """
+    first, second = (_or_none(peak, tokens) for tokens in (SMALLEST // 2, SMALLEST))
+    if first is None or second is None:
+        return SMALLEST // 2
+    each = max(1.0, (second - first) / (SMALLEST // 2))
+    guess = int((room - first) / each) + SMALLEST // 2
+    tokens = min(LARGEST, guess // SMALLEST * SMALLEST)
+    while tokens > SMALLEST:
+        needed = _or_none(peak, tokens)
+        if needed is not None and needed <= room:
+            return tokens
+        tokens -= max(SMALLEST, tokens // 8 // SMALLEST * SMALLEST)
+    return SMALLEST
+
+
+def _or_none(peak: Callable[[int], int], tokens: int) -> int | None:
+    try:
+        return peak(tokens)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _blank(tokens: int, vocabulary: int) -> list[MicroBatch]:
+    length = min(SEQUENCE, tokens)
+    mask = np.arange(length) > 0
+    sample = Sample(
+        token_ids=np.arange(length) % vocabulary,
+        loss_mask=mask,
+        versions=np.where(mask, 0, -1),
+        temperatures=np.ones(length),
+    )
+    samples = [sample] * (tokens // length)
+    return pack(samples, fold(samples), tokens)

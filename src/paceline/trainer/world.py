@@ -1,0 +1,38 @@
+"""The ranks that train one batch together, each on its own samples."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class World:
+    """Sums over all ranks; alone it does nothing. Every rank must ask for the same sums in the same order.
+
+    Scales already hold the counts of all ranks, so gradients are added, never averaged: any number of ranks gives the
+    same update.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._device = device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """A small vector, summed over the ranks in float64."""
+        if self._group is None:
+            return values.double()
+        total = values.to(self._device, torch.float64, copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._group is None:
+            return
+        waiting = []
+        for parameter in parameters:
+            if parameter.grad is None:  # another rank may have one
+                parameter.grad = torch.zeros_like(parameter)
+            waiting.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
+        for work in waiting:
+            work.wait()

@@ -1,0 +1,216 @@
+"""The critic: advantages by the paper's sum, a clipped value loss, and a policy that waits for it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import tiny_model
+from paceline.config import trainer as config
+from paceline.config.model import Lora, Model
+from paceline.data import Sample
+from paceline.model import attach_lora, trainable
+from paceline.trainer import TorchTrainer, TrainerError
+from paceline.trainer.critic import value_loss
+from paceline.trainer.gae import gae, per_action
+from samples import make_batch, rewarded
+
+UNIT = st.floats(0, 1)
+FINITE = st.floats(-5, 5)
+
+
+@given(st.lists(st.tuples(FINITE, FINITE), max_size=12), UNIT, UNIT)
+def test_advantages_are_the_papers_weighted_sum_of_surprises(steps, gamma, lam):
+    """A_t = sum_l (gamma lam)^l delta_(t+l), with nothing after the end."""
+    rewards, values = np.array([r for r, _ in steps]), np.array([v for _, v in steps])
+    after = [*values[1:], 0.0]
+    delta = [rewards[t] + gamma * after[t] - values[t] for t in range(len(steps))]
+    wanted = [
+        sum((gamma * lam) ** ahead * delta[t + ahead] for ahead in range(len(steps) - t)) for t in range(len(steps))
+    ]
+    np.testing.assert_allclose(gae(rewards, values, gamma, lam), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_what_the_policy_did_not_choose_takes_no_time():
+    """Tokens of a tool between two actions change nothing, and a reward given on them goes to the action before."""
+    mask = np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
+    sample = Sample(
+        token_ids=np.arange(8),
+        loss_mask=mask,
+        versions=np.where(mask, 0, -1),
+        temperatures=np.ones(8),
+        rewards=np.array([9, 0, 0.5, 0, 2, 0, 1, 0.25]),
+    )
+    assert per_action(sample).tolist() == [0.5, 2.0, 1.25]
+
+
+@given(st.lists(st.tuples(FINITE, FINITE, FINITE), min_size=1, max_size=8), st.floats(0, 2))
+def test_the_value_loss_is_the_worse_of_clipped_and_plain(rows, clip):
+    values, old, returns = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    values.requires_grad_()
+    loss = value_loss(values, old, returns, clip)
+    (grad,) = torch.autograd.grad(loss.sum(), values)
+    for v, o, r, got, slope in zip(*(x.tolist() for x in (values, old, returns, loss, grad)), strict=True):
+        near = min(max(v, o - clip), o + clip) if clip else v
+        assert got == pytest.approx(max((v - r) ** 2, (near - r) ** 2) / 2)
+        if (v - r) ** 2 > (near - r) ** 2 + 1e-9 or near == v:
+            assert slope == pytest.approx(v - r)
+        elif (near - r) ** 2 > (v - r) ** 2 + 1e-9:
+            assert slope == pytest.approx(0.0)
+
+
+# --- in the trainer
+
+
+def made(lora=None, critic: dict | None = None, **settings) -> TorchTrainer:
+    model = attach_lora(tiny_model(), Model(lora=lora), seed=0)
+    settings = {"loss": config.PPO(), "optimizer": config.Optimizer(lr=1e-3)} | settings
+    return TorchTrainer(model, config.Trainer(threads=1, critic=config.Critic(**(critic or {})), **settings))
+
+
+def step(trainer: TorchTrainer, batch) -> dict[str, float]:
+    return asyncio.run(trainer.step(batch)).metrics
+
+
+def weights(trainer: TorchTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().view(-1).clone() for p in trainable(trainer._model).values()])
+
+
+def test_a_new_critic_values_everything_at_zero_so_advantages_are_returns():
+    batch = rewarded(0)
+    trainer = made(critic={"gamma": 0.9, "lam": 1.0, "whiten": False})
+    metrics = step(trainer, batch)
+    by_hand, returns = [], []
+    for s in batch:
+        actions, stream = s.loss_mask.nonzero()[0], np.zeros(len(s))
+        for i, t in enumerate(actions):
+            stream[t] = sum(0.9**ahead * float(s.rewards[u]) for ahead, u in enumerate(actions[i:]))
+            returns.append(stream[t])
+        by_hand.append(s.with_streams(advantages=stream, rewards=None))
+    plain = TorchTrainer(
+        tiny_model(), config.Trainer(threads=1, loss=config.PPO(), optimizer=config.Optimizer(lr=1e-3))
+    )
+    step(plain, by_hand)
+    torch.testing.assert_close(weights(trainer), weights(plain))
+    assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)) / 2, rel=1e-5)
+    assert metrics["critic/return"] == pytest.approx(np.mean(returns), rel=1e-5)
+    trainer.close()
+    plain.close()
+
+
+def test_a_value_is_of_the_moment_before_the_choice():
+    """Another last token changes nothing that the critic said before it."""
+    trainer = made(critic={"lr": 1e-2})
+    step(trainer, rewarded(0))
+    (sample,) = rewarded(3, count=1)
+    other = sample.token_ids.copy()
+    other[-1] = (other[-1] + 1) % 60
+    changed = sample.with_streams(token_ids=other)
+    one, two = (trainer.learner._critic._values([s])[0] for s in (sample, changed))
+    assert one[-1] != 0
+    np.testing.assert_array_equal(one, two)
+    trainer.close()
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one():
+    trainer = made()
+    samples, lessons, _ = trainer.learner._credit(rewarded(1))
+    flat = np.concatenate([s.advantages[s.loss_mask] for s in samples])
+    assert flat.mean() == pytest.approx(0, abs=1e-6)
+    assert flat.std() == pytest.approx(1, rel=1e-4)
+    assert len(lessons) == len(samples)
+    trainer.close()
+
+
+def test_the_critic_learns_what_to_expect():
+    trainer = made(critic={"lr": 3e-3, "value_clip": 0.0, "lam": 1.0})
+    batch = rewarded(2, count=12)
+    seen = [step(trainer, batch)["critic/explained_variance"] for _ in range(25)]
+    assert seen[0] == pytest.approx(0, abs=1e-6)
+    assert seen[-1] > 0.5
+    trainer.close()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_the_policy_waits_while_the_critic_warms_up(lora):
+    trainer = made(lora, critic={"freeze_steps": 2})
+    before = weights(trainer)
+    values = []
+    for seed in range(2):
+        assert "loss/rl" not in step(trainer, rewarded(seed))
+        values.append(trainer.learner._critic._model.value.weight.detach().clone())
+    assert torch.equal(weights(trainer), before)
+    assert trainer.version == 2
+    assert not torch.equal(*values)
+    assert "loss/rl" in step(trainer, rewarded(2))
+    assert not torch.equal(weights(trainer), before)
+    trainer.close()
+
+
+def test_under_lora_the_critic_shares_the_frozen_base_and_has_adapters_of_its_own():
+    trainer = made(Lora(rank=4))
+    step(trainer, rewarded(0))
+    body = dict(trainer.learner._critic._model.body.named_parameters())
+    for name, parameter in trainer._model.named_parameters():
+        assert (body[name].data_ptr() == parameter.data_ptr()) == (not parameter.requires_grad)
+        assert body[name].requires_grad == parameter.requires_grad
+    trainer.close()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_a_resumed_critic_goes_on_bit_for_bit(tmp_path, lora):
+    settings = {"minibatches": 2, "proximal": config.Proximal()}
+    unbroken = made(lora, **settings)
+    for seed in range(2):
+        step(unbroken, rewarded(seed))
+    asyncio.run(unbroken.save(tmp_path))
+    again = made(lora, **settings)
+    asyncio.run(again.load(tmp_path))
+    for seed in range(2, 4):
+        one, two = step(unbroken, rewarded(seed)), step(again, rewarded(seed))
+        assert one["critic/loss"] == two["critic/loss"]
+        assert one["critic/value"] == two["critic/value"]
+    assert torch.equal(weights(unbroken), weights(again))
+    unbroken.close()
+    again.close()
+
+
+def test_samples_with_advantages_need_no_critic_and_make_none():
+    trainer = made()
+    metrics = step(trainer, make_batch(0))
+    assert trainer.learner._critic._model is None
+    assert not any(name.startswith("critic/") for name in metrics)
+    step(trainer, make_batch(1)[:3] + rewarded(1))
+    assert trainer.learner._critic._model is not None
+    trainer.close()
+
+
+def test_a_minibatch_without_lessons_is_no_step_of_the_critic():
+    trainer = made(minibatches=2)
+    step(trainer, [*rewarded(0, count=4), *make_batch(0)[4:8]])
+    assert trainer.learner._critic._optimizer.steps == 1
+    assert trainer.learner.optimizer.steps == 2
+    trainer.close()
+
+
+def test_rewards_without_a_critic_say_what_to_write():
+    trainer = TorchTrainer(tiny_model(), config.Trainer(threads=1))
+    with pytest.raises(TrainerError, match=r"write \[trainer.critic\]"):
+        step(trainer, rewarded(0))
+    with pytest.raises(TrainerError, match="neither advantages nor rewards"):
+        step(trainer, make_batch(0, advantages=None))
+    trainer.close()
+
+
+def test_a_critic_that_breaks_skips_its_step():
+    trainer = made()
+    step(trainer, rewarded(0))
+    before = trainer.learner._critic._model.value.weight.detach().clone()
+    batch = rewarded(1)
+    batch[0] = batch[0].with_streams(rewards=np.full(len(batch[0]), np.nan))
+    assert asyncio.run(trainer.step(batch)).skipped
+    assert torch.equal(trainer.learner._critic._model.value.weight, before)
+    trainer.close()

@@ -1,0 +1,296 @@
+"""Each loss is its paper's formula: value and gradient against references in float64 that know nothing of our code."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import trainer as config
+from paceline.trainer import TrainerError
+from paceline.trainer.loss import Loss
+from paceline.trainer.tokens import Tokens
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def exp(x):
+    return math.exp(clip(x, -20.0, 20.0))
+
+
+class Case:
+    """Random trained tokens of a few sequences. `at` is where stop-gradients hold the policy."""
+
+    def __init__(self, seed: int, near: float = 0.3):
+        rng = np.random.default_rng(seed)
+        self.lengths = rng.integers(1, 7, size=rng.integers(1, 5)).tolist()
+        n = sum(self.lengths)
+        self.segments = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.pi = -rng.exponential(1.5, n)
+        self.mu = np.minimum(self.pi + rng.normal(0, near, n), -1e-3)
+        self.prox = np.minimum(self.pi + rng.normal(0, near, n), -1e-3)
+        self.base = np.minimum(self.pi + rng.normal(0, 1.0, n), -1e-3)
+        self.ref = np.minimum(self.pi + rng.normal(0, 1.0, n), -1e-3)
+        self.advantages = rng.normal(size=n)
+        self.rl = rng.random(n) < 0.8
+        self.rl_scale = self.rl * rng.uniform(0.1, 2.0, n)
+        self.policy_scale = self.rl * 0.5
+        self.ce_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
+        self.ref_kl_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
+        self.entropy = rng.uniform(0.0, 3.0, n)
+
+    def members(self, t):
+        """The rl tokens of the sequence of token `t`."""
+        return [u for u in range(len(self.pi)) if self.segments[u] == self.segments[t] and self.rl[u]]
+
+    def tokens(self, prox=True) -> Tokens:
+        def tensor(x):
+            return torch.tensor(np.asarray(x, dtype=np.float64))
+
+        return Tokens(
+            logprobs=tensor(self.pi).requires_grad_(),
+            behaviour=tensor(self.mu),
+            prox_logprobs=tensor(self.prox if prox else np.full(len(self.pi), np.nan)),
+            advantages=tensor(self.advantages),
+            ref_logprobs=tensor(self.ref),
+            base_logprobs=tensor(self.base),
+            rl_scale=tensor(self.rl_scale),
+            ce_scale=tensor(self.ce_scale),
+            ref_kl_scale=tensor(self.ref_kl_scale),
+            policy_scale=tensor(self.policy_scale),
+            entropy=tensor(self.entropy).requires_grad_(),
+            versions=torch.zeros(len(self.pi), dtype=torch.long),
+            segments=torch.from_numpy(self.segments),
+            names=tuple(f"env `e`, ticket {i}, rollout 0" for i in range(len(self.lengths))),
+        )
+
+
+# --- the papers' formulas, one token at a time; `pi` moves and `case.pi` is where a stopped gradient stays
+
+
+def dppo(case, pi, old, t, c):
+    """arXiv-free: the specification's own. -keep A r + tau (log r)^2, masked by the difference of probabilities."""
+    log, a = clip(pi[t] - old[t], -20, 20), case.advantages[t]
+    d = math.exp(case.pi[t]) - math.exp(old[t])
+    keep = not ((a > 0 and d > c.high) or (a < 0 and d < -c.low))
+    return -keep * a * math.exp(log) + c.kl_tau * log**2
+
+
+def ppo(case, pi, old, t, c):
+    r, a = exp(pi[t] - old[t]), case.advantages[t]
+    surrogate = min(r * a, clip(r, 1 - c.clip_low, 1 + c.clip_high) * a)
+    if c.dual_clip is not None and a < 0:
+        surrogate = max(surrogate, c.dual_clip * a)
+    return -surrogate
+
+
+def gspo(case, pi, old, t, c):
+    """GSPO-token, equation 13 of arXiv 2507.18071."""
+    members = case.members(t)
+    s = math.exp(sum(case.pi[u] - old[u] for u in members) / len(members))
+    s_t, a = s * math.exp(pi[t] - case.pi[t]), case.advantages[t]
+    return -min(s_t * a, clip(s_t, 1 - c.clip_low, 1 + c.clip_high) * a)
+
+
+def cispo(case, pi, old, t, c):
+    weight = clip(exp(case.pi[t] - old[t]), c.min_ratio, c.max_ratio)
+    return -weight * case.advantages[t] * pi[t]
+
+
+def reinforce(case, pi, old, t, c):
+    weight = 1.0 if c.max_ratio is None else min(exp(case.pi[t] - old[t]), c.max_ratio)
+    return -weight * case.advantages[t] * pi[t]
+
+
+def squared(streams, strength):
+    """A user's loss: advantage-weighted likelihood with a squared pull to the sampler."""
+    return -streams.advantages * streams.logprobs + strength * streams.log_ratio**2
+
+
+def custom(case, pi, old, t, c):
+    return -case.advantages[t] * pi[t] + c.kwargs["strength"] * clip(pi[t] - old[t], -20, 20) ** 2
+
+
+LOSSES = [
+    (config.DPPO(), dppo),
+    (config.DPPO(low=0.05, high=0.1, kl_tau=0.5), dppo),
+    (config.PPO(), ppo),
+    (config.PPO(clip_low=0.1, clip_high=0.4, dual_clip=1.5), ppo),
+    (config.GSPO(), gspo),
+    (config.GSPO(clip_low=0.1, clip_high=0.3), gspo),
+    (config.CISPO(), cispo),
+    (config.CISPO(min_ratio=0.9, max_ratio=1.2), cispo),
+    (config.Reinforce(), reinforce),
+    (config.Reinforce(max_ratio=1.1), reinforce),
+    (config.CustomLoss(import_path=f"{__name__}:squared", kwargs={"strength": 0.25}), custom),
+]
+PROXIMAL = [
+    None,
+    config.Proximal(),
+    config.Proximal(cap=1.1),
+    config.Proximal(level="sequence", cap=1.5),
+    config.Proximal(level="sequence", geometric=True, cap=1.2),
+]
+
+
+def rho(case, t, c):
+    """Truncated importance weight of the batch's start over the sampler (AReaL's decoupled objective)."""
+    members = case.members(t) if c.level == "sequence" else [t]
+    total = sum(case.prox[u] - case.mu[u] for u in members)
+    return min(exp(total / len(members) if c.geometric else total), c.cap)
+
+
+def whole(case, pi, c, term):
+    """The whole scaled loss of a case at `pi`."""
+    loss = 0.0
+    for t in range(len(pi)):
+        if case.rl[t]:
+            old = case.mu if c.proximal is None else case.prox
+            weight = 1.0 if c.proximal is None else rho(case, t, c.proximal)
+            loss += case.rl_scale[t] * weight * term(case, pi, old, t, c.loss)
+            if c.kl is not None and c.kl.how == "loss":
+                d, d0 = pi[t] - case.base[t], case.pi[t] - case.base[t]
+                kl = {"k1": d0 * (1 + pi[t] - case.pi[t]), "k2": d**2 / 2, "k3": math.exp(-d) + d - 1}[c.kl.kind]
+                loss += case.policy_scale[t] * c.kl.coef * kl
+            loss -= case.policy_scale[t] * c.entropy_coef * case.entropy[t]
+        loss += case.ce_scale[t] * -pi[t]
+        if case.ref_kl_scale[t]:
+            pull = case.ref[t] - case.pi[t]
+            d = math.exp(case.pi[t]) - math.exp(case.mu[t])
+            keep = not (d > 0.2 if pull > 0 else d < -0.2)
+            loss += case.ref_kl_scale[t] * -keep * pull * exp(pi[t] - case.mu[t])
+    return loss
+
+
+def slope(f, x, h=1e-6):
+    """Central differences."""
+    out = []
+    for t in range(len(x)):
+        step = np.zeros(len(x))
+        step[t] = h
+        out.append((f(x + step) - f(x - step)) / (2 * h))
+    return np.array(out)
+
+
+def check(case, c, term):
+    tokens = case.tokens(prox=c.proximal is not None)
+    loss, _ = Loss(c)(tokens, 0)
+    loss.backward()
+    assert loss.item() == pytest.approx(whole(case, case.pi, c, term), rel=1e-9, abs=1e-9)
+    wanted = slope(lambda pi: whole(case, pi, c, term), case.pi)
+    np.testing.assert_allclose(tokens.logprobs.grad.numpy(), wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL, ids=lambda p: "naive" if p is None else f"{p.level}-{p.cap}")
+@pytest.mark.parametrize(("loss", "term"), LOSSES, ids=lambda x: getattr(x, "type", ""))
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10_000))
+def test_every_loss_and_its_gradient_are_the_formula(loss, term, proximal, seed):
+    c = config.Trainer(loss=loss)
+    c.proximal = proximal  # gspo would turn it on
+    check(Case(seed), c, term)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@given(seed=st.integers(0, 10_000), coef=st.floats(0.01, 2.0))
+def test_kl_in_the_loss_has_the_gradient_of_its_formula(kind, seed, coef):
+    check(Case(seed), config.Trainer(loss=config.PPO(), kl=config.KL(kind=kind, coef=coef)), ppo)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_k1_and_k2_push_the_same_way_and_k1_is_the_log_ratio(seed):
+    case, grads = Case(seed), []
+    case.advantages[:] = case.ce_scale[:] = case.ref_kl_scale[:] = 0
+    for kind in ("k1", "k2"):
+        tokens = case.tokens()
+        loss, _ = Loss(config.Trainer(loss=config.PPO(), kl=config.KL(kind=kind, coef=1.0)))(tokens, 0)
+        loss.backward()
+        grads.append(tokens.logprobs.grad)
+        if kind == "k1":
+            assert loss.item() == pytest.approx((case.policy_scale * (case.pi - case.base)).sum())
+    torch.testing.assert_close(*grads)
+
+
+@given(seed=st.integers(0, 10_000), coef=st.floats(0.01, 1.0))
+def test_the_entropy_bonus_pays_for_entropy(seed, coef):
+    case = Case(seed)
+    check(case, config.Trainer(loss=config.PPO(), entropy_coef=coef), ppo)
+    tokens = case.tokens()
+    Loss(config.Trainer(entropy_coef=coef))(tokens, 0)[0].backward()
+    np.testing.assert_allclose(tokens.entropy.grad.numpy(), -coef * case.policy_scale)
+
+
+@given(seed=st.integers(0, 10_000), threshold=st.floats(0.05, 0.95))
+def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
+    case = Case(seed)
+    tokens = case.tokens()
+    loss, sums = Loss(config.Trainer(loss=config.PPO(), clip_skip_threshold=threshold))(tokens, 0)
+    loss.backward()
+    far = set()
+    for s in range(len(case.lengths)):
+        members = [t for t in range(len(case.pi)) if case.segments[t] == s and case.rl[t]]
+        outside = sum(not 0.8 <= exp(case.pi[t] - case.mu[t]) <= 1.2 for t in members)
+        if members and outside / len(members) > threshold:
+            far.add(s)
+    for name in ("rl_scale", "ce_scale", "ref_kl_scale"):  # the other samples' scales, N with them, are as before
+        getattr(case, name)[np.isin(case.segments, list(far))] = 0
+    expected = case.tokens()
+    Loss(config.Trainer(loss=config.PPO()))(expected, 0)[0].backward()
+    torch.testing.assert_close(tokens.logprobs.grad, expected.logprobs.grad)
+    assert sums.values["skipped"].item() == len(far)
+
+
+def test_extreme_ratios_stay_finite():
+    case = Case(3)
+    case.pi, case.mu, case.base = case.pi * 0 - 1e-4, case.mu * 0 - 300.0, case.base * 0 - 300.0
+    for loss, _ in LOSSES:
+        for proximal in (None, config.Proximal(level="sequence")):
+            c = config.Trainer(loss=loss, proximal=proximal, kl=config.KL())
+            tokens = case.tokens()
+            value, _ = Loss(c)(tokens, 0)
+            value.backward()
+            assert value.isfinite()
+            assert tokens.logprobs.grad.isfinite().all()
+
+
+def too_few(streams):
+    return streams.logprobs[1:]
+
+
+def matrix(streams):
+    return streams.logprobs[:, None]
+
+
+def number(streams):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("too_few", "gave 1 values for 2 rl tokens"),
+        ("matrix", r"gave a tensor of shape \[2, 1\] for 2 rl tokens"),
+        ("number", "must give a torch tensor, not float"),
+    ],
+)
+def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
+    case = Case(0)
+    case.lengths, case.segments = [2], np.zeros(2, int)
+    for stream in ("pi", "mu", "prox", "base", "ref", "advantages", "rl_scale", "policy_scale"):
+        setattr(case, stream, np.full(2, -0.5))
+    case.rl = np.ones(2, bool)
+    case.ce_scale = case.ref_kl_scale = np.zeros(2)
+    case.entropy = np.ones(2)
+    c = config.Trainer(loss=config.CustomLoss(import_path=f"{__name__}:{name}"))
+    with pytest.raises(TrainerError, match=f"env `e`, ticket 0, rollout 0: the loss .*{sentence}"):
+        Loss(c)(case.tokens(), 0)
+
+
+def test_gspo_turns_proximal_on_and_nothing_else_does():
+    assert config.Trainer(loss=config.GSPO()).proximal == config.Proximal()
+    assert config.Trainer(loss=config.GSPO(), proximal=config.Proximal(cap=2.0)).proximal.cap == 2.0
+    assert config.Trainer(loss=config.PPO(), minibatches=4).proximal is None

@@ -1,0 +1,85 @@
+"""However samples are spread over ranks, the update is the same. The ranks are real processes, joined by gloo."""
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from conftest import tiny_model
+from paceline.config import trainer as config
+from paceline.model import trainable
+from paceline.trainer import TorchTrainer
+from samples import make_batch, near_policy, rewarded
+
+# A large eps: AdamW would turn the rounding of vanishing gradients into whole steps.
+FAST = config.Optimizer(lr=1e-2, eps=1e-3)
+CASES = {
+    "token": {"minibatches": 1},
+    "sample": {"normalise": "sample", "loss": config.GSPO()},
+    "fixed": {"normalise": "fixed", "loss": config.PPO(), "kl": config.KL(), "entropy_coef": 0.01},
+    "one rank has nothing": {"loss": config.CISPO()},
+    "minibatches": {"minibatches": 2, "proximal": config.Proximal(), "loss": config.PPO()},
+    "critic": {"minibatches": 2, "critic": config.Critic(), "loss": config.PPO()},
+    "one rank has no rewards": {"critic": config.Critic()},
+}
+
+
+def batch_of(name: str) -> list:
+    batch = near_policy(make_batch(5, count=8))
+    if "critic" in name:
+        return [*rewarded(1, count=6), *batch[6:]]
+    return [*rewarded(1, count=1), *batch[1:]] if name == "one rank has no rewards" else batch
+
+
+def share(name: str, rank: int) -> list:
+    """Alternate samples, so that each minibatch is cut across the ranks: halves of 8 are 4 and 4, of 4 are 2 and 2."""
+    batch = batch_of(name)
+    if name == "one rank has nothing":
+        return batch if rank == 0 else []
+    return batch[rank::2]
+
+
+def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, dict[str, float]]:
+    model = tiny_model()
+    trainer = TorchTrainer(model, config.Trainer(threads=1, optimizer=FAST, **settings), group=group)
+    reports = [asyncio.run(trainer.step(samples)) for _ in range(2)]
+    trainer.close()
+    assert not any(report.skipped for report in reports)
+    return torch.cat([p.detach().view(-1) for p in trainable(model).values()]), reports[-1].metrics
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    results = {name: trained(share(name, rank), settings, dist.group.WORLD) for name, settings in CASES.items()}
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(rank_main, (folder,), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_make_the_update_of_one(ranks, name):
+    alone, metrics = trained(batch_of(name), CASES[name])
+    moved = (alone - torch.cat([p.detach().view(-1) for p in trainable(tiny_model()).values()])).norm()
+    (first, their_metrics), (second, same_metrics) = (rank[name] for rank in ranks)
+    assert torch.equal(first, second)
+    assert (first - alone).norm() / moved < 1e-5
+    local = ("train_tokens/s", "micro_batches")
+    for key in metrics.keys() - set(local):
+        assert their_metrics[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-5), key
+        assert same_metrics[key] == their_metrics[key], key
+    assert their_metrics.keys() == metrics.keys()
+    assert np.isfinite(list(metrics.values())).all()
