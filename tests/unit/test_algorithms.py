@@ -198,8 +198,9 @@ def test_an_algorithm_class_by_path(custom):
     algorithm.observe(judged.rollouts[0])
     algorithm.assign(judged)
     assert all(np.all(s.advantages == np.where(s.loss_mask, 2.5, 0)) for s in judged.samples())
-    shipped = asyncio.run(algorithm.score(judged.samples()))
-    assert [s.token_ids.tolist() for s in shipped] == [s.token_ids.tolist() for s in judged.samples()]
+    before = judged.samples()
+    assert not asyncio.run(algorithm.score([judged]))
+    assert judged.samples() == before
     algorithm.load(algorithm.state())
 
 
@@ -236,3 +237,76 @@ def test_a_group_lacks_signal_only_if_nothing_in_it_would_train(advantages, othe
         stream = {"advantages": None} if other == "unassigned" else {other: np.arange(len(sample))}
         member.samples[at] = sample.with_streams(**stream)
     assert without_signal(judged) == (other is None and not any(advantages))
+
+
+# --- grpo's other options
+
+
+def turned(reward: float, tokens: int, turns: int, member: int = 0) -> Rollout:
+    """A rollout of so many sampled tokens, spread over so many turns."""
+    lengths = [tokens // turns + (at < tokens % turns) for at in range(turns)]
+    return rollout(reward, tuple(lengths), member)
+
+
+COSTS = st.lists(st.tuples(EIGHTHS, st.integers(1, 4), st.integers(4, 12)), min_size=1, max_size=6)
+
+
+@laws
+@given(COSTS, st.sampled_from(["tokens", "turns"]))
+def test_a_length_bonus_pays_those_that_pass_for_thrift(members, unit):
+    """r (1 + clamp(1 - cost / mean passing cost, 0, 1)) for those that pass, r for the rest; then minus the mean."""
+    judged = Group(ticket=TICKET, rollouts=[turned(r, n, t, m) for m, (r, t, n) in enumerate(members)], places=1)
+    build_algorithm(config.GRPO(length_bonus=unit)).assign(judged)
+    costs = [n if unit == "tokens" else t for _, t, n in members]
+    passing = [cost for cost, (r, _, _) in zip(costs, members, strict=True) if r >= 0.5]
+    shaped = [
+        r * (1 + min(max(1 - cost / statistics.fmean(passing), 0.0), 1.0)) if r >= 0.5 else r
+        for cost, (r, _, _) in zip(costs, members, strict=True)
+    ]
+    expected = [value - statistics.fmean(shaped) for value in shaped]
+    found = [float(member.samples[0].advantages[-1]) for member in judged.rollouts]
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@laws
+@given(st.lists(REWARDS, min_size=1, max_size=4), st.sampled_from(["none", "population", "sample"]))
+def test_a_batch_baseline_is_the_mean_of_the_batch_and_waits_for_it(batch, std):
+    algorithm = build_algorithm(config.GRPO(baseline="batch", std=std))
+    groups = [group(rewards) for rewards in batch]
+    for judged in groups:
+        algorithm.assign(judged)
+        # Equal rewards say nothing about a group here, so none may be dropped before the batch is known.
+        assert not without_signal(judged)
+    assert not asyncio.run(algorithm.score(groups))
+    rewards = [reward for some in batch for reward in some]
+    deviation = {"none": lambda r: 1.0, "population": statistics.pstdev, "sample": statistics.stdev}[std]
+    apart = len(set(rewards)) > 1
+    expected = [(r - statistics.fmean(rewards)) / deviation(rewards) if apart else 0.0 for r in rewards]
+    found = [float(member.samples[0].advantages[-1]) for judged in groups for member in judged.rollouts]
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_batch_baseline_is_each_actors_own():
+    algorithm = build_algorithm(config.GRPO(baseline="batch"))
+    groups = [group([1.0, 5.0]), group([3.0, 7.0])]
+    for judged in groups:
+        judged.rollouts[1].actor = "other"
+    asyncio.run(algorithm.score(groups))
+    assert [float(r.samples[0].advantages[-1]) for g in groups for r in g.rollouts] == [-1, -1, 1, 1]
+
+
+# --- a critic's reward
+
+
+@laws
+@given(REWARDS, st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_gae_pays_where_a_sample_ends_and_gives_no_advantage(rewards, lengths):
+    judged = group(rewards, tuple(lengths))
+    build_algorithm(config.GAE()).assign(judged)
+    assert not without_signal(judged)
+    for member, reward in zip(judged.rollouts, rewards, strict=True):
+        for sample in member.samples:
+            expected = np.zeros(len(sample))
+            expected[max(at for at, sampled in enumerate(sample.loss_mask) if sampled)] = reward
+            np.testing.assert_array_equal(sample.rewards, expected)
+            assert (sample.advantages, sample.rl_weights) == (None, None)

@@ -292,7 +292,7 @@ def test_a_text_cut_at_its_added_tokens_has_the_tokens_of_the_whole(scribe, data
     texts = st.lists(st.sampled_from(pieces_of(scribe.tokenizer)) | st.text(max_size=4), max_size=12).map("".join)
     for text in data.draw(st.lists(texts, min_size=1, max_size=3)):
         for twice in (text, text):
-            assert scribe.renderer._encode(twice) == scribe.encode(twice)
+            assert scribe.renderer.encode(twice) == scribe.encode(twice)
 
 
 def trained(*added: AddedToken, **parts) -> PreTrainedTokenizerFast:

@@ -2,28 +2,39 @@
 
 from collections.abc import Sequence
 
-from paceline.algorithms.base import Algorithm, AlgorithmError, RewardCredit, broadcast, centred, spread
+from paceline.algorithms.base import Algorithm, AlgorithmError, Means, RewardCredit, broadcast, centred, spread
 from paceline.algorithms.constant import Constant
 from paceline.algorithms.custom import CreditInputs, CustomCredit, custom_algorithm
+from paceline.algorithms.echo import Echo
+from paceline.algorithms.gae import GAE
 from paceline.algorithms.grpo import GRPO
 from paceline.algorithms.hierarchical import Hierarchical
 from paceline.algorithms.max_rl import MaxRL
+from paceline.algorithms.opd import OPD
+from paceline.algorithms.opsd import OPSD
 from paceline.algorithms.rae import RAE
 from paceline.algorithms.reward import Reward
 from paceline.algorithms.seats import Seats
+from paceline.algorithms.sft import SFT
 from paceline.config import algorithm as config
 from paceline.config.env import EnvBase
 
 __all__ = [
+    "GAE",
     "GRPO",
+    "OPD",
+    "OPSD",
     "RAE",
+    "SFT",
     "Algorithm",
     "AlgorithmError",
     "Constant",
     "CreditInputs",
     "CustomCredit",
+    "Echo",
     "Hierarchical",
     "MaxRL",
+    "Means",
     "Reward",
     "RewardCredit",
     "Seats",
@@ -50,6 +61,16 @@ def build_algorithm(c: config.AlgorithmConfig) -> Algorithm:
             return RAE(c)
         case config.Hierarchical():
             return Hierarchical(c)
+        case config.GAE():
+            return GAE()
+        case config.Echo():
+            return Echo(c)
+        case config.OPD():
+            return OPD(c)
+        case config.OPSD():
+            return OPSD(c)
+        case config.SFT():
+            return SFT(c)
         case config.Custom():
             return custom_algorithm(c)
 

@@ -1,30 +1,59 @@
 """The algorithm contract: who gets credit, and which loss each token trains.
 
-Three hooks, called in this order in the life of a rollout, and two for the checkpoint:
+Hooks, called in this order in the life of a rollout, and two for the checkpoint:
 
+    begin(means)       once, before anything is played: connect to teachers, look at the rows
     observe(rollout)   when a rollout becomes samples: loss weights for tokens the policy did not sample
     assign(group)      when a group is complete: credit for the tokens it did
-    score(samples)     when a batch ships: log probabilities of a reference model
+    score(groups)      when a batch ships: what needs the whole batch, or another model's log probabilities
     state() / load()   whatever must survive a restart
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import Sample
+from paceline.config.reference import ModelRef
+from paceline.data import Row
+from paceline.envs import Environment
 from paceline.errors import PacelineError
-from paceline.rollout import Group, Rollout
+from paceline.inference.frozen import FrozenPool
+from paceline.rollout import Group, Rollout, Voice
 
 
 class AlgorithmError(PacelineError):
     """An algorithm that answered with something unusable, as a sentence for the user."""
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a run lends to an algorithm."""
+
+    env: str
+    rows: Sequence[Row]
+    """What a ticket's `row` counts in."""
+    voice: Voice
+    """How the policy speaks: its pool, its renderer, its sampling settings."""
+    attach: Callable[[ModelRef], Awaitable[FrozenPool]]
+    """Connects to a frozen endpoint, once for all who name it; the run closes it."""
+
+
 class Algorithm(ABC):
     """Turns rollouts into trained samples. One instance per environment."""
+
+    voice: Voice | None = None
+    """Who speaks in training, where it is not the policy."""
+
+    def stage(self, environment: Environment) -> Environment:
+        """The environment as it is to be played. Unchanged by default."""
+        return environment
+
+    async def begin(self, means: Means) -> None:  # noqa: B027 - optional by design
+        """Connect to whatever is needed; what cannot work is refused here. Nothing by default."""
 
     def observe(self, rollout: Rollout) -> None:  # noqa: B027 - optional by design
         """Put `ce_weights` on observation tokens of `rollout.samples`. Nothing by default."""
@@ -33,9 +62,10 @@ class Algorithm(ABC):
     def assign(self, group: Group) -> None:
         """Put credit on the samples of a complete group."""
 
-    async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Add reference log probabilities to samples about to ship. Nothing by default."""
-        return samples
+    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
+        """Finish the samples of this environment's groups, which are about to ship as one batch. A sample that cannot
+        be finished is taken out of its rollout; answers with how many were, by reason. Nothing by default."""
+        return Counter()
 
     def state(self) -> dict:
         """What a checkpoint keeps, as JSON."""
@@ -55,9 +85,16 @@ class RewardCredit(Algorithm):
 
     def assign(self, group: Group) -> None:
         for rollouts in group.by_actor().values():
-            rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
-            for rollout, advantage in zip(rollouts, self.credit(rewards), strict=True):
-                broadcast(rollout, float(advantage))
+            self.compare(rollouts)
+
+    def compare(self, rollouts: Sequence[Rollout]) -> None:
+        """Credit rollouts by one another."""
+        for rollout, advantage in zip(rollouts, self.credit(self.earned(rollouts)), strict=True):
+            broadcast(rollout, float(advantage))
+
+    def earned(self, rollouts: Sequence[Rollout]) -> NDArray:
+        """What each rollout is taken to have earned."""
+        return np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
 
 
 def centred(rewards: NDArray) -> NDArray:

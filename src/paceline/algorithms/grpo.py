@@ -1,10 +1,17 @@
 """Group-relative policy optimisation."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.algorithms.base import RewardCredit, centred
-from paceline.config.algorithm import GRPO as Config
+from paceline.config.algorithm import GroupCredit as Config
+from paceline.rollout import Group, Rollout
+
+PASS = 0.5
+"""A reward of at least this counts as a pass."""
 
 
 class GRPO(RewardCredit):
@@ -13,10 +20,42 @@ class GRPO(RewardCredit):
     The mean includes the rollout itself, which scales the unbiased leave-one-out advantage by (n - 1) / n and changes
     nothing else. Dividing by the group's standard deviation is off by default: it blows up groups that are nearly all
     right or nearly all wrong, and so weights rows by how little they vary (arXiv 2503.20783).
+
+    `baseline = "batch"` compares with all of the environment's rollouts in the batch instead (REINFORCE++, arXiv
+    2501.03262): right for `group_size = 1`, and where rows are alike; elsewhere an easy row's rollouts all look good.
+    The batch is known only when it ships, so the credit waits until then, and no group is dropped for having none.
+
+    `length_bonus`: among rollouts that pass, r becomes r (1 + clamp(1 - cost / mean cost of those that pass, 0, 1))
+    before centring. Only thrift is paid: the long are not fined, and a wrong answer gains nothing by being short.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
+
+    def assign(self, group: Group) -> None:
+        if self._config.baseline == "group":
+            super().assign(group)
+
+    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
+        if self._config.baseline == "batch":
+            actors: dict[tuple[str, str], list[Rollout]] = {}
+            for group in groups:
+                for actor, rollouts in group.by_actor().items():
+                    actors.setdefault(actor, []).extend(rollouts)
+            for rollouts in actors.values():
+                self.compare(rollouts)
+        return Counter()
+
+    def earned(self, rollouts: Sequence[Rollout]) -> NDArray:
+        rewards = super().earned(rollouts)
+        unit = self._config.length_bonus
+        if unit is None:
+            return rewards
+        costs = np.array([r.completion_length if unit == "tokens" else len(r.turns) for r in rollouts], np.float64)
+        passed = rewards >= PASS
+        if passed.any() and (mean := costs[passed].mean()) > 0:
+            rewards[passed] *= 1 + np.clip(1 - costs[passed] / mean, 0, 1)
+        return rewards
 
     def credit(self, rewards: NDArray) -> NDArray:
         advantages = centred(rewards)

@@ -7,7 +7,7 @@ from paceline.algorithms.base import RewardCredit, centred
 
 
 class MaxRL(RewardCredit):
-    """(Reward - mean) / mean: the gradient of log(mean reward) instead of the mean reward.
+    """(Reward - mean) / mean: the gradient of log(mean reward) instead of the mean reward (arXiv 2602.02710).
 
     Maximising the log of the success rate is maximum likelihood of success: a question solved once in a hundred tries
     pulls a hundred times harder than under plain policy gradient, and an always-solved one not at all. A group that

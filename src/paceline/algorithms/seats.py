@@ -1,18 +1,11 @@
 """One algorithm per seat."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from paceline.algorithms.base import Algorithm, AlgorithmError
-from paceline.data import Sample
+from paceline.algorithms.base import Algorithm, AlgorithmError, Means
 from paceline.rollout import Group, Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken(Sample):
-    """A sample that knows whose it is: when a batch ships, its rollout is far away."""
-
-    actor: str = ""
 
 
 class Seats(Algorithm):
@@ -26,26 +19,22 @@ class Seats(Algorithm):
     def __init__(self, common: Algorithm, seats: Mapping[str, Algorithm]) -> None:
         self._common, self._seats = common, dict(seats)
 
+    async def begin(self, means: Means) -> None:
+        for algorithm in (self._common, *self._seats.values()):
+            await algorithm.begin(means)
+
     def observe(self, rollout: Rollout) -> None:
         self._seats.get(rollout.actor, self._common).observe(rollout)
 
     def assign(self, group: Group) -> None:
-        for algorithm, places in self._shares(rollout.actor for rollout in group.rollouts):
-            algorithm.assign(replace(group, rollouts=[group.rollouts[place] for place in places]))
-        for rollout in group.rollouts:
-            rollout.samples = [_spoken(sample, rollout.actor) for sample in rollout.samples]
+        for algorithm, (mine,) in self._shares([group]):
+            algorithm.assign(mine)
 
-    async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        scored = list(samples)
-        for algorithm, places in self._shares(getattr(sample, "actor", "") for sample in samples):
-            answers = await algorithm.score([samples[place] for place in places])
-            if len(answers) != len(places):
-                raise AlgorithmError(
-                    f"{type(algorithm).__name__}: scored {len(answers)} of {len(places)} samples; they must align"
-                )
-            for place, answer in zip(places, answers, strict=True):
-                scored[place] = answer
-        return scored
+    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
+        lost: Counter[str] = Counter()
+        for algorithm, mine in self._shares(groups):
+            lost.update(await algorithm.score(mine) or {})
+        return lost
 
     def state(self) -> dict:
         seats = {actor: algorithm.state() for actor, algorithm in self._seats.items()}
@@ -62,13 +51,13 @@ class Seats(Algorithm):
         for actor, algorithm in self._seats.items():
             algorithm.load(saved[actor])
 
-    def _shares(self, actors: Iterable[str]) -> list[tuple[Algorithm, list[int]]]:
-        """Each algorithm with the places of its own, in order."""
-        shares: dict[str | None, list[int]] = {}
-        for place, actor in enumerate(actors):
-            shares.setdefault(actor if actor in self._seats else None, []).append(place)
-        return [(self._common if actor is None else self._seats[actor], places) for actor, places in shares.items()]
-
-
-def _spoken(sample: Sample, actor: str) -> Spoken:
-    return Spoken(**{field.name: getattr(sample, field.name) for field in fields(Sample)}, actor=actor)
+    def _shares(self, groups: Sequence[Group]) -> list[tuple[Algorithm, list[Group]]]:
+        """Each algorithm with its own actors' part of the groups, where it has one."""
+        shares: dict[str | None, list[Group]] = {}
+        for group in groups:
+            parts: dict[str | None, list[Rollout]] = {}
+            for rollout in group.rollouts:
+                parts.setdefault(rollout.actor if rollout.actor in self._seats else None, []).append(rollout)
+            for actor, rollouts in parts.items():
+                shares.setdefault(actor, []).append(replace(group, rollouts=rollouts))
+        return [(self._common if actor is None else self._seats[actor], mine) for actor, mine in shares.items()]

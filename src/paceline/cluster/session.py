@@ -28,7 +28,8 @@ from paceline.monitor import (
     read_jsonl,
     summary,
 )
-from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock
+from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, opened
+from paceline.rollout import Voice
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +87,40 @@ async def _train(
     config: RunConfig, directory: RunDirectory, monitor: Monitor, environments: dict[str, Environment] | None
 ) -> RunOutcome:
     with local(config, directory.root / "dumps", monitor.phase, environments) as parts:
-        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
-        start = checkpoints.find(config.resume)[1]["step"] if config.resume else 0
-        directory.begin(dump(config))
-        monitor.begin(_plan(config, directory.root, parts, start))
-        conductor = Conductor(
-            config,
-            Parts(
-                pool=parts.pool,
-                trainer=parts.trainer,
-                voice=parts.voice(config.sampling),
-                eval_voice=parts.voice(config.eval.sampling or config.sampling),
-                courses=parts.courses,
-                monitor=monitor,
-                checkpoints=checkpoints,
-                clock=RealClock(),
-                past=parts.past,
-            ),
-        )
-        with _stop_on_signals(conductor, monitor) as stopped:
-            await conductor.run()
-        if stopped:
-            message = "stopped by the user"
-            return RunOutcome("interrupted", conductor.step, message, conductor.checkpoint)
-        monitor.phase("exporting the model")
-        await parts.trainer.export(directory.export, parts.tokenizer)
-        return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
+        voice = parts.voice(config.sampling)
+        async with opened(parts.courses, voice):
+            return await _conduct(config, directory, monitor, parts, voice)
+
+
+async def _conduct(
+    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Local, voice: Voice
+) -> RunOutcome:
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
+    start = checkpoints.find(config.resume)[1]["step"] if config.resume else 0
+    directory.begin(dump(config))
+    monitor.begin(_plan(config, directory.root, parts, start))
+    conductor = Conductor(
+        config,
+        Parts(
+            pool=parts.pool,
+            trainer=parts.trainer,
+            voice=voice,
+            eval_voice=parts.voice(config.eval.sampling or config.sampling),
+            courses=parts.courses,
+            monitor=monitor,
+            checkpoints=checkpoints,
+            clock=RealClock(),
+            past=parts.past,
+        ),
+    )
+    with _stop_on_signals(conductor, monitor) as stopped:
+        await conductor.run()
+    if stopped:
+        message = "stopped by the user"
+        return RunOutcome("interrupted", conductor.step, message, conductor.checkpoint)
+    monitor.phase("exporting the model")
+    await parts.trainer.export(directory.export, parts.tokenizer)
+    return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
 
 
 def _plan(config: RunConfig, root: Path, parts: Local, start: int) -> RunPlan:

@@ -1,79 +1,228 @@
 """Algorithms: who gets credit, and which loss each token trains."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config.base import Hook, Section
+from paceline.config.reference import ModelRef, Reference
+
+FROZEN = 'write {name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 
 
-class GRPO(Section):
-    """Reward minus the group's mean reward."""
+class Algo(Section):
+    """What every algorithm's section has."""
 
-    group_relative: ClassVar[bool] = True
+    @property
+    def group_relative(self) -> bool:
+        """Rollouts are compared with others of their group, so that a group of one teaches nothing."""
+        return False
 
-    type: Literal["grpo"] = "grpo"
-    std: Literal["none", "population", "sample"] = "none"
-    """Divide by the group's standard deviation. `none` avoids overweighting very easy and very hard rows."""
+    @property
+    def plays(self) -> bool:
+        """Somebody samples the rollouts; otherwise they are read off the rows."""
+        return True
+
+
+class OnPolicy(Algo):
+    """What an algorithm has that learns from what the policy sampled."""
+
+    source: Reference = "policy"
+    """Who samples the rollouts: the policy, and nobody else."""
+
+    @field_validator("source")
+    @classmethod
+    def _the_policy(cls, source: Reference) -> Reference:
+        if source != "policy":
+            raise ValueError(
+                "this algorithm weighs what the policy itself sampled, and a frozen source leaves nothing to weigh: "
+                'leave `source` out, or learn from that model by type = "sft" or "opd"'
+            )
+        return source
+
+
+Std = Literal["none", "population", "sample"]
+
+
+class GroupCredit(OnPolicy):
+    """What grpo and echo have in common."""
+
+    std: Std = "none"
+    """Divide by the standard deviation of what the baseline is the mean of. `none` avoids overweighting very easy and
+    very hard rows."""
+    baseline: Literal["group", "batch"] = "group"
+    """The mean of the row's own rollouts, or that of all the environment's rollouts in the batch."""
     positive_only: bool = False
     """Clamp negative advantages to zero."""
+    length_bonus: Literal["tokens", "turns"] | None = None
+    """Pay rollouts that pass (reward of at least 0.5) up to twice their reward for costing less than others that pass;
+    off when left out."""
+
+    @property
+    def group_relative(self) -> bool:
+        return self.baseline == "group"
 
 
-class MaxRL(Section):
+class GRPO(GroupCredit):
+    """Reward minus the group's mean reward."""
+
+    type: Literal["grpo"] = "grpo"
+
+
+class MaxRL(OnPolicy):
     """(Reward - mean) / mean: the gradient of the log of the mean reward."""
-
-    group_relative: ClassVar[bool] = True
 
     type: Literal["max_rl"] = "max_rl"
 
+    @property
+    def group_relative(self) -> bool:
+        return True
 
-class Reward(Section):
+
+class Reward(OnPolicy):
     """The reward itself, broadcast over the sampled tokens."""
-
-    group_relative: ClassVar[bool] = False
 
     type: Literal["reward"] = "reward"
 
 
-class RAE(Section):
+class RAE(OnPolicy):
     """Reward minus a running mean of what this actor earns in this kind of episode."""
-
-    group_relative: ClassVar[bool] = False
 
     type: Literal["rae"] = "rae"
     decay: float = Field(default=0.95, ge=0, lt=1)
     """How much of the baseline stays at each group."""
 
 
-class Hierarchical(Section):
+class Hierarchical(OnPolicy):
     """Reward minus the mean of siblings: children of one episode among themselves, roots across the group."""
 
     # Children are compared inside one try, so a group of one still learns.
-    group_relative: ClassVar[bool] = False
-
     type: Literal["hierarchical"] = "hierarchical"
-    std: Literal["none", "population", "sample"] = "none"
+    std: Std = "none"
     """Divide by the siblings' standard deviation."""
     positive_only: bool = False
     """Clamp negative advantages to zero."""
 
 
-class Constant(Section):
+class Constant(OnPolicy):
     """A fixed advantage for every sampled token."""
-
-    group_relative: ClassVar[bool] = False
 
     type: Literal["constant"] = "constant"
     value: float = 1.0
     """The advantage."""
 
 
-class Custom(Hook):
-    """A user's credit function `fn(inputs, **kwargs)` or `Algorithm` subclass, by import path."""
+class GAE(OnPolicy):
+    """The reward at the end of a rollout, of which the trainer's critic makes advantages; needs `trainer.critic`."""
 
-    group_relative: ClassVar[bool] = False
+    type: Literal["gae"] = "gae"
+
+
+class Echo(GroupCredit):
+    """grpo on what the policy said, and the next-token loss on what it was told, by message role."""
+
+    type: Literal["echo"] = "echo"
+    roles: dict[str, float] = Field(default_factory=lambda: {"tool": 0.1})
+    """Weight of each role's message bodies, `{tool = 0.1}`. Naming any role replaces the table."""
+    filter: Hook | None = None
+    """A function `fn(rollout, **kwargs)` that answers with one list of true and false per turn, over its prompt and
+    reply, and keeps only what is true; all of it when left out."""
+
+    @field_validator("roles")
+    @classmethod
+    def _some_role(cls, roles: dict[str, float]) -> dict[str, float]:
+        if negative := [role for role, alpha in roles.items() if alpha < 0]:
+            raise ValueError(f"the weight of `{negative[0]}` is negative: that would unlearn what it says")
+        if not any(roles.values()):
+            raise ValueError('echo learns from no role: write roles = {tool = 0.1}, or use type = "grpo"')
+        return roles
+
+
+class OPD(OnPolicy):
+    """On-policy distillation: the policy samples, a teacher says how likely it finds each token."""
+
+    type: Literal["opd"] = "opd"
+    teacher: Reference | None = None
+    """The frozen model to learn from: its `name` and `base_url`."""
+
+    @model_validator(mode="after")
+    def _somebody_else_teaches(self) -> "OPD":
+        if self.teacher is None:
+            raise ValueError(f"opd needs a teacher: {FROZEN} as `teacher`")
+        if self.teacher == "policy":
+            raise ValueError(
+                "opd with the policy as its own teacher is zero by construction: "
+                f'{FROZEN} as `teacher`, or use type = "opsd", where the policy sees a demonstration'
+            )
+        return self
+
+
+class OPSD(OnPolicy):
+    """On-policy self-distillation: the policy samples, and the same policy, shown a demonstration, is the teacher."""
+
+    type: Literal["opsd"] = "opsd"
+    teacher: Reference = "policy"
+    """Who is shown the demonstration: the policy, or a frozen model by `name` and `base_url`."""
+    demo_key: str = "demonstration"
+    """The field of a row that holds its demonstration, as text or as messages."""
+    block: str = "This is a good answer to what you are asked, for you alone to see:\n\n{demonstration}"
+    """What the teacher is told before the conversation; `{demonstration}` stands for the row's own."""
+    max_pull: float = Field(default=2.0, gt=0)
+    """The most a token's log probability may be pulled up or down, in nats."""
+    terminated_only: bool = True
+    """Leave out replies that were cut off."""
+
+    @field_validator("block")
+    @classmethod
+    def _has_its_place(cls, block: str) -> str:
+        if "{demonstration}" not in block:
+            raise ValueError("`{demonstration}` is missing: it stands where the row's own demonstration goes")
+        return block
+
+
+class SFT(Algo):
+    """The next-token loss on what somebody else said: a frozen teacher that plays, or the rows' own demonstrations."""
+
+    type: Literal["sft"] = "sft"
+    teacher: Reference | None = None
+    """The frozen model that plays the rows in place of the policy: its `name` and `base_url`."""
+    source: Reference | None = None
+    """Who samples the rollouts: the teacher, and nobody else."""
+    demonstrations: bool | str = False
+    """Train on the rows themselves and sample nothing: `true` where their `messages` end in what the assistant said, or
+    the field that holds the reply."""
+
+    @property
+    def plays(self) -> bool:
+        return not self.demonstrations
+
+    @model_validator(mode="after")
+    def _somebody_else_speaks(self) -> "SFT":
+        if "policy" in (self.teacher, self.source):
+            raise ValueError(
+                "sft on what the policy itself says teaches it nothing new: "
+                f"{FROZEN} as `teacher`, or set demonstrations = true"
+            )
+        if self.teacher is not None and self.source not in (None, self.teacher):
+            raise ValueError("sft learns from whoever samples: `source` and `teacher` differ, leave `source` out")
+        # The teacher fills the slot, or the slot names the teacher.
+        teacher = self.teacher or self.source
+        if teacher is None and not self.demonstrations:
+            raise ValueError(f"sft has nothing to learn from: {FROZEN} as `teacher`, or set demonstrations = true")
+        if teacher is not None and self.demonstrations:
+            raise ValueError("sft learns from a teacher or from demonstrations, not both: leave one of them out")
+        if isinstance(teacher, ModelRef) and (self.teacher, self.source) != (teacher, teacher):
+            self.teacher = self.source = teacher
+        return self
+
+
+class Custom(OnPolicy, Hook):
+    """A user's credit function `fn(inputs, **kwargs)` or `Algorithm` subclass, by import path."""
 
     type: Literal["custom"] = "custom"
 
 
-AlgorithmConfig = Annotated[GRPO | MaxRL | Reward | Constant | RAE | Hierarchical | Custom, Field(discriminator="type")]
+AlgorithmConfig = Annotated[
+    GRPO | MaxRL | Reward | Constant | RAE | Hierarchical | GAE | Echo | OPD | OPSD | SFT | Custom,
+    Field(discriminator="type"),
+]

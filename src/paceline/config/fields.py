@@ -94,7 +94,8 @@ class Spot:
     def section(self, value: Any) -> type[Section] | None:
         """The section that `value`, as written, stands for."""
         if not self.is_choice:
-            return self.sections.get("")
+            among = next((o.sections[""] for o in self.options if "" in o.sections), None)
+            return self.sections.get("", among if isinstance(value, dict) else None)
         written = value.get("type", self.default_type()) if isinstance(value, dict) else None
         return self.sections.get(written) if isinstance(written, str) else None
 
@@ -106,7 +107,7 @@ class Spot:
             return Spot.of(get_args(self.annotation)[min(key, len(get_args(self.annotation)) - 1)])
         if self.is_open:
             return Spot.of((*get_args(self.annotation), Any, Any)[1])
-        return next((child for option in self.options if (child := option.child(key, None))), None)
+        return next((child for o in self.options if (child := o.child(key, o.sections.get("")))), None)
 
 
 ROOT = Spot.of(RunConfig)
@@ -156,7 +157,8 @@ def places() -> tuple[tuple[KeyPath, Spot], ...]:
 
 
 def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:
-    for section in spot.sections.values():
+    among = [section for option in spot.options for section in option.sections.values()]
+    for section in [*spot.sections.values(), *among]:
         for key, field in section.model_fields.items():
             child = Spot.of_field(field)
             yield (*path, key), child

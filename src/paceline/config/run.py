@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.algorithm import GRPO, AlgorithmConfig
+from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.env import EnvConfig, ReverseText
 from paceline.config.inference import Engine, Sampling
@@ -173,10 +173,11 @@ class RunConfig(Section):
 
     def _resolve_environment(self, env: EnvConfig) -> None:
         env.name = env.name or env.type
-        env.group_size = env.group_size or self.group_size
         env.algo = env.algo or self.algo.model_copy(deep=True)
+        # A demonstration is the same however often it is read.
+        env.group_size = env.group_size or (self.group_size if env.algo.plays else 1)
         # A group of one says nothing only where everybody is compared with their group.
-        relative = all(algo.group_relative for algo in (env.algo, *(seat.algo for seat in env.seats)))
+        relative = all(algo.group_relative for _, algo in env.credits)
         env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
 
     def _problems(self) -> Iterator[str]:
@@ -212,15 +213,25 @@ class RunConfig(Section):
                 f"max_inflight = {self.max_inflight} cannot hold one group of `{env.name}` "
                 f"({env.group_size} rollouts): raise max_inflight or lower group_size"
             )
+        for place, algo in env.credits:
+            if isinstance(algo, GAE) and self.trainer.critic is None:
+                yield (
+                    f"environment `{env.name}`{place}: gae needs a critic that predicts the reward: "
+                    "add a section [trainer.critic], which may be empty"
+                )
+            if isinstance(algo, SFT) and place:
+                yield (
+                    f"environment `{env.name}`{place}: sft plays whole episodes, not one seat of them: "
+                    "give it an [[env]] of its own"
+                )
 
     def _warn(self) -> None:
         sizes = [env.group_size for env in self.env if env.group_size]
         if idle := self.replay.idle(self.staleness, self.batch_size, sizes):
             warnings.warn(idle, ConfigWarning, stacklevel=2)
         for env in self.env:
-            credits = [("", env.algo), *((f", seat `{seat.name}`", seat.algo) for seat in env.seats)]
-            for seat, algo in credits:
-                if algo and algo.group_relative and env.group_size == 1:
+            for seat, algo in env.credits:
+                if algo.group_relative and env.group_size == 1:
                     warnings.warn(
                         f"environment `{env.name}`{seat}: {algo.type} compares rollouts of one group, "
                         "but group_size is 1, so every advantage is zero and nothing is learned",

@@ -3,7 +3,7 @@
 from paceline.orchestrator.breaker import Breaker, RunStopped
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.clock import Clock, DeadlineError, RealClock
-from paceline.orchestrator.course import Course, lay_out
+from paceline.orchestrator.course import Course, lay_out, opened
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.loop import Conductor, Parts
 
@@ -20,4 +20,5 @@ __all__ = [
     "RealClock",
     "RunStopped",
     "lay_out",
+    "opened",
 ]

@@ -1,13 +1,17 @@
 """One environment's place in a run: its rows, its cursor, its algorithm."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from paceline.algorithms import Algorithm, credit_for
+from paceline.algorithms import Algorithm, Means, credit_for
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
+from paceline.config.reference import ModelRef
 from paceline.data import Draws, Row, Ticket, decontaminate, order_of
 from paceline.envs import EnvError, Environment, build_environment
+from paceline.inference.frozen import FrozenPool, attach
+from paceline.rollout import Voice
 
 
 @dataclass(slots=True)
@@ -57,8 +61,30 @@ def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> d
     return {env.name: _course(env, config, given.get(env.name)) for env in config.env}
 
 
+@asynccontextmanager
+async def opened(courses: Mapping[str, Course], voice: Voice) -> AsyncGenerator[None]:
+    """Every algorithm ready, with the frozen models it names; the connections end with the run."""
+    pools: dict[str, FrozenPool] = {}
+
+    async def connect(ref: ModelRef) -> FrozenPool:
+        key = ref.model_dump_json()
+        if key not in pools:
+            pools[key] = await attach(ref, voice.renderer.tokenizer)
+        return pools[key]
+
+    try:
+        for course in courses.values():
+            await course.algorithm.begin(Means(course.name, course.rows, voice, connect))
+        yield
+    finally:
+        for pool in pools.values():
+            await pool.aclose()
+
+
 def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Course:
     environment = given or build_environment(env)
+    algorithm = credit_for(env, environment.actors)
+    environment = algorithm.stage(environment)
     rows, eval_rows, note = environment.examples("train"), environment.examples("eval"), ""
     if not rows:
         raise EnvError(f"environment `{env.name}` has no training rows")
@@ -68,7 +94,7 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
     return Course(
         config=env,
         environment=environment,
-        algorithm=credit_for(env, environment.actors),
+        algorithm=algorithm,
         rows=rows,
         eval_rows=eval_rows,
         cursor=order_of(rows, config.seed, env.name, env.curriculum),

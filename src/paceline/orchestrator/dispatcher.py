@@ -39,6 +39,8 @@ class Tally:
     """Groups, by reason."""
     failed_rollouts: int = 0
     stale_samples: int = 0
+    lost_samples: Counter[str] = field(default_factory=Counter)
+    """Samples an algorithm could not finish when their batch shipped, by reason."""
 
 
 class Dispatcher:

@@ -60,7 +60,9 @@ class Player:
     async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
-        seats = Table(self._voice, noise, order, course.environment.actors)
+        # In training somebody else may speak in the policy's place, for it to learn from.
+        voice = (course.algorithm.voice if self._domain == TRAIN else None) or self._voice
+        seats = Table(voice, noise, order, course.environment.actors)
         try:
             outcome = await self._users(
                 course, "an episode", lambda: course.environment.play(copy.deepcopy(row), seats)

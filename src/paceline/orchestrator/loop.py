@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.arena.together import together
 from paceline.config import RunConfig
 from paceline.data import Ledger, Sample, encode, learn
 from paceline.inference import Pool
@@ -106,11 +107,14 @@ class Conductor:
         self._watch.restart()
 
     async def _score(self, batch: Sequence[Group]) -> list[Sample]:
-        """Samples of the batch in ticket order, with each environment's reference scores."""
-        samples: list[Sample] = []
+        """Samples of the batch in ticket order, finished by each environment's algorithm: all environments at once."""
+        shares: dict[str, list[Group]] = {}
         for group in batch:
-            samples += await self._p.courses[group.ticket.env].algorithm.score(group.samples())
-        return samples
+            shares.setdefault(group.ticket.env, []).append(group)
+        lost = await together([self._p.courses[env].algorithm.score(groups) for env, groups in shares.items()])
+        for reasons in lost:
+            self._dispatcher.tally.lost_samples.update(reasons or {})
+        return [sample for group in batch for sample in group.samples()]
 
     def _learn(self, batch: Sequence[Group], report: StepReport) -> None:
         """Tell each environment's order of rows how they went, before the next ones are drawn or replayed."""

@@ -29,6 +29,8 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
     }
     for reason in ("zero_advantage", "group_too_small", "stale"):
         metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
+    for reason, count in tally.lost_samples.items():
+        metrics[f"dropped/{reason}"] = float(count)
     fresh = [group for group in batch if not isinstance(group, Replayed)]
     metrics["drop_ratio"] = tally.dropped.total() / (tally.dropped.total() + len(fresh))
     return metrics

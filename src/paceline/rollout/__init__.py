@@ -1,6 +1,6 @@
 """Conversations recorded as exact tokens."""
 
-from paceline.rollout.assemble import assemble
+from paceline.rollout.assemble import assemble, threads
 from paceline.rollout.recording import Recorder
 from paceline.rollout.render import Renderer, RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft, Voice
@@ -21,4 +21,5 @@ __all__ = [
     "Turn",
     "Voice",
     "assemble",
+    "threads",
 ]

@@ -11,11 +11,11 @@ from paceline.rollout.types import Rollout, Turn
 
 def assemble(rollout: Rollout) -> list[Sample]:
     """Samples that hold every sampled token exactly once as trained; in later branches it is only context."""
-    return [_sample(thread, rollout) for thread in _threads(rollout.turns)]
+    return [_sample(thread, rollout) for thread in threads(rollout.turns)]
 
 
 @dataclass(slots=True)
-class _Thread:
+class Thread:
     """Turns that extend one another, and all their tokens."""
 
     tokens: list[int] = field(default_factory=list)
@@ -30,15 +30,15 @@ class _Thread:
         self.spans.append((start, len(self.tokens)))
 
 
-def _threads(turns: Sequence[Turn]) -> list[_Thread]:
+def threads(turns: Sequence[Turn]) -> list[Thread]:
     """Each turn joins the longest thread whose tokens its prompt repeats from the first to the last. Of two turns that
     go on from the same place the later one starts anew: there the common past is context and trains no second time."""
-    threads: list[_Thread] = []
+    threads: list[Thread] = []
     for turn in turns:
         fitting = [thread for thread in threads if _begins(turn.prompt_ids, thread.tokens)]
         thread = max(fitting, key=lambda thread: len(thread.tokens), default=None)
         if thread is None:
-            threads.append(thread := _Thread())
+            threads.append(thread := Thread())
         thread.add(turn)
     return threads
 
@@ -49,7 +49,7 @@ def _begins(prompt: list[int], tokens: list[int]) -> bool:
     return prompt[length - 1 : length] == tokens[-1:] and prompt[:length] == tokens
 
 
-def _sample(thread: _Thread, rollout: Rollout) -> Sample:
+def _sample(thread: Thread, rollout: Rollout) -> Sample:
     """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
     length = len(thread.tokens)
     mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)

@@ -108,7 +108,7 @@ class KnownRenderer(Renderer):
         end = next((token for token in self._program.get_stop_token_ids() if token in self._ends), None)
         if end is None:
             return True
-        said = [*self._encode("Because."), end]
+        said = [*self.encode("Because."), end]
         opened: list[Message] = [_ASKED]
         turn = Turn(
             prompt_ids=self.prompt(opened, [_TOOL]),

@@ -37,12 +37,25 @@ class Renderer:
         plainly = type(tokenizer).decode is PreTrainedTokenizerBase.decode
         self._decoded = tokenizer._decode if plainly else tokenizer.decode
         self._rendered: Recent[Prompt] = Recent(REMEMBERED)
-        self._end_texts = {token: self._decode([token]) for token in self._ends}
+        self._end_texts = {token: self.decode([token]) for token in self._ends}
 
     @property
     def vocabulary(self) -> int:
         """Token ids are below this."""
         return len(self._tokenizer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        return self._ends
+
+    def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = True) -> str:
+        """The conversation as the template writes it, with the opening of a reply or without."""
+        return self._text(messages, tools, reply)
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The whole conversation and the opening of the reply."""
@@ -54,7 +67,7 @@ class Renderer:
         prompt = self._rendered.get(key)
         if prompt is None:
             text = self._text(messages, tools, reply=True)
-            prompt = Prompt(self._encode(text), text)
+            prompt = Prompt(self.encode(text), text)
             # A template may ignore long tools, which the key does not.
             self._rendered.put(key, prompt, max(len(prompt.ids), len(key) // 4))
         return prompt
@@ -79,16 +92,16 @@ class Renderer:
         opening = self._text(turn.messages, turn.tools, reply=True) if opening is None else opening
         suffix = self._suffix(turn, messages, opening, whole, end)
         if suffix is None:
-            return Prompt(self._encode(whole), whole)
+            return Prompt(self.encode(whole), whole)
         # Tokenised with the end before it: some tokenizers treat the beginning of a text in a way of its own.
-        ids, last = self._encode(end + suffix), turn.completion_ids[-1:]
-        appended = ids[1:] if end and ids[:1] == last else self._encode(suffix)
+        ids, last = self.encode(end + suffix), turn.completion_ids[-1:]
+        appended = ids[1:] if end and ids[:1] == last else self.encode(suffix)
         return Prompt([*turn.prompt_ids, *turn.completion_ids, *appended], whole)
 
     def reply(self, completion_ids: Sequence[int]) -> str:
         """What was said, without the token that ended it."""
         said = completion_ids[:-1] if completion_ids and completion_ids[-1] in self._ends else completion_ids
-        return self._decode(said)
+        return self.decode(said)
 
     def message(self, text: str, tools: Tools | None) -> Message:
         """What was said as a message: calls of the tools there are, and the text around them."""
@@ -133,12 +146,12 @@ class Renderer:
     def _text(self, messages: Sequence[Message], tools: Tools | None, reply: bool) -> str:
         return self._template.write(messages, tools, reply)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         text = self._decoded(list(ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         try:
             return self._pieces.encode(text)
         except (TypeError, UnicodeError) as error:

@@ -9,7 +9,7 @@ from paceline.arena.together import together
 from paceline.cluster.selfplay.trainer import Trainer, TrainingBatch
 from paceline.config import Breaker as BreakerConfig
 from paceline.config.env.arena import ArenaEnv
-from paceline.data import Cursor, Sample, Ticket
+from paceline.data import Cursor, Ticket
 from paceline.orchestrator import Breaker, Course, RealClock
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.episodes import Player
@@ -45,10 +45,11 @@ class Stage:
             raise ArenaError(f"{type(self._arena).__name__} has nothing to play: its get_batch() gave no request")
         places = asyncio.Semaphore(concurrency)
         groups = await together([self._group(requests, places) for requests in tries.values()])
-        records: list[Sample] = []
         for group in groups:
             self._judge(group)
-            records += await self._course.algorithm.score([] if without_signal(group) else group.samples())
+        telling = [group for group in groups if not without_signal(group)]
+        await self._course.algorithm.score(telling)
+        records = [sample for group in telling for sample in group.samples()]
         return TrainingBatch(records, groups)
 
     async def _group(self, requests: Sequence[EpisodeRequest], places: asyncio.Semaphore) -> Group:

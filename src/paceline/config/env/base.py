@@ -37,6 +37,12 @@ class EnvBase(Section):
     timeout: float = Field(default=120.0, gt=0)
     """Seconds an episode may take before it counts as failed."""
 
+    @property
+    def credits(self) -> list[tuple[str, AlgorithmConfig]]:
+        """Every algorithm at work here, with the place to name in a sentence about it."""
+        common = [("", self.algo)] if self.algo is not None else []
+        return [*common, *((f", seat `{seat.name}`", seat.algo) for seat in self.seats)]
+
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:

@@ -1,0 +1,120 @@
+"""Group-relative credit for what the policy says, and prediction of what it is told."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.algorithms.base import AlgorithmError, Means
+from paceline.algorithms.grpo import GRPO
+from paceline.config.algorithm import Echo as Config
+from paceline.data.importing import import_object
+from paceline.rollout import Message, RenderError, Rollout, Turn, threads
+from paceline.rollout.bodies import Bodies
+from paceline.rollout.history import Chain
+
+OPENINGS: dict[str, list[Message]] = {
+    "system": [],
+    "user": [],
+    "tool": [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "I look."}],
+}
+"""What may stand before a message of each role, for a trial at the start."""
+
+
+class Echo(GRPO):
+    """GRPO on actions, and the next-token loss, alpha times, on the words of some roles' messages.
+
+    An agent reads far more than it says, and plain policy gradients learn nothing from it: a failed group has zero
+    advantages, though the tool's answers in it tell how the world works. Predicting them trains on every rollout. Only
+    message bodies count, never what the chat template writes around them, which is the same each time and known. The
+    trainer normalises each component by its own tokens, so the gradient of the actions is what it is under `grpo`.
+
+    A message trains once per rollout, in the first sample that holds it. One whose words cannot be told from the
+    template's trains not at all, and is counted as the metric `unattributed`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._alphas = {role: alpha for role, alpha in config.roles.items() if alpha}
+        self._hook = config.filter
+        self._filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
+
+    async def begin(self, means: Means) -> None:
+        self._bodies = Bodies(means.voice.renderer)
+        for role in self._alphas:
+            said: list[Message] = [*OPENINGS.get(role, []), {"role": role, "content": "The quick brown fox."}]
+            try:
+                ids = means.voice.renderer.prompt(said)
+                seen = self._bodies.find(_trial(ids, said), [len(said) - 1])
+            except RenderError:
+                seen = []
+            if not seen:
+                raise AlgorithmError(
+                    f"environment `{means.env}`: echo cannot tell which tokens are the words of a `{role}` message, as "
+                    "this model's chat template writes it: leave the role out of `roles`, or set model.chat_template"
+                )
+
+    def observe(self, rollout: Rollout) -> None:
+        keep = self._kept(rollout)
+        seen: set[bytes] = set()
+        lost = 0
+        samples = []
+        for sample, thread in zip(rollout.samples, threads(rollout.turns), strict=True):
+            weights, begin, known = np.zeros(len(sample), np.float32), 0, 0
+            for turn, (_, end) in zip(thread.turns, thread.spans, strict=True):
+                told = self._told(turn, known, seen)
+                found = self._bodies.find(turn, told, begin) if told else []
+                lost += len(set(told) - {body.message for body in found})
+                for place, first, last in found:
+                    assert turn.messages is not None
+                    weights[first:last] = self._alphas[turn.messages[place]["role"]]
+                if keep is not None:
+                    weights[begin:end] *= keep[id(turn)][begin:end]
+                begin, known = end, len(turn.messages or ()) + 1
+            weights[0] = 0  # nothing precedes it
+            weights[sample.loss_mask] = 0
+            samples.append(sample.with_streams(ce_weights=weights) if weights.any() else sample)
+        rollout.samples = samples
+        if lost:
+            rollout.metrics["unattributed"] = float(lost)
+
+    def _told(self, turn: Turn, known: int, seen: set[bytes]) -> list[int]:
+        """Messages of the roles that train, which no earlier sample has held."""
+        if turn.messages is None:
+            return []
+        new = []
+        for place, digest in enumerate(Chain(turn.messages, turn.tools).digests):
+            message = turn.messages[place]
+            if place >= known and message.get("role") in self._alphas and message.get("content") and digest not in seen:
+                new.append(place)
+            seen.add(digest)
+        return new
+
+    def _kept(self, rollout: Rollout) -> dict[int, NDArray] | None:
+        """The user's choice among a turn's tokens, by turn; None if there is none to make."""
+        if self._filter is None or self._hook is None:
+            return None
+        masks = self._filter(rollout, **self._hook.kwargs)
+        who = f"env `{rollout.env}`, ticket {rollout.ticket.number}, rollout {rollout.member}"
+        where = f"{who}: {self._hook.import_path}"
+        if not isinstance(masks, Sequence) or len(masks) != len(rollout.turns):
+            given = len(masks) if isinstance(masks, Sequence) else repr(masks)
+            raise AlgorithmError(f"{where} gave {given} masks for {len(rollout.turns)} turns; they must align")
+        kept = {}
+        for number, (turn, mask) in enumerate(zip(rollout.turns, masks, strict=True), start=1):
+            length = len(turn.prompt_ids) + len(turn.completion_ids)
+            flags = np.asarray(mask)
+            if flags.shape != (length,):
+                raise AlgorithmError(
+                    f"{where} gave a mask of {flags.size} for turn {number}, which has {length} tokens; they must align"
+                )
+            kept[id(turn)] = flags.astype(bool)
+        return kept
+
+
+def _trial(ids: list[int], said: list[Message]) -> Turn:
+    """A turn with a prompt and nothing said yet."""
+    return Turn(
+        prompt_ids=ids, completion_ids=[], logprobs=[], versions=[], finish="stop", temperature=1.0, messages=said
+    )

@@ -1,0 +1,114 @@
+"""Supervised fine-tuning."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.algorithms.base import Algorithm, AlgorithmError, Means
+from paceline.config.algorithm import SFT as Config
+from paceline.config.reference import ModelRef
+from paceline.data import Row, Sample
+from paceline.envs import POLICY, Environment, Outcome, Split
+from paceline.rollout import Group, Message, Seat, Voice
+from paceline.rollout.recite import recite
+
+WRITTEN = "paceline/demonstration"
+"""The field of a training row that holds its conversation, while it is played."""
+
+
+class SFT(Algorithm):
+    """The next-token loss, -log pi, on every token somebody better said.
+
+    With a `teacher`, the frozen model sits in the policy's seat and plays the environment, tools and all; the rewards
+    that are shown are its own. With `demonstrations` nobody plays: each row's conversation is read out as if the policy
+    had said the assistant's part. Held-out rows are always played by the policy.
+
+    What a frozen model says never goes stale, and the policy did not sample it, so there is no ratio to weigh it by:
+    samples ship without log probabilities and versions.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._recital: Recital | None = None
+
+    def stage(self, environment: Environment) -> Environment:
+        if not self._config.demonstrations:
+            return environment
+        self._recital = Recital(environment, self._config.demonstrations)
+        return self._recital
+
+    async def begin(self, means: Means) -> None:
+        if self._recital is not None:
+            self._recital.voice = means.voice
+            for number, row in enumerate(means.rows):
+                self._recital.conversation(row, f"environment `{means.env}`, row {number}")
+        if isinstance(self._config.teacher, ModelRef):
+            self.voice = replace(means.voice, pool=await means.attach(self._config.teacher))
+
+    def assign(self, group: Group) -> None:
+        for rollout in group.rollouts:
+            rollout.samples = [_imitated(sample) for sample in rollout.samples]
+
+
+def _imitated(sample: Sample) -> Sample:
+    nothing, never = np.zeros(len(sample), np.float32), np.full(len(sample), -1)
+    return sample.with_streams(logprobs=None, versions=never, rl_weights=nothing, ce_weights=sample.loss_mask)
+
+
+class Recital(Environment):
+    """An environment whose training rows are read out instead of played."""
+
+    def __init__(self, environment: Environment, key: str | bool) -> None:
+        if list(environment.actors) != [POLICY]:
+            raise AlgorithmError("sft from demonstrations has one speaker, and this environment has several seats")
+        self._played, self._key = environment, key
+        self.voice: Voice | None = None
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        return self._played.examples(split)
+
+    async def assign(self, example: Row, draw: int, dice: Any) -> Row:
+        """Only training rows come by here."""
+        return {WRITTEN: self.conversation(example, "a row"), "tools": example.get("tools")}
+
+    async def prepare(self, example: Row) -> Row:
+        return example if WRITTEN in example else await self._played.prepare(example)
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        if WRITTEN not in example:
+            return await self._played.play(example, seats)
+        assert self.voice is not None
+        tools = example["tools"] if isinstance(example["tools"], list) else None
+        seats[POLICY].turns[:] = recite(self.voice.renderer, example[WRITTEN], tools)
+        return Outcome.solo(1.0)  # a demonstration is right by definition
+
+    def conversation(self, row: Row, where: str) -> list[Message]:
+        """What a row demonstrates, as messages that end in the assistant's."""
+        value = row.get("messages") if self._key is True else row.get(str(self._key))
+        if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+            messages = copy.deepcopy(value)
+        else:
+            said = row.get("completion") if self._key is True else value
+            reply = [{"role": "assistant", "content": str(said)}] if said not in (None, "") else []
+            messages = [*copy.deepcopy(row.get("messages") or []), *reply]
+        if self._key is True and messages and messages[-1].get("role") != "assistant" and row.get("completion"):
+            messages.append({"role": "assistant", "content": str(row["completion"])})
+        if len(messages) < 2 or messages[-1].get("role") != "assistant":
+            name = "messages" if self._key is True else self._key
+            raise AlgorithmError(
+                f"{where}: there is no demonstration under `{name}`: it must end in an assistant message, or name the "
+                "field that holds the reply with demonstrations"
+            )
+        return messages
+
+    def forget(self, before: int) -> None:
+        self._played.forget(before)
+
+    def state(self) -> dict[str, Any]:
+        return self._played.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._played.load(state)

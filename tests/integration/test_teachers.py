@@ -1,0 +1,201 @@
+"""Real runs beside a real teacher: a second `paceline serve`, attached by its address alone."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serving import MODEL, served
+from test_runs import SMALL, metrics
+
+from paceline.config.reference import ModelRef
+from paceline.data import decode
+from paceline.inference import EngineError, GenerateRequest
+from paceline.inference.frozen import CompletionsEngine, attach
+
+TOOLS = """
+async def second_look(row, seat):
+    messages = list(row["messages"])
+    reply = await seat.chat(messages)
+    messages += [reply.message, {"role": "tool", "content": f"letters: {len(row['answer'])}"}]
+    return float((await seat.chat(messages)).text == row["answer"]) + reply.text.count("a") / 10
+"""
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    with served("--engine.max_running", "16", "--engine.max_context", "64", "--engine.threads", "1") as server:
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path, here, teacher):
+    """Trains a run file in which TEACHER stands for the endpoint."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    words = ("banana", "papaya", "cabana", "panama")
+    rows = [{"messages": [{"role": "user", "content": f"reverse: {w}"}], "answer": w[::-1]} for w in words]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(text: str, *more: str):
+        reference = f'{{ name = "{MODEL}", base_url = "{teacher.url}/v1" }}'
+        Path("run.toml").write_text(text.replace("TEACHER", reference))
+        return here("train", "run.toml", *SMALL, *more)
+
+    return run
+
+
+MIXED = """
+name = "mixed"
+staleness = 0
+steps = 3
+group_size = 4
+[sampling]
+max_tokens = 8
+temperature = 0.8
+[record]
+batches = 3
+[[env]]
+type = "reverse-text"
+name = "by-reward"
+[[env]]
+type = "reverse-text"
+name = "by-teacher"
+algo = { type = "opd", teacher = TEACHER }
+[[env]]
+type = "arithmetic"
+name = "by-example"
+algo = { type = "sft", teacher = TEACHER }
+[[env]]
+type = "custom"
+name = "by-tool"
+import_path = "tools.py:second_look"
+dataset = "rows.jsonl"
+algo = { type = "echo", roles = { tool = 0.1 } }
+"""
+
+
+def test_four_algorithms_share_every_batch_and_the_teacher_plays_and_scores(run, tmp_path):
+    done = run(MIXED)
+    assert done.returncode == 0, done.stderr
+    steps = metrics(tmp_path, "mixed")
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all({"loss/rl", "loss/ce", "loss/ref_kl"} <= line.keys() for line in steps)
+    # The teacher is the policy it began as, at the same temperature: before the first update they agree.
+    assert abs(steps[0]["ref_kl"]) < 1e-3
+    assert abs(steps[2]["ref_kl"]) > abs(steps[0]["ref_kl"])
+    batch = decode(next((tmp_path / "runs" / "mixed").glob("batches/*1.*")).read_bytes())
+    kinds = {name: [s for s in batch if s.env == name] for name in ("by-reward", "by-teacher", "by-example", "by-tool")}
+    assert all(kinds.values())
+    for sample in kinds["by-teacher"]:
+        assert (sample.advantages, sample.rl.any(), sample.ce_weights) == (None, False, None)
+        assert (sample.ref_kl_weights == sample.loss_mask).all()
+        np.testing.assert_allclose(sample.ref_logprobs, sample.logprobs, atol=1e-4)
+    for sample in kinds["by-example"]:
+        assert (sample.logprobs, sample.rl.any()) == (None, False)
+        assert (sample.versions == -1).all()
+        assert (sample.ce_weights == sample.loss_mask).all()
+    for sample in kinds["by-tool"]:
+        told = sample.ce_weights != 0
+        assert told.sum() == len("letters: 6")
+        assert not (told & sample.loss_mask).any()
+
+
+SELF = """
+name = "self"
+staleness = 0
+steps = 2
+group_size = 4
+[sampling]
+max_tokens = 8
+[[env]]
+type = "reverse-text"
+algo = { type = "opsd", demo_key = "answer" }
+[[env]]
+type = "custom"
+name = "read"
+import_path = "tools.py:second_look"
+dataset = "rows.jsonl"
+algo = { type = "sft", demonstrations = "answer" }
+"""
+
+
+def test_the_policy_teaches_itself_beside_demonstrations_that_nobody_samples(run, tmp_path):
+    done = run(SELF, "--engine.max-context", "128")
+    assert done.returncode == 0, done.stderr
+    steps = metrics(tmp_path, "self")
+    assert all(line["reward/read/mean"] == 1.0 for line in steps)
+    assert all(abs(line["ref_kl"]) > 1e-3 for line in steps)
+
+
+OPD = """
+name = "opd"
+steps = 2
+group_size = 4
+[sampling]
+max_tokens = 8
+[[env]]
+type = "reverse-text"
+algo = { type = "opd", teacher = TEACHER }
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["--env.0.algo.teacher.name", "nobody"], "there is no model `nobody` here"),
+        (["--env.0.algo.teacher.base_url", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
+        (["--env.0.algo.teacher.api_key_env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_lost(run, tmp_path, changes, sentence):
+    done = run(OPD, *changes)
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert not (tmp_path / "runs" / "opd" / "metrics.jsonl").exists()
+
+
+def test_a_run_leaves_nothing_at_its_teacher(run, teacher):
+    assert run(OPD).returncode == 0
+    assert teacher.idle()
+
+
+# --- endpoints that are no `paceline serve`
+
+
+def test_an_openai_endpoint_scores_and_plays_in_tokens_as_our_own_client_does(teacher, load, monkeypatch):
+    """Our server, asked in what it shares with others: `echo` with `logprobs`, and `return_token_ids`."""
+    tokenizer, ref = load("quickstart"), ModelRef(name=MODEL, base_url=f"{teacher.url}/v1", concurrency=2)
+    prompt = tuple(tokenizer.encode("<|user|>reverse: banana<|end|><|assistant|>"))
+    request = GenerateRequest(prompt_ids=prompt, max_tokens=8, temperature=0.0, stop_token_ids=frozenset([6]))
+
+    async def ask() -> tuple[bool, list[list[float]], list[int], str]:
+        pool = await attach(ref, tokenizer)
+        try:
+            scores = await pool.score([prompt, prompt[:5]])
+            said = await pool.generate(request)
+            return pool.any_temperature, scores, said.token_ids, said.finish
+        finally:
+            await pool.aclose()
+
+    ours = asyncio.run(ask())
+    monkeypatch.setattr(CompletionsEngine, "is_paceline", lambda self: asyncio.sleep(0, False))
+    theirs = asyncio.run(ask())
+    assert (ours[0], theirs[0]) == (True, False)
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert ours[2:] == theirs[2:]
+
+
+def test_another_vocabulary_is_refused(teacher, load):
+    ref = ModelRef(name=MODEL, base_url=f"{teacher.url}/v1")
+    with pytest.raises(EngineError, match="has another vocabulary than the policy"):
+        asyncio.run(attach(ref, load("qwen2_5")))
+
+
+def test_a_run_at_another_temperature_needs_an_endpoint_that_knows_it(run, monkeypatch):
+    monkeypatch.setattr(CompletionsEngine, "is_paceline", lambda self: asyncio.sleep(0, False))
+    done = run(OPD, "--sampling.temperature", "0.7")
+    assert done.returncode == 1
+    assert "scores at temperature 1 only, and the run samples at 0.7" in done.stderr
+    assert run(OPD, "--steps", "1").returncode == 0

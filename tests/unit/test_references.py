@@ -1,0 +1,117 @@
+"""Laws of asking another model: everybody gets its own score, few ask at once, and a failure costs one sample."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import ENDS
+from paceline.algorithms import AlgorithmError
+from paceline.algorithms.opd import pulled
+from paceline.algorithms.references import MOST_EMPTY, Reference, Setting
+from paceline.config.reference import ModelRef
+from paceline.inference.frozen import prompt_logprobs
+from paceline.rollout import Renderer
+from teaching import Oracle, grouped, means, spoken, truth
+
+laws = settings(max_examples=25, deadline=None)
+REF = ModelRef(name="big", base_url="http://there/v1", concurrency=3)
+
+
+@pytest.fixture(scope="module")
+def renderer(load):
+    tokenizer = load("quickstart")
+    return Renderer(tokenizer, [tokenizer.convert_tokens_to_ids(ENDS["quickstart"])])
+
+
+def asked(*replies: str, renderer, **more):
+    """A group with one rollout per reply."""
+    question = {"role": "user", "content": "go"}
+    rollouts = [spoken(renderer, question, replies=[text], member=at, **more) for at, text in enumerate(replies)]
+    for rollout in rollouts:
+        rollout.samples = [pulled(sample) for sample in rollout.samples]
+    return grouped(*rollouts)
+
+
+@laws
+@given(st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=9), st.sampled_from([1.0, 0.7, 2.0]))
+def test_every_sample_gets_its_own_scores_at_its_own_temperature(renderer, replies, temperature):
+    engine = Oracle()
+
+    async def ask():
+        reference = await Reference.connect(REF, means(renderer, engine))
+        return await reference.refer([group])
+
+    group = asked(*replies, renderer=renderer, temperature=temperature)
+    assert not asyncio.run(ask())
+    for sample in group.samples():
+        expected = np.where(sample.loss_mask, truth(sample.token_ids.tolist(), temperature), 0)
+        np.testing.assert_allclose(sample.ref_logprobs, expected, rtol=1e-6)
+    assert engine.most <= REF.concurrency
+
+
+@laws
+@given(st.lists(st.sampled_from(["aa", "z", "ab"]), min_size=1, max_size=6))
+def test_a_failed_score_drops_its_sample_and_nothing_else(renderer, replies):
+    engine = Oracle(fears=renderer.encode("z"))
+
+    async def ask():
+        return await (await Reference.connect(REF, means(renderer, engine))).refer([group])
+
+    group = asked(*replies, renderer=renderer)
+    lost = asyncio.run(ask())
+    assert lost == ({"teacher_failed": replies.count("z")} if "z" in replies else {})
+    assert [len(rollout.samples) for rollout in group.rollouts] == [int(text != "z") for text in replies]
+    assert all(sample.ref_logprobs is not None for sample in group.samples())
+
+
+def test_a_teacher_that_scores_nothing_any_more_stops_the_run_with_its_cause(renderer):
+    async def ask():
+        reference = await Reference.connect(REF, means(renderer, Oracle(fears=renderer.encode("z"))))
+        for _ in range(MOST_EMPTY - 1):
+            await reference.refer([asked("z", renderer=renderer)])
+        await reference.refer([asked("a", "z", renderer=renderer)])  # one that works, and the count begins anew
+        for _ in range(MOST_EMPTY):
+            await reference.refer([asked("z", renderer=renderer)])
+
+    with pytest.raises(AlgorithmError, match="`big` at http://there/v1 scored nothing in 3 batches: I fear this"):
+        asyncio.run(ask())
+
+
+def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
+    group = asked("ab", renderer=renderer)
+    (sample,) = group.samples()
+    cut = int(np.flatnonzero(sample.loss_mask)[0])
+    head, engine = [7, 8, 9], Oracle()
+
+    async def ask():
+        reference = await Reference.connect("policy", means(renderer, engine))
+        await reference.refer([group], lambda rollout, sample: Setting(head, cut))
+
+    asyncio.run(ask())
+    sequence = [*head, *sample.token_ids[cut:].tolist()]
+    assert engine.asked == [(sequence, 1.0)]
+    np.testing.assert_allclose(
+        group.samples()[0].ref_logprobs, [*[0.0] * cut, *truth(sequence, 1.0)[len(head) :]], rtol=1e-6
+    )
+
+
+VLLM = [None, {"5": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -0.1}}, {"6": {"logprob": -2.0}}]
+
+
+@pytest.mark.parametrize(
+    ("choice", "scores"),
+    [
+        ({"prompt_logprobs": VLLM}, [0.0, -0.5, -2.0]),
+        ({"prompt_logprobs": [None, -0.5, -2]}, [0.0, -0.5, -2.0]),
+        ({"logprobs": {"token_logprobs": [None, -0.5, -2.0, -9.0]}}, [0.0, -0.5, -2.0]),
+        ({"prompt_logprobs": VLLM[:2]}, None),
+        ({"prompt_logprobs": [None, {"4": {"logprob": -1}}, None]}, None),
+        ({"logprobs": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_ways_in_which_endpoints_tell_a_prompts_log_probabilities(choice, scores):
+    assert prompt_logprobs(choice, [3, 5, 6]) == scores
