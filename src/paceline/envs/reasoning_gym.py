@@ -55,7 +55,8 @@ class ReasoningGym(Environment):
         except UNSCORABLE:
             # Some rules trip over answers that are no answers. To drop those episodes would spare the policy its worst.
             reward, metrics["unscorable"] = 0.0, 1.0
-        return Outcome.solo(reward, **metrics, **{f"score/{task}": reward})
+        # Some rules pay a little for an answer somewhere in the text; solved is solved.
+        return Outcome.solo(reward, **metrics, solved=float(reward >= 1), **{f"score/{task}": reward})
 
     def read(self, said: str) -> str | None:
         """The answer in a reply; None if there is none."""
