@@ -115,6 +115,18 @@ def test_a_value_is_of_the_moment_before_the_choice():
     trainer.close()
 
 
+def test_a_reward_past_the_cut_is_earned_before_it():
+    """A sample longer than the trainer takes loses its end, where its reward is, and must not lose the reward."""
+    (sample,) = rewarded(0, count=1)
+    rewards = np.zeros(len(sample))
+    rewards[-1] = 0.75
+    long, short = sample.with_streams(rewards=rewards), len(sample) // 2
+    trainer = made(critic={"gamma": 1.0, "lam": 1.0}, max_sample_tokens=short)
+    metrics = step(trainer, [long])
+    assert metrics["critic/return"] == pytest.approx(0.75)
+    trainer.close()
+
+
 def test_whitened_advantages_have_mean_zero_and_variance_one():
     trainer = made()
     samples, lessons, _ = trainer.learner._credit(rewarded(1))
@@ -147,6 +159,18 @@ def test_the_policy_waits_while_the_critic_warms_up(lora):
     assert not torch.equal(*values)
     assert "loss/rl" in step(trainer, rewarded(2))
     assert not torch.equal(weights(trainer), before)
+    trainer.close()
+
+
+def test_a_policy_that_waited_still_ends_where_its_schedule_does():
+    optimizer = config.Optimizer(lr=1e-3, schedule="linear", final_lr_ratio=0.1)
+    c = config.Trainer(threads=1, optimizer=optimizer, critic=config.Critic(freeze_steps=2), minibatches=2)
+    trainer = TorchTrainer(tiny_model(), c, total_steps=5)
+    for seed in range(5):
+        step(trainer, rewarded(seed))
+    assert trainer.learner.optimizer.steps == 6
+    assert trainer.learner.optimizer.lr == pytest.approx(1e-4)
+    assert trainer.learner._critic._optimizer.lr == pytest.approx(1e-4)
     trainer.close()
 
 

@@ -1,6 +1,7 @@
 """Each loss is its paper's formula: value and gradient against references in float64 that know nothing of our code."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.config import trainer as config
 from paceline.trainer import TrainerError
 from paceline.trainer.loss import Loss
+from paceline.trainer.terms import importance
 from paceline.trainer.tokens import Tokens
 
 
@@ -242,6 +244,14 @@ def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
     Loss(config.Trainer(loss=config.PPO()))(expected, 0)[0].backward()
     torch.testing.assert_close(tokens.logprobs.grad, expected.logprobs.grad)
     assert sums.values["skipped"].item() == len(far)
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL[1:], ids=lambda p: f"{p.level}-{p.cap}")
+def test_a_frozen_sampler_ships_no_importance_weight(proximal):
+    """Where nobody knows who sampled, later minibatches are held near the batch's start and weighed by nothing else."""
+    case = Case(1)
+    tokens = replace(case.tokens(), behaviour=torch.full((len(case.pi),), torch.nan, dtype=torch.float64))
+    assert torch.equal(importance(proximal, tokens), torch.ones(len(case.pi), dtype=torch.float64))
 
 
 def test_extreme_ratios_stay_finite():

@@ -25,6 +25,7 @@ CASES = {
     "one rank has nothing": {"loss": config.CISPO()},
     "minibatches": {"minibatches": 2, "proximal": config.Proximal(), "loss": config.PPO()},
     "critic": {"minibatches": 2, "critic": config.Critic(), "loss": config.PPO()},
+    "one rank has nothing, critic": {"minibatches": 2, "critic": config.Critic(), "kl": config.KL(how="advantage")},
     "one rank has no rewards": {"critic": config.Critic()},
 }
 
@@ -39,7 +40,7 @@ def batch_of(name: str) -> list:
 def share(name: str, rank: int) -> list:
     """Alternate samples, so that each minibatch is cut across the ranks: halves of 8 are 4 and 4, of 4 are 2 and 2."""
     batch = batch_of(name)
-    if name == "one rank has nothing":
+    if name.startswith("one rank has nothing"):
         return batch if rank == 0 else []
     return batch[rank::2]
 

@@ -98,6 +98,27 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path, reference, lora
         trainer.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_with_dropout_score_without_it_from_the_start(tmp_path, dtype):
+    """New adapters come in training mode. A resumed trainer scores, and proves its weights, before it first trains."""
+    settings = {"kl": config.KL(reference="ema"), "minibatches": 2, "proximal": config.Proximal()}
+
+    def fresh() -> TorchTrainer:
+        model = attach_lora(tiny_model().to(dtype), Model(lora=Lora(rank=4, dropout=0.5)), seed=0)
+        return TorchTrainer(model, config.Trainer(threads=1, loss=config.PPO(), optimizer=FAST, **settings))
+
+    unbroken, again = fresh(), fresh()
+    run(unbroken, range(2))
+    asyncio.run(unbroken.save(tmp_path))
+    asyncio.run(again.load(tmp_path))
+    assert asyncio.run(again.weights()).canary == asyncio.run(unbroken.weights()).canary
+    for trainer in (unbroken, again):
+        torch.manual_seed(7)
+        run(trainer, range(2, 4))
+        trainer.close()
+    assert all(torch.equal(tensor, state(again)[name]) for name, tensor in state(unbroken).items())
+
+
 def test_another_base_is_refused_on_resume(tmp_path):
     first = made(kl=config.KL())
     run(first, [0])

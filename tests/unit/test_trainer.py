@@ -18,8 +18,9 @@ from paceline.data import Sample, fold, pack
 from paceline.model import Head, attach_lora, head, token_logprobs, trainable, twin
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.loss import Loss
-from paceline.trainer.optimizer import MasterAdamW
-from samples import make_batch, make_sample, near_policy
+from paceline.trainer.optimizer import LARGEST_SCALE, MasterAdamW
+from paceline.trainer.tuning import SMALLEST, largest
+from samples import PLAIN, make_batch, make_sample, near_policy
 
 
 def trainer_of(model, **settings) -> TorchTrainer:
@@ -282,6 +283,23 @@ def test_batches_without_some_or_all_components_step_with_a_zero_gradient(c, cas
         assert report.metrics.get("grad_norm", 0.0) == 0
 
 
+def test_what_trains_nothing_moves_nothing_even_with_momentum():
+    """AdamW answers a gradient of zero with nearly its last step once more."""
+    model = tiny_model()
+    trainer = trainer_of(model, optimizer=config.Optimizer(lr=1e-2))
+    asyncio.run(trainer.step(make_batch(1)))
+    before = [p.detach().clone() for p in model.parameters()]
+    off = {"ce_weights": None, "ref_kl_weights": None}
+    empty = [s.with_streams(rl_weights=np.zeros(len(s)), **off) for s in make_batch(2)]
+    for batch in ([], empty):
+        report = asyncio.run(trainer.step(batch))
+        assert not report.skipped
+        assert report.metrics["grad_norm"] == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert (trainer.version, trainer.learner.optimizer.steps) == (3, 1)
+    trainer.close()
+
+
 def test_components_report_under_their_own_names():
     rng = np.random.default_rng(0)
     batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(8)]
@@ -297,6 +315,12 @@ def test_components_report_under_their_own_names():
 def test_rl_tokens_need_credit():
     with pytest.raises(TrainerError, match="neither advantages nor rewards"):
         asyncio.run(trainer_of(tiny_model()).step(make_batch(6, advantages=None)))
+
+
+def test_a_pull_to_a_teacher_needs_its_scores():
+    """Without them the teacher would seem certain of every token."""
+    with pytest.raises(TrainerError, match=r"ticket 0, rollout 0: .*carry no `ref_logprobs`"):
+        asyncio.run(trainer_of(tiny_model()).step(make_batch(6, ref_logprobs=None)))
 
 
 def test_logits_in_chunks_are_the_same_logits(monkeypatch):
@@ -331,6 +355,29 @@ def test_a_bad_gradient_skips_the_step_and_keeps_the_batch(tmp_path):
         asyncio.run(trainer.step(bad))
     assert len(decode((tmp_path / "bad-batch-000001.msgpack").read_bytes())) == 2
     trainer.close()
+
+
+def test_a_bad_minibatch_leaves_the_others_and_their_metrics_alone(tmp_path):
+    """The same weights, moments and metrics as without it; what is saved then goes on bit for bit."""
+    batch = near_policy(make_batch(7, count=6))
+    bad = [s.with_streams(advantages=np.full(len(s), np.nan)) for s in batch[2:4]]
+    settings = {"proximal": config.Proximal(), "loss": config.PPO(), "optimizer": config.Optimizer(lr=1e-2)}
+    broken = trainer_of(tiny_model(), minibatches=3, **settings)
+    report = asyncio.run(broken.step([*batch[:2], *bad, *batch[4:]]))
+    assert report.skipped
+    whole = trainer_of(tiny_model(), minibatches=2, **settings)
+    wanted = asyncio.run(whole.step([*batch[:2], *batch[4:]])).metrics
+    for name in wanted.keys() - {"train_tokens/s"}:
+        assert report.metrics[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), name
+    asyncio.run(broken.save(tmp_path))
+    again = trainer_of(tiny_model(), minibatches=3, **settings)
+    asyncio.run(again.load(tmp_path))
+    for one, two in zip(*(t.learner.tensors().items() for t in (broken, again)), strict=True):
+        assert one[0] == two[0]
+        assert torch.equal(one[1], two[1])
+        assert one[1].isfinite().all()
+    for trainer in (broken, whole, again):
+        trainer.close()
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])
@@ -373,6 +420,43 @@ def test_masters_keep_what_bf16_would_lose():
         optimizer.gather()
         optimizer.step()
     assert parameter[0].item() == pytest.approx(0.99, abs=2e-3)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_half_precision_does_not_lose_the_gradients_of_a_large_batch(lora):
+    """A token's share of a million is below what float16 can hold."""
+    ends, batch = {}, make_batch(1, logprobs=None, **PLAIN)
+    for dtype in (torch.float32, torch.float16):
+        model = attach_lora(tiny_model().to(dtype), Model(lora=lora), seed=0)
+        trainer = trainer_of(model, loss=config.PPO(), normalise="fixed", fixed_length=200_000)
+        for micro_batch in pack(batch, fold(batch, "fixed", 200_000), 10_000):
+            trainer.backward(micro_batch)
+        trainer.learner.optimizer.clip()
+        ends[dtype] = torch.cat([m.grad.view(-1) for m in trainer.learner.optimizer.masters.values()]).double()
+        trainer.close()
+    assert (ends[torch.float16] - ends[torch.float32]).norm() / ends[torch.float32].norm() < 0.02
+
+
+def test_half_precision_retreats_from_a_scale_that_is_too_large(tmp_path):
+    """The batch that shows it trains all the same, and a resumed run does not have to find out again."""
+    large = [s.with_streams(advantages=300 * s.advantages) for s in make_batch(1, logprobs=None, **PLAIN)]
+    moved = {}
+    for dtype in (torch.float32, torch.float16):
+        trainer = trainer_of(tiny_model().to(dtype), loss=config.PPO(), optimizer=config.Optimizer(lr=1e-2))
+        report = asyncio.run(trainer.step(large))
+        assert not report.skipped
+        moved[dtype] = report.metrics["grad_norm"]
+        trainer.close()
+    assert moved[torch.float16] == pytest.approx(moved[torch.float32], rel=0.05)
+    assert 1 < trainer.learner.optimizer.scale < LARGEST_SCALE
+    again = trainer_of(tiny_model().half())
+    trainer._save(tmp_path)
+    again._load(tmp_path)
+    assert again.learner.optimizer.scale == trainer.learner.optimizer.scale
+    bad = [s.with_streams(advantages=np.full(len(s), np.nan)) for s in large]
+    assert asyncio.run(again.step(bad)).skipped
+    assert again.learner.optimizer.scale == trainer.learner.optimizer.scale
+    again.close()
 
 
 def test_learning_rate_follows_its_schedule():
@@ -463,3 +547,10 @@ def test_an_offloaded_optimizer_makes_the_same_update(dtype):
         trainer.close()
         ends.append({name: p.detach().clone() for name, p in model.named_parameters()})
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_budget_is_found_that_fits():
+    assert largest(lambda tokens: 1000 + 2 * tokens, room=100_000) == 49152
+    assert largest(lambda tokens: 1000 + 2 * tokens, room=10_000) == SMALLEST
+    assert largest(lambda tokens: 1000 + 2 * tokens, room=6_000) == SMALLEST // 2
+    assert largest(lambda tokens: tokens**2 // 1000, room=10_000_000) < 100_000

@@ -170,7 +170,7 @@ class Trainer(Section):
     compile: bool = True
     """On CUDA, run compiled layers: about a third faster, after a minute at the start."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """Steps with a NaN or infinite gradient are skipped; this many in a row stop the run."""
+    """Steps with a NaN or infinite gradient are skipped; this many batches in a row that had one stop the run."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; a share of the cores when left out."""
 

@@ -67,6 +67,7 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):  # noqa: ANN001, ANN205
         hidden, weight, *streams = ctx.saved_tensors
+        grads = tuple(grad.contiguous() for grad in grads)  # a sum's gradient is one number, expanded
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         places = zip(*(x.split(ctx.rows) for x in (hidden, grad_hidden, *streams, *grads)), strict=True)

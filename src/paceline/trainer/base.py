@@ -20,7 +20,7 @@ class StepReport:
 
     metrics: dict[str, float]
     skipped: bool = False
-    """The gradient was not finite, so the weights did not change."""
+    """A gradient was not finite: its optimizer step was left out, and the metrics are of the batch's other steps."""
 
 
 class Trainer(Protocol):

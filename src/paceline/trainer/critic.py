@@ -91,22 +91,17 @@ class Critic:
     def update(self, lessons: Sequence[Lesson], blank: Sample) -> dict[str, float] | None:
         """One optimizer step, on these lessons and those of the other ranks; a rank without any runs `blank`. None when
         no rank has a lesson, and no step where the gradient is not finite."""
-        model, optimizer, _ = self._made
+        optimizer = self._made[1]
         lessons = lessons or [Lesson(blank, np.zeros(len(blank)), np.zeros(len(blank)))]
         samples = [lesson.sample for lesson in lessons]
         totals = self._world.sum(torch.from_numpy(count(samples))).cpu().numpy()
         if not totals.any():
             return None
         scales = fold(samples, self._trainer.normalise, self._trainer.fixed_length, totals)
-        model.train()
-        losses = [
-            self._backward(micro_batch, [lessons[i] for i in micro_batch.members])
-            for micro_batch in pack(samples, scales, self._budget)
-        ]
-        model.eval()
-        self._world.sum_gradients(optimizer.masters.values())
-        loss = self._world.sum(torch.stack(losses).sum()[None]).item()
-        norm = optimizer.clip().item()
+        packs = pack(samples, scales, self._budget)
+        loss, norm = self._gradient(packs, lessons)
+        while not np.isfinite(norm) and optimizer.retreat(bool(np.isfinite(loss))):
+            loss, norm = self._gradient(packs, lessons)
         optimizer.step() if np.isfinite([loss, norm]).all() else optimizer.zero()
         return {"critic/loss": loss, "critic/grad_norm": norm}
 
@@ -115,14 +110,16 @@ class Critic:
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._optimizer is None else self._optimizer.tensors()
 
-    def state(self) -> dict[str, int]:
-        return {"batches": self.batches, "optimizer_steps": self._optimizer.steps if self._optimizer else 0}
+    def state(self) -> dict[str, float]:
+        made = self._optimizer
+        steps = {} if made is None else {"optimizer_steps": made.steps, "loss_scale": made.scale}
+        return {"batches": self.batches} | steps
 
-    def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
         self.batches = state.get("batches", 0)
         if tensors:
             self._make()
-            self._made[1].load(tensors, state["optimizer_steps"])
+            self._made[1].load(tensors, state["optimizer_steps"], state.get("loss_scale"))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +130,7 @@ class Critic:
         self._model = ValueModel(self._policy, c.compile and self._policy.device.type == "cuda").eval()
         rate = c.optimizer.lr if self._config.lr is None else self._config.lr
         settings = c.optimizer.model_copy(update={"lr": rate})
-        self._optimizer = MasterAdamW(trainable(self._model), settings, self._total)
+        self._optimizer = MasterAdamW(trainable(self._model), settings, self._total, self._policy.dtype)
 
     @property
     def _made(self) -> tuple[ValueModel, MasterAdamW, config.Critic]:
@@ -161,6 +158,15 @@ class Critic:
         returns[mask] = advantages + values[mask]
         return Lesson(sample, values, returns)
 
+    def _gradient(self, packs: Sequence[MicroBatch], lessons: Sequence[Lesson]) -> tuple[float, float]:
+        """All ranks' gradient, clipped: the loss, and the norm it had."""
+        model, optimizer, _ = self._made
+        model.train()
+        losses = [self._backward(one, [lessons[i] for i in one.members]) for one in packs]
+        model.eval()
+        self._world.sum_gradients(optimizer.masters.values())
+        return self._world.sum(torch.stack(losses).sum()[None]).item(), optimizer.clip().item()
+
     def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson]) -> Tensor:
         model, optimizer, c = self._made
         places = micro_batch.policy_scale.nonzero()[0]
@@ -171,8 +177,7 @@ class Critic:
         values, anchor = model(micro_batch, torch.from_numpy(places).to(self._policy.device))
         old, returns = (here(np.concatenate([getattr(x, n) for x in lessons])) for n in ("values", "returns"))
         loss = (value_loss(values, old, returns, c.value_clip) * here(micro_batch.policy_scale)).sum()
-        (loss + anchor).backward()
-        optimizer.gather()
+        optimizer.backward(loss, anchor)
         return loss.detach()
 
     def _explained(self, lessons: Sequence[Lesson]) -> dict[str, float]:

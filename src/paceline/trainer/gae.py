@@ -6,6 +6,17 @@ from numpy.typing import NDArray
 from paceline.data import Sample
 
 
+def cut(sample: Sample, limit: int) -> Sample:
+    """The sample's first tokens. What it earned later it earns where it is cut: most often the whole reward lies on its
+    last token, and a critic would learn that long samples are worth nothing."""
+    short = sample.truncated_to(limit)
+    if short is sample or sample.rewards is None:
+        return short
+    rewards = sample.rewards[:limit].copy()
+    rewards[-1] += sample.rewards[limit:].sum()
+    return short.with_streams(rewards=rewards)
+
+
 def per_action(sample: Sample) -> NDArray:
     """What each sampled token earned: the rewards from it up to the next one, so that none on a tool's answer is lost.
 

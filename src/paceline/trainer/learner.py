@@ -72,12 +72,13 @@ class Learner:
         fp32_head: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
-        self._model, self._config = model, c
+        self._model, self._config = model.eval(), c  # newly attached adapters come in training mode
         self.forward = Forward(model, fp32_head, compiled=c.compile and model.device.type == "cuda")
         self._loss = Loss(c)
         self._found: int | None = None
         total = total_steps and total_steps * c.minibatches
-        self.optimizer = MasterAdamW(trainable(model), c.optimizer, total)
+        waiting = 0 if c.critic is None else c.critic.freeze_steps * c.minibatches
+        self.optimizer = MasterAdamW(trainable(model), c.optimizer, total and max(1, total - waiting), model.dtype)
         self._world = World(group, model.device)
         self._reference = Reference(model, c.kl) if c.kl is not None else None
         self._critic = Critic(model, c, total, self._world) if c.critic is not None else None
@@ -103,9 +104,10 @@ class Learner:
         if self._reference is not None:
             self._reference.follow(version + 1, self.optimizer)
         if steps:
-            report |= metrics(torch.stack([step.sums for step in steps]).sum(0), len(steps))
-            report["grad_norm"] = fmean(step.grad_norm for step in steps)
-            report["micro_batches"] = float(sum(step.micro_batches for step in steps))
+            good = [step for step in steps if step.finite] or steps  # one NaN would be everybody's
+            report |= metrics(torch.stack([step.sums for step in good]).sum(0), len(good))
+            report["grad_norm"] = fmean(step.grad_norm for step in good)
+            report["micro_batches"] = float(sum(step.micro_batches for step in good))
             report["lr"] = rate
         fine = all(step.finite for step in steps) and all(np.isfinite(list(one.values())).all() for one in critic)
         return report, fine
@@ -114,9 +116,7 @@ class Learner:
         """Add one micro-batch's gradient."""
         tokens, anchor = self.tokens(micro_batch)
         loss, sums = self._loss(tokens, version, first)
-        # The anchor gives every parameter a gradient of zero even when no token trains.
-        (loss + anchor).backward()
-        self.optimizer.gather()
+        self.optimizer.backward(loss, anchor)
         return sums
 
     def tokens(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
@@ -148,12 +148,13 @@ class Learner:
     def state(self) -> dict:
         return {
             "optimizer_steps": self.optimizer.steps,
+            "loss_scale": self.optimizer.scale,
             "base": "" if self._reference is None else self._reference.base_fingerprint(),
             "critic": {} if self._critic is None else self._critic.state(),
         }
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
-        self.optimizer.load(tensors, state["optimizer_steps"])
+        self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
             self._reference.load(_under("reference/", tensors), state.get("base", ""))
         if self._critic is not None:
@@ -171,6 +172,9 @@ class Learner:
 
     def _credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
         for sample in samples:
+            pulled = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
+            if pulled and sample.ref_logprobs is None:
+                raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `ref_logprobs`")
             if sample.advantages is not None or not sample.rl.any():
                 continue
             if sample.rewards is None:
@@ -190,7 +194,7 @@ class Learner:
         if c.proximal is not None:
             # The first step needs none: it is taken from the batch's start itself.
             later = [i for part in minibatches(samples, c.minibatches)[0 if shaping else 1 :] for i in part]
-            prox = self._scored(samples, later)
+            prox = self._scored(samples, [i for i in later if samples[i].rl.any()])
         lacking = [i for i, s in enumerate(samples) if s.base_logprobs is None and s.rl.any()]
         if self._reference is not None and lacking:
             with self._reference.in_place():
@@ -221,13 +225,20 @@ class Learner:
         samples, prox = (samples, [work.prox[i] for i in members]) if samples else ([BLANK], [None])
         scales = fold(samples, self._config.normalise, self._config.fixed_length, totals[:-1].reshape(-1, 2))
         packs = pack(samples, scales, self._budget, prox)
+        outcome = self._gradient(packs, version, first)
+        while not outcome.finite and self.optimizer.retreat(bool(outcome.sums.isfinite().all())):
+            outcome = self._gradient(packs, version, first)
+        # Where nothing trains on any rank there is no step: AdamW would take most of its last one again.
+        self.optimizer.step() if outcome.finite and totals[:-1].any() else self.optimizer.zero()
+        return outcome
+
+    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
+        """All ranks' gradient, clipped."""
         self._model.train()
         sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
         self._model.eval()
         self._world.sum_gradients(self.optimizer.masters.values())
-        outcome = Outcome(self._world.sum(Sums.total(sums)), float(self.optimizer.clip()), len(packs))
-        self.optimizer.step() if outcome.finite else self.optimizer.zero()
-        return outcome
+        return Outcome(self._world.sum(Sums.total(sums)), float(self.optimizer.clip()), len(packs))
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 
 from paceline.config import trainer as config
 
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**16, 2.0**4
+PATIENCE = 100
+"""Steps until a scale that was too large is tried again."""
+
 
 class MasterAdamW:
     """AdamW whose masters, moments and gradient sums are float32, whatever the model computes in.
@@ -15,18 +19,43 @@ class MasterAdamW:
     A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
     that sums over micro-batches are never rounded to the compute type. Offloaded, masters and all that hangs on them
     live in the host's memory, and the model gets only the rounded result.
+
+    A float16 model is differentiated with its loss scaled up (arXiv 1710.03740): one token's share of a large batch is
+    a gradient below what that type can hold.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], c: config.Optimizer, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        c: config.Optimizer,
+        total_steps: int | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._config = c
         self._total = total_steps
         self._parameters = dict(parameters)
         self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
         self._rounded = [(self.masters[name], p) for name, p in self._parameters.items() if self.masters[name] is not p]
         self.steps = 0
+        self.scale = LARGEST_SCALE if dtype == torch.float16 else 1.0
         self._adam = torch.optim.AdamW(
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
+
+    def backward(self, loss: Tensor, anchor: Tensor) -> None:
+        """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
+        gradient even when no token trains; it may be float16, to which a scale can be infinite."""
+        (loss * self.scale + anchor).backward()
+        self.gather()
+
+    def retreat(self, sound: bool) -> bool:
+        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
+        the loss itself is at fault, not `sound`, and not for ever."""
+        self.zero()
+        if not sound or self.scale <= SMALLEST_SCALE:
+            return False
+        self.scale /= 4
+        return True
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -43,7 +72,12 @@ class MasterAdamW:
             torch._foreach_add_(list(sums), list(grads))
 
     def clip(self) -> Tensor:
-        """Scale the gradient down to its allowed norm; answers with the norm before."""
+        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
+        loss's gradient gets its true size here."""
+        if self.scale != 1:
+            torch._foreach_div_(
+                [master.grad for master in self.masters.values() if master.grad is not None], self.scale
+            )
         return nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
 
     @torch.no_grad()
@@ -53,6 +87,8 @@ class MasterAdamW:
             group["lr"] = self.lr
         self._adam.step()
         self.steps += 1
+        if self.scale != 1 and self.steps % PATIENCE == 0:
+            self.scale = min(2 * self.scale, LARGEST_SCALE)
         if self._rounded:
             masters, parameters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(list(parameters), list(masters))
@@ -82,9 +118,11 @@ class MasterAdamW:
         return out
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Back to a checkpoint's masters, moments and step count."""
+    def load(self, tensors: Mapping[str, Tensor], steps: int, scale: float | None = None) -> None:
+        """Back to a checkpoint's masters, moments, step count and loss scale."""
         self.steps = steps
+        self.scale = scale if scale and self.scale != 1 else self.scale
+        self._adam.state.clear()
         for name, master in self.masters.items():
             master.copy_(tensors[f"master/{name}"])
             self._parameters[name].copy_(master)

@@ -172,9 +172,10 @@ def importance(c: config.Proximal, tokens: Tokens) -> Tensor:
     """sg[min(rho, cap)] with rho = start / mu: the decoupled objective (arXiv 2110.00641, for language models
     2505.24298) steps from the batch's start, and this weight says who really sampled.
 
-    At sequence level rho is the product over the sequence's rl tokens, or their geometric mean.
+    At sequence level rho is the product over the sequence's rl tokens, or their geometric mean. A frozen sampler has no
+    rho; the policy, which stands in for it elsewhere, has left the start behind.
     """
-    log = (tokens.start - tokens.sampler).detach()
+    log = torch.where(tokens.behaviour.isnan(), 0.0, tokens.start - tokens.sampler).detach()
     if c.level == "sequence":
         sums, counts = tokens.per_sequence(log)
         log = (sums / counts if c.geometric else sums).index_select(0, tokens.segments)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +23,7 @@ from paceline.model.adapters import trained_adapter
 from paceline.model.canary import make_canary
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
+from paceline.trainer.gae import cut
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import Sums
 
@@ -84,7 +86,7 @@ class TorchTrainer:
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
         start = time.perf_counter()
-        samples = [sample.truncated_to(self._max_tokens) for sample in batch]
+        samples = [cut(sample, self._max_tokens) for sample in batch]
         metrics, fine = self.learner.learn(samples, self.version)
         if fine:
             self._bad_steps = 0
@@ -126,7 +128,7 @@ class TorchTrainer:
 
     def _save(self, folder: Path) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in self.learner.tensors().items()}
-        tensors["rng"] = torch.get_rng_state()
+        tensors |= self._noise()
         try:
             save_file(tensors, folder / "trainer.safetensors")
         except SafetensorError as error:  # it wraps a full disk into an error of its own
@@ -134,6 +136,12 @@ class TorchTrainer:
             raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
         state = {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
         (folder / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
+
+    def _noise(self) -> dict[str, Tensor]:
+        """States of the generators that dropout draws from."""
+        device = self._model.device
+        on_gpu = {"rng_cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+        return {"rng": torch.get_rng_state()} | on_gpu
 
     def _load(self, folder: Path) -> None:
         state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
@@ -143,4 +151,6 @@ class TorchTrainer:
             raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
         self.learner.load(tensors, state)
         torch.set_rng_state(tensors["rng"])
+        if self._model.device.type == "cuda" and "rng_cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng_cuda"], self._model.device)
         self.version, self._bad_steps = state["version"], state["bad_steps"]

@@ -33,6 +33,12 @@ class World:
         for parameter in parameters:
             if parameter.grad is None:  # another rank may have one
                 parameter.grad = torch.zeros_like(parameter)
-            waiting.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
+            if parameter.grad.device.type == self._device.type:
+                waiting.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
+                continue
+            # Offloaded, and the ranks meet on the GPU: one at a time, because all would not fit.
+            grad = parameter.grad.to(self._device)
+            dist.all_reduce(grad, group=self._group)
+            parameter.grad.copy_(grad)
         for work in waiting:
             work.wait()
