@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +12,16 @@ import pytest
 from serving import MODEL, served
 from test_runs import SMALL, metrics
 
+from paceline.cluster.session import train
+from paceline.config import Checkpoint, Eval, Record, RunConfig, inference
+from paceline.config.algorithm import OPD as Distilled
+from paceline.config.algorithm import Custom
+from paceline.config.env import CustomEnv
+from paceline.config.model import Lora, Model
 from paceline.config.reference import ModelRef
+from paceline.config.trainer import Optimizer, Trainer
 from paceline.data import decode
+from paceline.envs import Environment, Outcome
 from paceline.inference import EngineError, GenerateRequest
 from paceline.inference.frozen import CompletionsEngine, attach
 
@@ -158,6 +169,149 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_lost(run, tmp
 def test_a_run_leaves_nothing_at_its_teacher(run, teacher):
     assert run(OPD).returncode == 0
     assert teacher.idle()
+
+
+# --- a teacher that goes away
+
+
+class Mortal:
+    """A teacher at one address, which can die and come back."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.live()
+
+    def live(self) -> None:
+        small = ("--engine.max_running", "16", "--engine.max_context", "64", "--engine.threads", "1")
+        self._server = self._stack.enter_context(served("--port", str(self.port), *small))
+
+    def die(self) -> None:
+        self._server.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def mortal():
+    with ExitStack() as stack:
+        yield Mortal(stack)
+
+
+class Words(Environment):
+    """Something happens to the world when a given row is played first."""
+
+    def __init__(self, **events) -> None:
+        self.events = {int(row[1:]): event for row, event in events.items()}
+        self.played = 0
+
+    def examples(self, split):
+        return [{"messages": [{"role": "user", "content": f"reverse: {c * 3}"}]} for c in "abcdefgh"]
+
+    async def play(self, example, seats):
+        self.played += 1
+        if event := self.events.pop(self.played, None):
+            await asyncio.to_thread(event)
+        reply = await seats["policy"].chat(example["messages"])
+        return Outcome.solo(float(len(reply.text)))
+
+
+def distil(mortal: Mortal, words: Words, tmp_path, **more):
+    """Batches of eight rollouts."""
+    ref = ModelRef(name=MODEL, base_url=f"http://127.0.0.1:{mortal.port}/v1", concurrency=2)
+    config = RunConfig(
+        **{
+            "runs": str(tmp_path),
+            "batch_size": 8,
+            "group_size": 4,
+            "steps": 6,
+            "staleness": 0,
+            "sampling": inference.Sampling(max_tokens=8),
+            "engine": inference.Engine(max_running=8, max_context=64),
+            "eval": Eval(every=0),
+            "checkpoint": Checkpoint(every=1),
+            "record": Record(batches=6),
+            "env": [CustomEnv(name="words", import_path="x:y", algo=Distilled(teacher=ref))],
+            **more,
+        }
+    )
+    return train(config, environments={"words": words})
+
+
+def test_a_teacher_that_dies_and_comes_back_costs_time_and_nothing_else(mortal, tmp_path):
+    def restart():
+        mortal.die()
+        mortal.live()
+
+    done = distil(mortal, Words(_11=restart), tmp_path, steps=3)
+    assert done.outcome.status == "finished", done.error
+    assert [line["batch/samples"] for line in done.metrics] == [8, 8, 8]
+    assert not any("dropped/teacher_failed" in line for line in done.metrics)
+
+
+def test_a_teacher_that_stays_away_costs_batches_and_then_stops_the_run_to_be_resumed(mortal, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.algorithms.references.SECONDS", 0.5)
+    done = distil(mortal, Words(_11=mortal.die), tmp_path)
+    assert done.outcome.status == "failed"
+    for part in (
+        f"http://127.0.0.1:{mortal.port}/v1 scored nothing in 3 batches",
+        "does not answer",
+        "--resume latest",
+    ):
+        assert part in str(done.error)
+    assert [line["batch/samples"] for line in done.metrics] == [8, 0, 0]
+    assert [line.get("dropped/teacher_failed", 0) for line in done.metrics] == [0, 8, 8]
+    assert all(np.isfinite(value) for line in done.metrics for value in line.values())
+    mortal.live()
+    again = distil(mortal, Words(), tmp_path, resume="latest")
+    assert again.outcome.status == "finished", again.error
+    assert [line["batch/samples"] for line in again.metrics[3:]] == [8, 8, 8]
+
+
+# --- the policy as a reference
+
+MIRROR = """
+from paceline.algorithms import Algorithm, broadcast
+from paceline.algorithms.references import Reference
+
+class Mirror(Algorithm):
+    async def begin(self, means):
+        self.reference = await Reference.connect("policy", means)
+
+    def assign(self, group):
+        for rollout in group.rollouts:
+            broadcast(rollout, 1.0)
+            rollout.samples = [s.with_streams(ref_kl_weights=s.loss_mask) for s in rollout.samples]
+
+    async def score(self, groups):
+        return await self.reference.refer(groups)
+"""
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_the_policy_that_scores_is_the_one_that_sampled_not_the_base_beneath_it(tmp_path, lora):
+    """By a user's own class, in a synchronous run whose policy moves fast."""
+    (tmp_path / "mirror.py").write_text(MIRROR)
+    config = RunConfig(
+        runs=str(tmp_path),
+        model=Model(lora=lora),
+        batch_size=8,
+        group_size=4,
+        steps=4,
+        staleness=0,
+        sampling=inference.Sampling(max_tokens=8, temperature=0.8),
+        engine=inference.Engine(max_running=8, max_context=64),
+        trainer=Trainer(threads=1, optimizer=Optimizer(lr=1e-2)),
+        eval=Eval(every=0),
+        record=Record(batches=4),
+        env=[CustomEnv(name="words", import_path="x:y", algo=Custom(import_path=f"{tmp_path / 'mirror.py'}:Mirror"))],
+    )
+    done = train(config, environments={"words": Words()})
+    assert done.outcome.status == "finished", done.error
+    for step in range(1, 5):
+        batch = decode(next(done.directory.glob(f"batches/*{step}.*")).read_bytes())
+        assert {int(v) for s in batch for v in s.versions[s.loss_mask]} == {step - 1}
+        for sample in batch:
+            np.testing.assert_allclose(sample.ref_logprobs, sample.logprobs, atol=1e-3)
 
 
 # --- endpoints that are no `paceline serve`

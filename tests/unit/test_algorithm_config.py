@@ -75,6 +75,12 @@ def test_a_seat_cannot_be_played_by_somebody_else(tmp_path):
         read(tmp_path, text)
 
 
+def test_who_plays_whole_episodes_has_no_seats_beside_it(tmp_path):
+    text = algo(f'type = "sft", teacher = {TEACHER}') + '[[env.seats]]\nname = "o"\nalgo = { type = "rae" }\n'
+    with pytest.raises(ConfigError, match=r"`reverse-text`: sft plays whole episodes.*without `seats`"):
+        read(tmp_path, text)
+
+
 def test_the_teacher_fills_its_slot_and_an_equal_value_is_accepted(tmp_path):
     ref = ModelRef(name="m", base_url="http://there/v1")
     for slots in (f"teacher = {TEACHER}", f"source = {TEACHER}", f"teacher = {TEACHER}, source = {TEACHER}"):

@@ -129,6 +129,23 @@ class Constant(Algorithm):
         for rollout in group.rollouts:
             broadcast(rollout, self.value)
 
+def silent(inputs):
+    pass
+
+def flat(inputs):
+    return inputs.rewards
+
+class Late(Constant):
+    async def assign(self, group):
+        pass
+
+class Early(Constant):
+    def score(self, groups):
+        return {}
+
+class Unfinished(Algorithm):
+    pass
+
 class Stranger:
     pass
 
@@ -186,6 +203,8 @@ def test_a_misaligned_stream_names_env_rollout_and_both_lengths(given_length):
         ("short", "env `maze`, ticket 4, rollout 1: the algorithm gave 1 advantages for 3 sampled tokens"),
         ("missing", "credit.py:missing: gave 1 lists for 2 rollouts"),
         ("infinite", "env `maze`, ticket 4.*: advantages must be finite"),
+        ("silent", "credit.py:silent: gave None for 2 rollouts"),
+        ("flat", "credit.py:flat: gave 1.0 for a rollout: it takes a number for each sampled token, which `inputs.b"),
     ],
 )
 def test_unusable_credit_is_a_sentence(custom, name, sentence):
@@ -205,15 +224,26 @@ def test_an_algorithm_class_by_path(custom):
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "kwargs", "sentence"),
     [
-        ("Stranger", "a class must derive from paceline.Algorithm"),
-        ("NUMBER", "neither a credit function nor an Algorithm class"),
+        ("Stranger", {}, "a class must derive from paceline.Algorithm"),
+        ("NUMBER", {}, "neither a credit function nor an Algorithm class"),
+        ("Unfinished", {}, ".* abstract .*assign"),
+        ("Constant", {"size": 1}, ".* unexpected keyword argument 'size'"),
+        ("Late", {"value": 1}, "`assign` is called, not awaited: write it without `async`"),
+        ("Early", {"value": 1}, "`score` is awaited: write `async def score`"),
     ],
 )
-def test_what_is_no_algorithm_is_refused(custom, name, sentence):
+def test_what_is_no_algorithm_is_refused(custom, name, kwargs, sentence):
     with pytest.raises(AlgorithmError, match=f"credit.py:{name}: {sentence}"):
-        custom(name)
+        custom(name, **kwargs)
+
+
+def test_a_run_may_go_on_from_a_checkpoint_in_which_nobody_kept_a_baseline():
+    algorithm, judged = build_algorithm(config.RAE()), group([2.0])
+    algorithm.load(build_algorithm(config.GRPO()).state())
+    algorithm.assign(judged)
+    assert judged.samples()[0].advantages[-1] == 2.0
 
 
 # --- what a group without signal is
@@ -293,6 +323,18 @@ def test_a_batch_baseline_is_each_actors_own():
         judged.rollouts[1].actor = "other"
     asyncio.run(algorithm.score(groups))
     assert [float(r.samples[0].advantages[-1]) for g in groups for r in g.rollouts] == [-1, -1, 1, 1]
+
+
+@laws
+@given(REWARDS, REWARDS)
+def test_what_is_replayed_keeps_its_credit_and_is_nobodys_baseline(then, now):
+    algorithm, old, new = build_algorithm(config.GRPO(baseline="batch")), group(then), group(now)
+    asyncio.run(algorithm.score([old]))
+    before = [sample.advantages.tolist() for sample in old.samples()]
+    asyncio.run(algorithm.score([new, old]))
+    assert [sample.advantages.tolist() for sample in old.samples()] == before
+    found = [float(member.samples[0].advantages[-1]) for member in new.rollouts]
+    assert found == pytest.approx([r - statistics.fmean(now) for r in now], abs=1e-5)
 
 
 # --- a critic's reward

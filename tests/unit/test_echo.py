@@ -1,6 +1,7 @@
 """Laws of learning from what one is told: message bodies and nothing else, once each, by role."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import GRPO, Echo
 from paceline.config.base import Hook
 from paceline.orchestrator.dispatcher import without_signal
-from paceline.rollout import Renderer, assemble
+from paceline.rollout import Renderer, RenderError, assemble
 from teaching import Oracle, grouped, means, spoken
 
 laws = settings(max_examples=30, deadline=None)
@@ -120,6 +121,31 @@ def test_the_rewards_credit_is_grpos(quick):
     for ours, theirs in zip(group.samples(), other.samples(), strict=True):
         np.testing.assert_array_equal(ours.advantages, theirs.advantages)
         assert (ours.rl_weights, ours.ref_kl_weights) == (None, None)
+
+
+def test_turns_that_somebody_else_made_train_what_can_be_read_of_them(quick):
+    """Bare tokens, then messages; a branch from there; and messages that no template writes."""
+    rollout = spoken(quick, {"role": "user", "content": "go"}, {"role": "tool", "content": "ab"}, replies=["a", "b"])
+    first, second = rollout.turns
+    branch = spoken(quick, {"role": "user", "content": "go"}, {"role": "tool", "content": "cd"}, replies=["a", "c"])
+    strange = replace(second, prompt_ids=[9, 9, 9], messages=[{"role": "tool", "content": [{"image": "x"}]}])
+    rollout.turns = [replace(first, messages=None), second, branch.turns[1], strange]
+    rollout.samples = assemble(rollout)
+    observed(echo(quick, roles={"tool": 0.5}), rollout)
+    assert [words_of(quick, sample, 0.5) for sample in rollout.samples] == ["ab", "cd", ""]
+    quick_text = quick.text
+
+    def refuse(messages, tools=None, reply=True):
+        raise RenderError("no such role") if messages[0]["content"] == "?" else quick_text(messages, tools, reply)
+
+    algorithm = echo(quick, roles={"tool": 0.5})
+    rollout.turns = [replace(second, messages=[{"role": "nobody", "content": "?"}, {"role": "tool", "content": "ab"}])]
+    rollout.samples = assemble(rollout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quick, "text", refuse)
+        observed(algorithm, rollout)
+    assert rollout.samples[0].ce_weights is None
+    assert rollout.metrics["unattributed"] == 1.0
 
 
 def test_equal_rewards_are_a_signal_only_where_something_was_told(quick):

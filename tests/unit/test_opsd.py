@@ -74,6 +74,15 @@ def test_no_rollout_pulls_harder_for_being_longer(renderer, replies, cap):  # no
     assert without_signal(group) == all(cut for _, cut in replies)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("content", ["be kind", [{"type": "text", "text": "be kind"}]])
+def test_there_is_one_system_block_however_the_conversation_writes_its_own(renderer, role, content):  # noqa: F811
+    group, engine = grouped(spoken(renderer, {"role": role, "content": content}, USER, replies=["ab"])), Oracle()
+    taught(group, renderer, engine=engine)
+    head = renderer.prompt([{"role": "system", "content": "see: cab\n\nbe kind"}, USER])
+    assert engine.asked[0][0][: len(head)] == head
+
+
 def test_cut_replies_train_where_the_user_says_so(renderer):  # noqa: F811
     group = grouped(spoken(renderer, USER, replies=["abc"], finish="length"))
     taught(group, renderer, OPSD(block=SHORT, terminated_only=False))

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from paceline.algorithms import AlgorithmError
 from paceline.algorithms.opd import pulled
 from paceline.algorithms.references import MOST_EMPTY, Reference, Setting
 from paceline.config.reference import ModelRef
-from paceline.inference.frozen import prompt_logprobs
+from paceline.inference.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
 
@@ -80,6 +81,51 @@ def test_a_teacher_that_scores_nothing_any_more_stops_the_run_with_its_cause(ren
         asyncio.run(ask())
 
 
+def test_who_trains_once_more_is_not_asked_about_again(renderer):
+    engine = Oracle()
+
+    async def ask():
+        reference = await Reference.connect(REF, means(renderer, engine))
+        await reference.refer([group])
+        engine.asked.clear()
+        engine.fears = set(range(200))
+        return await reference.refer([group])
+
+    group = asked("ab", "cd", renderer=renderer)
+    assert not asyncio.run(ask())
+    assert engine.asked == []
+    assert all(sample.ref_logprobs is not None for sample in group.samples())
+
+
+class Gone(Oracle):
+    """Answers some, then nobody any more."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.answers = answers
+
+    async def score(self, sequences, temperature=1.0, model=""):
+        self.answers -= 1
+        if self.answers >= 0:
+            return await super().score(sequences, temperature, model)
+        self.asked.append((list(sequences[0]), temperature))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("answers", [0, 4])
+def test_a_reference_that_is_gone_is_waited_for_once_and_not_by_each_in_turn(renderer, monkeypatch, answers):
+    monkeypatch.setattr("paceline.algorithms.references.SECONDS", 0.05)
+    engine = Gone(answers + 1)  # one more at the start, to see that it can score
+
+    async def ask():
+        return await (await Reference.connect(REF, means(renderer, engine))).refer([group])
+
+    group = asked(*["ab"] * 40, renderer=renderer)
+    assert asyncio.run(ask()) == {"teacher_failed": 40 - answers}
+    assert len(group.samples()) == answers
+    assert len(engine.asked) <= 1 + answers + 2 * REF.concurrency
+
+
 def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
     group = asked("ab", renderer=renderer)
     (sample,) = group.samples()
@@ -96,6 +142,23 @@ def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
     np.testing.assert_allclose(
         group.samples()[0].ref_logprobs, [*[0.0] * cut, *truth(sequence, 1.0)[len(head) :]], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_endpoint_that_has_too_much_to_do_is_asked_again(status):
+    answers = [httpx.Response(status, json={"error": {"message": "later"}})] * 2
+    answers.append(httpx.Response(200, json={"choices": [{"prompt_logprobs": [None, -0.5]}]}))
+    engine = CompletionsEngine("http://there/v1", "big")
+    engine._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: answers.pop(0)))
+
+    async def ask():
+        pool = FrozenPool(engine, REF)
+        try:
+            return await pool.score([[3, 5]])
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(ask()) == [[0.0, -0.5]]
 
 
 VLLM = [None, {"5": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -0.1}}, {"6": {"logprob": -2.0}}]

@@ -1,6 +1,7 @@
 """Laws of imitation: what somebody else said trains token by token, without a ratio, and never goes stale."""
 
 import asyncio
+import copy
 import random
 
 import numpy as np
@@ -82,16 +83,33 @@ def test_a_recited_conversation_reads_as_the_template_writes_it(renderer, replie
     assert "".join(said).count(renderer.decode([min(renderer.end_tokens)])) == len(replies)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize("words", [None, "", "wait", [{"type": "text", "text": "wait"}]])
+def test_calls_and_parts_are_recited_too(renderer, words):
+    calling = {"role": "assistant", "content": words, "tool_calls": [CALL]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "it is 2"}]}
+    turns = recite(renderer, [USER, calling, {"role": "tool", "tool_call_id": "1", "content": "2"}, answer], [TOOL])
+    first, last = (renderer.reply(turn.completion_ids).rpartition("</think>")[2].strip() for turn in turns)
+    assert first.startswith("wait" if words else "<")
+    assert all(part in first for part in ("add", '"x": 1'))
+    assert last == "it is 2"
+    assert all(turn.tools == [TOOL] for turn in turns)
+
+
 class Rows(Environment):
-    """Rows of a test's own; a played one tells that it was."""
+    """Rows of a test's own; a played one tells that it was, and what was asked."""
 
     def __init__(self, *rows):
-        self.rows = rows
+        self.rows, self.asked = rows, []
 
     def examples(self, split):
         return self.rows if split == "train" else self.rows[:1]
 
     async def play(self, example, seats):
+        self.asked.append(example["messages"])
         return Outcome.solo(0.25)
 
 
@@ -119,11 +137,13 @@ SAID = {"role": "assistant", "content": "ab"}
         ({"messages": ASKED, "completion": "ab"}, True),
         ({"messages": ASKED, "answer": "ab"}, "answer"),
         ({"messages": ASKED, "shown": [*ASKED, SAID]}, "shown"),
+        ({"messages": [*ASKED, SAID]}, "messages"),
     ],
 )
 def test_a_row_is_read_out_in_training_and_played_when_held_out(quick, row, demonstrations):
     found, voice = begun(quick, [row], demonstrations)
     assert found.group_size == 1
+    whole = copy.deepcopy(row)
 
     async def play(example):
         table = Table(voice, (0,), 0, found.environment.actors)
@@ -136,6 +156,9 @@ def test_a_row_is_read_out_in_training_and_played_when_held_out(quick, row, demo
     (outcome, turns), (held_out, nothing) = asyncio.run(both())
     assert (outcome.rewards[POLICY], [turn.text for turn in turns]) == (1.0, ["ab"])
     assert (held_out.rewards[POLICY], nothing) == (0.25, [])
+    # Whoever is examined is asked, and not told.
+    assert found.environment._played.asked == [ASKED]
+    assert row == whole
 
 
 @pytest.mark.parametrize(

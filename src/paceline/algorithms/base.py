@@ -64,7 +64,8 @@ class Algorithm(ABC):
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         """Finish the samples of this environment's groups, which are about to ship as one batch. A sample that cannot
-        be finished is taken out of its rollout; answers with how many were, by reason. Nothing by default."""
+        be finished is taken out of its rollout; answers with how many were, by reason. Groups that train once more
+        come by again, finished already. Nothing by default."""
         return Counter()
 
     def state(self) -> dict:

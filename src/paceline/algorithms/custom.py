@@ -1,7 +1,7 @@
 """A user's own credit, by import path: a function over one group, or a whole `Algorithm` class."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 
 from paceline.algorithms.base import Algorithm, AlgorithmError, spread
@@ -39,11 +39,15 @@ class CustomCredit(Algorithm):
 
     def assign(self, group: Group) -> None:
         streams = self._function(CreditInputs(group.rollouts), **self._config.kwargs)
-        if len(streams) != len(group.rollouts):
-            raise AlgorithmError(
-                f"{self._config.import_path}: gave {len(streams)} lists for {len(group.rollouts)} rollouts"
-            )
+        if not isinstance(streams, Sized) or len(streams) != len(group.rollouts):
+            given = f"{len(streams)} lists" if isinstance(streams, Sized) else repr(streams)
+            raise AlgorithmError(f"{self._config.import_path}: gave {given} for {len(group.rollouts)} rollouts")
         for rollout, stream in zip(group.rollouts, streams, strict=True):
+            if not isinstance(stream, Iterable):
+                raise AlgorithmError(
+                    f"{self._config.import_path}: gave {stream!r} for a rollout: it takes a number for each sampled "
+                    "token, which `inputs.broadcast` makes of one"
+                )
             spread(rollout, stream)
 
 
@@ -53,7 +57,17 @@ def custom_algorithm(config: Config) -> Algorithm:
     if inspect.isclass(found):
         if not issubclass(found, Algorithm):
             raise AlgorithmError(f"{config.import_path}: a class must derive from paceline.Algorithm")
-        return found(**config.kwargs)
+        try:
+            algorithm = found(**config.kwargs)
+        except TypeError as error:  # a hook that is missing, or arguments that do not fit
+            raise AlgorithmError(f"{config.import_path}: {error}") from error
+        for name in ("stage", "observe", "assign", "state", "load"):
+            if inspect.iscoroutinefunction(getattr(algorithm, name)):
+                raise AlgorithmError(f"{config.import_path}: `{name}` is called, not awaited: write it without `async`")
+        for name in ("begin", "score"):
+            if not inspect.iscoroutinefunction(getattr(algorithm, name)):
+                raise AlgorithmError(f"{config.import_path}: `{name}` is awaited: write `async def {name}`")
+        return algorithm
     if not callable(found):
         raise AlgorithmError(f"{config.import_path}: neither a credit function nor an Algorithm class")
     return CustomCredit(found, config)

@@ -41,8 +41,8 @@ class GRPO(RewardCredit):
             actors: dict[tuple[str, str], list[Rollout]] = {}
             for group in groups:
                 for actor, rollouts in group.by_actor().items():
-                    actors.setdefault(actor, []).extend(rollouts)
-            for rollouts in actors.values():
+                    actors.setdefault(actor, []).extend(filter(_uncredited, rollouts))
+            for rollouts in filter(None, actors.values()):
                 self.compare(rollouts)
         return Counter()
 
@@ -63,6 +63,11 @@ class GRPO(RewardCredit):
         if spread > 1e-8:
             advantages = advantages / spread
         return np.maximum(advantages, 0.0) if self._config.positive_only else advantages
+
+
+def _uncredited(rollout: Rollout) -> bool:
+    """A rollout that trains once more keeps the credit it had among those it was sampled with."""
+    return all(sample.advantages is None for sample in rollout.samples)
 
 
 def _deviation(rewards: NDArray, kind: str) -> float:

@@ -11,6 +11,7 @@ from paceline.algorithms.references import Reference, Setting
 from paceline.config.algorithm import OPSD as Config
 from paceline.data import Row, Sample
 from paceline.rollout import Group, Message, RenderError, Rollout, threads
+from paceline.rollout.history import message_text
 
 
 class OPSD(Algorithm):
@@ -63,7 +64,7 @@ class OPSD(Algorithm):
                 if len(whole) < len(rollout.samples):
                     rollout.samples = [_silent(sample) for sample in rollout.samples]
                 else:
-                    rollout.samples = [pulled(sample, mean / length) for sample in rollout.samples]
+                    rollout.samples = [pulled(sample, mean / max(1, length)) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         lost = await self._teacher.refer(groups, self._setting)
@@ -93,8 +94,8 @@ class OPSD(Algorithm):
     def _conditioned(self, messages: Sequence[Message], demonstration: str) -> list[Message]:
         block = self._config.block.replace("{demonstration}", demonstration)
         first = messages[0] if messages else {}
-        if first.get("role") == "system" and isinstance(first.get("content"), str):
-            return [{**first, "content": f"{block}\n\n{first['content']}"}, *messages[1:]]
+        if first.get("role") in ("system", "developer"):  # one block: templates refuse a second one, or lose it
+            return [{**first, "content": f"{block}\n\n{message_text(first)}"}, *messages[1:]]
         return [{"role": "system", "content": block}, *messages]
 
     def _demonstration(self, number: int) -> str:

@@ -36,4 +36,4 @@ class RAE(Algorithm):
         return {"baselines": [[*role, baseline] for role, baseline in self._baselines.items()]}
 
     def load(self, state: dict) -> None:
-        self._baselines = {(env, kind, actor): value for env, kind, actor, value in state["baselines"]}
+        self._baselines = {(env, kind, actor): value for env, kind, actor, value in state.get("baselines", ())}

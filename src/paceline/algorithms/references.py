@@ -16,7 +16,7 @@ from paceline.inference.frozen import FrozenPool
 from paceline.rollout import Group, Rollout
 
 SECONDS = 120.0
-"""How long one score may take, waiting included."""
+"""How long one score may take, and how long a reference that is gone is waited for in one batch."""
 AT_ONCE = 32
 """Scores asked of the policy itself at once; a frozen endpoint has a limit of its own."""
 MOST_EMPTY = 3
@@ -63,19 +63,30 @@ class Reference:
 
     async def refer(self, groups: Sequence[Group], context: Context = lambda *_: Setting()) -> Counter[str]:
         """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without
-        it would be trained towards nothing. A reference that is lost for good stops the run."""
+        it would be trained towards nothing. One that has it from an earlier training keeps it. A reference that is lost
+        for good stops the run."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        wanted = [sample for rollout in rollouts for sample in rollout.samples if sample.ref_kl_weights is not None]
+        wanted = [sample for rollout in rollouts for sample in rollout.samples if _lacks(sample)]
         causes: list[str] = []
+        answered, gone = 0, False
 
         async def one(rollout: Rollout, sample: Sample) -> Sample | None:
-            if sample.ref_kl_weights is None:
+            nonlocal answered, gone
+            if not _lacks(sample):
                 return sample
-            try:
-                return await self._scored(sample, context(rollout, sample))
-            except EngineError as error:
-                causes.append(str(error))
-                return None
+            async with self._places:
+                before, began = answered, asyncio.get_running_loop().time()
+                try:
+                    if gone:
+                        raise EngineError(causes[0])
+                    scored = await self._scored(sample, context(rollout, sample))
+                except EngineError as error:
+                    causes.append(str(error))
+                    # Nobody had an answer in all that time: those who still wait for their turn need not wait too.
+                    gone = gone or (answered == before and asyncio.get_running_loop().time() - began >= SECONDS)
+                    return None
+                answered += 1
+                return scored
 
         for rollout, answers in zip(
             rollouts,
@@ -90,8 +101,7 @@ class Reference:
         ids = [*setting.head, *sample.token_ids[setting.cut :].tolist()]
         logprobs = np.zeros(len(sample), np.float32)
         for temperature in np.unique(sample.temperatures[sample.loss_mask]):
-            async with self._places:
-                (scores,) = await self._pool.score([ids], float(temperature), deadline=SECONDS)
+            (scores,) = await self._pool.score([ids], float(temperature), deadline=SECONDS)
             if len(scores) != len(ids) or not np.isfinite(scores).all():
                 raise EngineError(f"{self._name} gave {len(scores)} scores for {len(ids)} tokens, or not all finite")
             here = sample.loss_mask & (sample.temperatures == temperature)
@@ -108,3 +118,7 @@ class Reference:
                 f"{self._name} scored nothing in {self._empty} batches: {causes[0]}. "
                 "See that it is up and large enough, then add --resume latest"
             )
+
+
+def _lacks(sample: Sample) -> bool:
+    return sample.ref_kl_weights is not None and sample.ref_logprobs is None

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.algorithms.base import Algorithm, AlgorithmError, Means
+from paceline.envs import Environment
 from paceline.rollout import Group, Rollout
 
 
@@ -19,9 +20,13 @@ class Seats(Algorithm):
     def __init__(self, common: Algorithm, seats: Mapping[str, Algorithm]) -> None:
         self._common, self._seats = common, dict(seats)
 
+    def stage(self, environment: Environment) -> Environment:
+        return self._common.stage(environment)
+
     async def begin(self, means: Means) -> None:
         for algorithm in (self._common, *self._seats.values()):
             await algorithm.begin(means)
+        self.voice = self._common.voice
 
     def observe(self, rollout: Rollout) -> None:
         self._seats.get(rollout.actor, self._common).observe(rollout)

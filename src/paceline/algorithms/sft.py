@@ -75,7 +75,7 @@ class Recital(Environment):
         return {WRITTEN: self.conversation(example, "a row"), "tools": example.get("tools")}
 
     async def prepare(self, example: Row) -> Row:
-        return example if WRITTEN in example else await self._played.prepare(example)
+        return example if WRITTEN in example else await self._played.prepare(self._asked(example))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         if WRITTEN not in example:
@@ -103,6 +103,15 @@ class Recital(Environment):
                 "field that holds the reply with demonstrations"
             )
         return messages
+
+    def _asked(self, row: Row) -> Row:
+        """A held-out row up to the reply that its conversation ends in: the policy is asked, and not told."""
+        if self._key not in (True, "messages") or not isinstance(row.get("messages"), list):
+            return row
+        messages = list(row["messages"])
+        while len(messages) > 1 and messages[-1].get("role") == "assistant":
+            messages.pop()
+        return {**row, "messages": messages}
 
     def forget(self, before: int) -> None:
         self._played.forget(before)

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.env import EnvConfig, ReverseText
+from paceline.config.filters import Filters, Length
 from paceline.config.inference import Engine, Sampling
 from paceline.config.model import Model
 from paceline.config.replay import Replay
@@ -22,13 +23,6 @@ FOLDER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 class ConfigWarning(UserWarning):
     """Legal, but probably not what was meant."""
-
-
-class Filters(Section):
-    """Groups that never reach the trainer."""
-
-    zero_advantage: bool = True
-    """Drop groups in which every advantage is zero; they carry no gradient. Off where `group_size` is 1."""
 
 
 class Eval(Section):
@@ -139,6 +133,7 @@ class RunConfig(Section):
     algo: AlgorithmConfig = GRPO()
     env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseText()]
     filters: Filters = Filters()
+    length: Length = Length()
     replay: Replay = Replay()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -219,16 +214,23 @@ class RunConfig(Section):
                     f"environment `{env.name}`{place}: gae needs a critic that predicts the reward: "
                     "add a section [trainer.critic], which may be empty"
                 )
-            if isinstance(algo, SFT) and place:
+            if isinstance(algo, SFT) and env.seats:
                 yield (
                     f"environment `{env.name}`{place}: sft plays whole episodes, not one seat of them: "
-                    "give it an [[env]] of its own"
+                    "give it an [[env]] of its own, without `seats`"
                 )
 
     def _warn(self) -> None:
         sizes = [env.group_size for env in self.env if env.group_size]
         if idle := self.replay.idle(self.staleness, self.batch_size, sizes):
             warnings.warn(idle, ConfigWarning, stacklevel=2)
+        if self.length.buffer > self.sampling.max_tokens:
+            warnings.warn(
+                f"length.buffer = {self.length.buffer} is more than sampling.max_tokens = {self.sampling.max_tokens}, "
+                "so that even the shortest reply costs reward: lower it",
+                ConfigWarning,
+                stacklevel=2,
+            )
         for env in self.env:
             for seat, algo in env.credits:
                 if algo.group_relative and env.group_size == 1:

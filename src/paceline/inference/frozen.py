@@ -9,8 +9,8 @@ has them, so it scores at temperature 1 only.
 import asyncio
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 import httpx
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from paceline.inference.base import (
     GenerateRequest,
     Limits,
     Listener,
+    Overloaded,
     RequestError,
     Unreachable,
 )
@@ -33,6 +34,7 @@ from paceline.model.weights import Policy, WeightUpdate
 TIMEOUT = 600.0
 SAMPLE = "Foxes jump 12.75\n\n\tdef f(x):  # é 漢字 🙂"
 """Letters, numbers, white space and rare signs: two vocabularies that split all of it alike are taken for one."""
+T = TypeVar("T")
 Ways = tuple[dict[str, Any], ...]
 ASKING: Ways = ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1})
 """How endpoints are asked for the log probabilities of a prompt, the way of vLLM and the older way of OpenAI."""
@@ -54,7 +56,8 @@ class FrozenPool(Pool):
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
         async with self._places:
-            return await super().generate(dataclasses.replace(request, model=self.ref.name), deadline)
+            request = dataclasses.replace(request, model=self.ref.name)
+            return await self._within(deadline, super().generate(request))
 
     async def score(
         self,
@@ -64,7 +67,18 @@ class FrozenPool(Pool):
         deadline: float | None = None,
     ) -> list[list[float]]:
         async with self._places:
-            return await super().score(sequences, temperature, model or self.ref.name, deadline)
+            return await self._within(deadline, super().score(sequences, temperature, model or self.ref.name))
+
+    async def _within(self, seconds: float | None, work: Awaitable[T]) -> T:
+        """The pool's own deadlines speak to whoever plays an environment; here it matters what the endpoint did."""
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            cause = "" if self._roster.serving else f" ({self._roster.trouble})"
+            raise EngineError(f"no answer within {seconds:g} s{cause}") from None
 
     async def aclose(self) -> None:
         self.close()
@@ -237,8 +251,14 @@ class CompletionsEngine:
             return answer
         told = answer.get("error", answer) if isinstance(answer, dict) else response.text[:200]
         told = told.get("message", told) if isinstance(told, dict) else told
-        kind = RequestError if response.status_code in (400, 404, 405, 413, 422) else EngineError
-        raise kind(f"{self.name}{path} answered {response.status_code}: {told}")
+        raise _kind(response.status_code)(f"{self.name}{path} answered {response.status_code}: {told}")
+
+
+def _kind(status: int) -> type[EngineError]:
+    """What an answer that is none means: too much at once passes, a request that is refused stays refused."""
+    if status in (429, 503):
+        return Overloaded
+    return RequestError if status in (400, 404, 405, 413, 422) else EngineError
 
 
 def prompt_logprobs(choice: dict[str, Any], ids: Sequence[int]) -> list[float] | None:

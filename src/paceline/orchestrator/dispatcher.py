@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from paceline.config import RunConfig
-from paceline.data import Ledger, Ticket
+from paceline.data import Ledger, Sample, Ticket
 from paceline.orchestrator.breaker import Breaker, RunStopped
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import Player
+from paceline.orchestrator.filters import USERS, Filters
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.replay import Replay, Replayed
 from paceline.orchestrator.staleness import fresh_enough
@@ -62,6 +61,7 @@ class Dispatcher:
         self._ledger = ledger
         self._warn = warn
         self._breaker = Breaker(config.breaker)
+        self._filters = Filters(config)
         self._drops_in_a_row = 0
         self._next_warning = PATIENCE * config.batch_size // self._smallest()
         self._aged_at = gate.version
@@ -102,7 +102,7 @@ class Dispatcher:
 
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
-        self._replay.remember(batch)
+        self._replay.remember([group for group in batch if group.samples()])
 
     def _choose_replays(self) -> None:
         """A new version: settle what its batch replays before fresh groups take the places."""
@@ -165,19 +165,22 @@ class Dispatcher:
         self._drops_in_a_row += 1
         if self._drops_in_a_row == self._next_warning:
             self._next_warning *= 2
-            self._warn(
-                f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: "
-                "make the task easier, raise group_size, or let the reward tell rollouts apart"
-            )
+            mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
+            mend = "look at what filters.group asks for" if reason == USERS else mend
+            self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
 
     def _why_not(self, group: Group, course: Course) -> str | None:
         """Credit the group; the reason if it must not train."""
         assert course.config.min_group_size is not None
         if group.members < course.config.min_group_size:
             return "group_too_small"
+        self._filters.before_credit(group)
         course.algorithm.assign(group)
+        self._filters.after_credit(group)
         if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
             return "zero_advantage"
+        if not self._filters.keeps(group):
+            return USERS
         return None if self._age(group) else "stale"
 
     def _age(self, group: Group) -> bool:
@@ -285,10 +288,13 @@ def places(groups: Sequence[Group]) -> int:
 
 
 def without_signal(group: Group) -> bool:
-    """No sample of the group would move a weight: every advantage is zero and nothing else trains."""
-    for sample in group.samples():
-        if sample.ce_weights is not None or sample.ref_kl_weights is not None or sample.rewards is not None:
-            return False
-        if sample.advantages is None or np.any(sample.advantages != 0):
-            return False
-    return True
+    """No sample of the group would move a weight: where rl trains every advantage is zero, and nothing else trains."""
+    return not any(map(_moves, group.samples()))
+
+
+def _moves(sample: Sample) -> bool:
+    if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
+        return True
+    # Credit that is not there yet comes from a critic, or when the batch ships.
+    pending = sample.advantages is None or sample.rewards is not None
+    return bool((sample.rl if pending else sample.rl * sample.advantages).any())

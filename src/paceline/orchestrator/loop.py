@@ -15,7 +15,7 @@ from paceline.data import Ledger, Sample, encode, learn
 from paceline.inference import Pool
 from paceline.inference.past import PoolWithPast
 from paceline.monitor import Monitor
-from paceline.orchestrator.checkpoint import Checkpoints
+from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.dispatcher import Dispatcher, Tally
@@ -24,6 +24,7 @@ from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.metrics import batch_metrics, replay_metrics
 from paceline.orchestrator.past import Past
+from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.stopwatch import Stopwatch
 from paceline.rollout import Group, Voice
 from paceline.trainer import StepReport, Trainer
@@ -107,10 +108,12 @@ class Conductor:
         self._watch.restart()
 
     async def _score(self, batch: Sequence[Group]) -> list[Sample]:
-        """Samples of the batch in ticket order, finished by each environment's algorithm: all environments at once."""
+        """Samples of the batch in ticket order, finished by each environment's algorithm: all environments at once.
+        What is replayed was finished when it first trained."""
         shares: dict[str, list[Group]] = {}
         for group in batch:
-            shares.setdefault(group.ticket.env, []).append(group)
+            if not isinstance(group, Replayed):
+                shares.setdefault(group.ticket.env, []).append(group)
         lost = await together([self._p.courses[env].algorithm.score(groups) for env, groups in shares.items()])
         for reasons in lost:
             self._dispatcher.tally.lost_samples.update(reasons or {})
@@ -147,7 +150,7 @@ class Conductor:
             metrics |= replay_metrics(batch, self._gate.version - 1)
         metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
-            self._p.monitor.note(f"step {self.step}: the gradient was not finite, the batch was skipped")
+            self._p.monitor.note(f"step {self.step}: a gradient was not finite; its optimizer step was left out")
         last = self._config.steps == self.step
         if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
             metrics |= await self._evaluate()
@@ -208,6 +211,11 @@ class Conductor:
 
     async def _restore(self, resume: str) -> None:
         path, state = self._p.checkpoints.find(resume)
+        if strange := sorted(self._p.courses.keys() - state["cursors"].keys()):
+            raise CheckpointError(
+                f"{path} knows no environment {strange}: it knows {sorted(state['cursors'])}. Go on with these, or "
+                "begin a new run from its export (model.name)"
+            )
         await self._p.trainer.load(path)
         self.step = self._saved_at = state["step"]
         self._ledger.load(state["ledger"])

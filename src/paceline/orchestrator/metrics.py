@@ -5,13 +5,15 @@ from statistics import fmean, pstdev
 
 from paceline.data import Sample
 from paceline.orchestrator.dispatcher import Tally
+from paceline.orchestrator.filters import unfined
 from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.staleness import staleness
 from paceline.rollout import Group, Rollout
 
 
 def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, version: int) -> dict[str, float]:
-    """What was sampled, filtered and shipped. `reward/*` is before filters, `reward_trained/*` after."""
+    """What was sampled, filtered and shipped. `reward/*` is before filters, `reward_trained/*` after; both
+    are what the environment paid, whatever length then cost."""
     sampled = [rollout for group in tally.resolved for rollout in group.rollouts]
     trained = [rollout for group in batch for rollout in group.rollouts]
     ages = [staleness(sample, version) for sample in samples] or [0]
@@ -27,7 +29,7 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
         "dropped/failed_rollouts": float(tally.failed_rollouts),
         "dropped/stale_samples": float(tally.stale_samples),
     }
-    for reason in ("zero_advantage", "group_too_small", "stale"):
+    for reason in dict.fromkeys(("zero_advantage", "group_too_small", "stale", *sorted(tally.dropped))):
         metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
     for reason, count in tally.lost_samples.items():
         metrics[f"dropped/{reason}"] = float(count)
@@ -47,11 +49,11 @@ def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str
     out: dict[str, float] = {}
     for env in dict.fromkeys(rollout.env for rollout in rollouts):
         of_env = [rollout for rollout in rollouts if rollout.env == env]
-        rewards = [rollout.reward or 0.0 for rollout in of_env]
+        rewards = [unfined(rollout) for rollout in of_env]
         out[f"{prefix}/{env}/mean"] = fmean(rewards)
         actors = dict.fromkeys(rollout.actor for rollout in of_env)
         for actor in actors if len(actors) > 1 else ():
-            out[f"{prefix}/{env}/{actor}/mean"] = fmean(r.reward or 0.0 for r in of_env if r.actor == actor)
+            out[f"{prefix}/{env}/{actor}/mean"] = fmean(unfined(r) for r in of_env if r.actor == actor)
         if spread:
             out[f"{prefix}/{env}/std"] = pstdev(rewards)
             for name in sorted({name for rollout in of_env for name in rollout.metrics}):

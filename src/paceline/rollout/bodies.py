@@ -41,7 +41,10 @@ class Bodies:
         be told from the template's has none."""
         assert turn.messages is not None
         ids = turn.prompt_ids[begin:]
-        whole = self._text(turn.messages, turn.tools)
+        try:
+            whole = self._text(turn.messages, turn.tools)
+        except RenderError:  # a turn that somebody else made, of messages this template cannot write
+            return []
         written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.spell(token)[1]) for token in ids)]
         if b"".join(bytes(self._lexicon.spell(token)[1]) for token in ids) != written[len(written) - edges[-1] :]:
             return []

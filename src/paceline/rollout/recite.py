@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
 from paceline.rollout.template import Tools
 from paceline.rollout.types import Message, Turn
@@ -47,7 +48,7 @@ def _reply(renderer: Renderer, before: Sequence[Message], message: Message, tool
             "the chat template writes a reply otherwise than it opens one, so nobody can say which tokens are the reply"
         )
     # Whatever follows the end-of-turn token is the template's: a newline, or the next opening.
-    words = str(message.get("content") or "").strip()
+    words = message_text(message).strip()
     said = max(closed.find(words, len(opening)), len(opening)) + len(words)
     marks = [renderer.decode([token]) for token in sorted(renderer.end_tokens)]
     ends = [at + len(mark) for mark in marks if (at := closed.find(mark, said)) >= 0]
