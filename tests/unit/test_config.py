@@ -121,7 +121,8 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
     for index, env in enumerate(table.get("env", [])):
         env["name"] = f"{env.get('name', '')}{index}"
         settle_algorithm(env.get("algo", {}), table)
-        env["seats"] = [seat for seat in env.get("seats", []) if seat["algo"]["type"] != "sft"]
+        whole = (env.get("algo") or table.get("algo") or {}).get("type") == "sft"
+        env["seats"] = [seat for seat in env.get("seats", []) if seat["algo"]["type"] != "sft" and not whole]
         for seat in env["seats"]:
             settle_algorithm(seat["algo"], table)
         for key in TIED.get(env["type"], ()):
