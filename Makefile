@@ -49,7 +49,7 @@ bench: setup ## Compare speed with transformers and TRL (installs the `bench` ex
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'
 	$(BIN)/python benchmarks/spine.py
 
-learn: setup ## Show that four tasks are learnt, three seeds each, on this CPU; stop and go on at will
+learn: setup ## Show that four tasks and every algorithm are learnt, three seeds each, on this CPU; stop and go on at will
 	$(BIN)/python benchmarks/learn.py
 
 clean: ## Remove the environments and caches; runs stay
