@@ -358,6 +358,7 @@ def main() -> int:
     parser.add_argument("--products", choices=["auto", "exact", "half"], default="auto", help="engine.products of ours")
     parser.add_argument("--quick", action="store_true", help="N chats of 4 to 16 tokens, vLLM not compiled, to try it")
     parser.add_argument("--tokenizer", type=Path, help="with --gpu: folder of Qwen2.5's tokenizer, to measure HTTP too")
+    parser.add_argument("--only", choices=["http"], help="with --gpu: 256 requests to the engine, and then over HTTP")
     parser.add_argument("--no-peers", action="store_true", help="with --gpu: leave transformers out")
     options = parser.parse_args()
     if options.gpu:

@@ -380,6 +380,12 @@ def main(given: argparse.Namespace) -> int:
     sheet = Sheet(given.json)
     complete = False
     try:
+        if given.only == "http":
+            with Started(random_model("0.5B")) as engine:
+                rate = fixed(engine, 256, given.rounds)
+            sheet.note("0.5B 256 requests, 128 in, 512 out", "tok/s", rate)
+            over_http("0.5B", given.tokenizer, rate, sheet)
+            return sheet.finish(complete=True)
         rates = {shape: one_shape(shape, sheet, given.rounds) for shape in SHAPES}
         starts("0.5B", sheet)
         if given.tokenizer:

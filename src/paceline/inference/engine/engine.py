@@ -24,11 +24,11 @@ from paceline.inference.base import (
     Limits,
     Listener,
     Overloaded,
-    Piece,
     RequestError,
 )
 from paceline.inference.engine.build import build
 from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
+from paceline.inference.engine.herald import Herald
 from paceline.inference.engine.runner import Flight
 from paceline.inference.engine.sequence import Chunk, Guide
 from paceline.inference.engine.sequence import Sequence as Running
@@ -67,6 +67,7 @@ class EmbeddedEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._flights: deque[Flight] = deque()
+        self._herald = Herald()
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -287,11 +288,13 @@ class EmbeddedEngine:
             flight.land()
             for chunk in flight.chunks:
                 self._accept(chunk)
+        self._herald.tell(now=leave == 0)
 
     def _accept(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         if sequence.future.cancelled():
             self._scheduler.release(sequence)
+            self._herald.forget(sequence)
         elif not sequence.future.done():  # else it ended while this step was in flight
             if chunk.scores is not None:
                 self._accept_scores(sequence, chunk.scores)
@@ -323,14 +326,15 @@ class EmbeddedEngine:
         if sequence.guide is not None and sequence.guide.advance(drawn.token):
             finish = finish or "stop"
         if sequence.listener is not None:
-            top = None if drawn.top is None else [drawn.top]
-            sequence.listener(Piece([drawn.token], [drawn.logprob], [chunk.version], top))
+            self._herald.note(sequence)
         if finish:
             self._scheduler.release(sequence)
+            self._herald.finish(sequence)
             _answer(sequence, sequence.completion(finish))
 
     def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
         self._scheduler.release(sequence)
+        self._herald.finish(sequence)
         if sequence.future.set_running_or_notify_cancel():
             sequence.future.set_exception(kind(why))
 
@@ -382,6 +386,7 @@ class EmbeddedEngine:
         """Answer everybody, those included whose request was still on its way."""
         with self._door:  # whoever is past it is in the inbox; nobody comes after
             self._closed = True
+        self._herald.tell(now=True)
         while not self._inbox.empty():
             work = self._inbox.get_nowait()
             if work is not None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paceline.inference.base import Completion, Finish, GenerateRequest, Listener, TopLogprobs
+from paceline.inference.base import Completion, Finish, GenerateRequest, Listener, Piece, TopLogprobs
 
 
 class Guide(Protocol):
@@ -58,6 +58,8 @@ class Sequence:
     log_z: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    told: int = 0
+    """How many of its sampled tokens its listener has heard of."""
     recomputed: bool = False
     requeue: bool = False
     broken: bool = False
@@ -89,6 +91,12 @@ class Sequence:
         if drawn.token in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
+
+    def untold(self) -> Piece:
+        """What its listener has not heard yet; now it has."""
+        start, self.told = self.told, len(self.logprobs)
+        tokens = self.tokens[len(self.request.prompt_ids) + start :]
+        return Piece(tokens, self.logprobs[start:], self.versions[start:], self.top[start:] or None)
 
     def completion(self, finish: Finish) -> Completion:
         return Completion(

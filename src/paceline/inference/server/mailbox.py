@@ -7,10 +7,6 @@ from typing import Any
 
 GATHER_SECONDS = 0.001
 """How long a letter may wait for others: less than a decode step takes."""
-LISTENER_SECONDS = 0.0001
-"""What it costs to tell one listener something. A crowd is told again after as long as telling all of it takes, so that
-each hears of several tokens at once instead of all waiting for one another's single ones."""
-LONGEST_SECONDS = 0.05
 
 
 class Post:
@@ -25,23 +21,19 @@ class Post:
     def __init__(self) -> None:
         self._pile: deque[tuple[Mailbox, Any]] = deque()
         self._woken = False
-        self._gather = GATHER_SECONDS
         self._loop = asyncio.get_running_loop()
 
     def send(self, box: "Mailbox", letter: Any) -> None:
         self._pile.append((box, letter))
         if not self._woken:
             self._woken = True
-            self._loop.call_soon_threadsafe(self._loop.call_later, self._gather, self._deliver)
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
 
     def _deliver(self) -> None:
         self._woken = False
-        told: set[Mailbox] = set()
         while self._pile:
             box, letter = self._pile.popleft()
             box.put(letter)
-            told.add(box)
-        self._gather = min(max(GATHER_SECONDS, len(told) * LISTENER_SECONDS), LONGEST_SECONDS)
 
 
 class Mailbox:
