@@ -7,7 +7,6 @@ few steps of `sft` on training rows teach that form and little of the arithmetic
 Bars: from under 0.35 to over 0.75 held-out strict reward, within ten minutes a task, on an H200.
 """
 
-import json
 import shutil
 import sys
 import time
@@ -20,21 +19,23 @@ from bars import arguments
 from engine_gpu import Sheet
 from paceline import RunConfig, train
 
-PROMPT = "Reply with the answer alone: one number, no words."
+PROMPT = "Reply with the answer alone and nothing else."
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
     args: dict = field(default_factory=dict)
-    warm_up: int = 6
-    steps: int = 150
+    warm_up: int = 8
+    steps: int = 160
 
 
 TASKS = {
     "chain_sum": Task("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "gcd": Task("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 60}),
+    "needle_haystack": Task("needle_haystack", {"min_num_statements": 3, "max_num_statements": 5}),
+    "word_sequence_reversal": Task("word_sequence_reversal", {"min_words": 3, "max_words": 3}),
     "products": Task("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
-    "gcd": Task("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20}),
 }
 
 
@@ -56,10 +57,10 @@ def run_file(task: Task, policy: str, runs: Path, name: str, steps: int, **more)
         "group_size": 16,
         "staleness": 1,
         "model": {"name": policy, "dtype": "bfloat16"},
-        "sampling": {"max_tokens": 16},
-        "engine": {"max_running": 512, "max_context": 512, "cache_gib": 8.0},
-        "trainer": {"micro_batch_tokens": 16_384, "optimizer": {"lr": 3e-5}},
-        "eval": {"every": 25, "concurrency": 200},
+        "sampling": {"max_tokens": 24},
+        "engine": {"max_running": 512, "max_context": 512, "cache_gib": 8.0, "compile": False},
+        "trainer": {"micro_batch_tokens": 16_384, "compile": False, "optimizer": {"lr": 3e-5}},
+        "eval": {"every": 20, "concurrency": 200},
         "checkpoint": {"every": 0},
         "env": [env],
     }
@@ -68,10 +69,10 @@ def run_file(task: Task, policy: str, runs: Path, name: str, steps: int, **more)
 
 def learn(task: Task, model: str, runs: Path, sheet: Sheet, quick: bool) -> list[tuple[int, float]]:
     begin = time.perf_counter()
-    sft = {"algo": {"type": "sft", "demonstrations": "answer"}, "group_size": 1, "batch_size": 64}
+    sft = {"algo": {"type": "sft", "demonstrations": "answer"}, "group_size": 1, "batch_size": 4 if quick else 64}
     sft |= {"staleness": 0, "eval": {"every": 0}}
     steps = (1, 2) if quick else (task.warm_up, task.steps)
-    small = {"batch_size": 8, "group_size": 4, "eval": {"every": 1, "examples": 4}} if quick else {}
+    small = {"batch_size": 8, "group_size": 4, "eval": {"every": 2, "examples": 4}} if quick else {}
     cpu = {"model": {"name": model}} if quick else {}
     warm = train(run_file(task, model, runs, f"{task.name}-warm", steps[0], **sft | cpu), overwrite=True)
     if warm.error or warm.outcome.export is None:
@@ -87,7 +88,8 @@ def learn(task: Task, model: str, runs: Path, sheet: Sheet, quick: bool) -> list
     sheet.at_most(f"{task.name}: held-out strict reward after the warm-up", "", curve[0][1], 0.35)
     sheet.at_least(f"{task.name}: held-out strict reward at the end", "", curve[-1][1], 0.75)
     sheet.at_most(f"{task.name}: warm-up and training", "s", seconds, 600)
-    print(json.dumps({"task": task.name, "curve": curve}), flush=True)
+    for step, solved in curve[1:-1]:
+        sheet.note(f"{task.name}: held-out strict reward at step {step}", "", solved)
     shutil.rmtree(runs / task.name / "checkpoints", ignore_errors=True)
     return curve
 
@@ -102,7 +104,7 @@ def main() -> int:
     sheet = Sheet(given.json, "reasoning-gym on SmolLM2-135M")
     for name in given.task or TASKS:
         learn(TASKS[name], given.model, given.runs, sheet, given.quick)
-    return sheet.finish(complete=not (given.task or given.quick))
+    return sheet.finish(complete=not given.quick)
 
 
 if __name__ == "__main__":
