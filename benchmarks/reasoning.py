@@ -2,8 +2,8 @@
 
     python benchmarks/reasoning.py MODEL_FOLDER --json FILE
 
-The model answers in sentences, so its strict reward is near zero: an answer counts only if it is the number alone. A
-few steps of `sft` on training rows teach that form and little of the arithmetic; from there `grpo` learns the task.
+The model answers in sentences, so its strict reward is near zero: a reply counts only if it is the answer and nothing
+else. Eight steps of `sft` on 64 training rows each teach that form and little of the task; from there `grpo` learns it.
 Bars: from under 0.35 to over 0.75 held-out strict reward, within ten minutes a task, on an H200.
 """
 
@@ -32,10 +32,8 @@ class Task:
 
 TASKS = {
     "chain_sum": Task("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-    "gcd": Task("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 60}),
-    "needle_haystack": Task("needle_haystack", {"min_num_statements": 3, "max_num_statements": 5}),
-    "word_sequence_reversal": Task("word_sequence_reversal", {"min_words": 3, "max_words": 3}),
-    "products": Task("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    "needle_haystack": Task("needle_haystack", {"min_num_statements": 3, "max_num_statements": 5}, steps=80),
+    "word_sequence_reversal": Task("word_sequence_reversal", {"min_words": 3, "max_words": 3}, steps=60),
 }
 
 
