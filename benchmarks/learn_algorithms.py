@@ -154,14 +154,14 @@ def foresees_its_tool(trial: Trial) -> Verdict:
 
 
 def learns_both(trial: Trial) -> Verdict:
-    pairs = {env: (reward(trial.first, env), reward(trial.last, env)) for env in ("reverse-text", "sort-text")}
-    return {"sort-text (opd)": pairs["sort-text"]}, all(end >= start + 0.3 for start, end in pairs.values())
+    pairs = {env: (reward(trial.first, env), reward(trial.last, env)) for env in ("reverse-text", "flip-text")}
+    return {"flip-text (opd)": pairs["flip-text"]}, all(end >= start + 0.3 for start, end in pairs.values())
 
 
 # -- recipes ----------------------------------------------------------------------------------------------------------
 
 REVERSING = Teacher("reverse", GRPO, ("--steps", "70", "--eval.every", "35"))
-SORTING = Teacher("sort", "examples/learn/sort_text.toml")
+FLIPPING = Teacher("flip", "examples/learn/flip_text.toml")
 SECOND_LOOK = Recipe(
     "echo-grpo",
     "grpo",
@@ -202,8 +202,8 @@ RECIPES = {
             "examples/learn/mixed.toml",
             learns_both,
             ("--eval.every", "5"),
-            ("reverse-text", "sort-text"),
-            teacher=SORTING,
+            ("reverse-text", "flip-text"),
+            teacher=FLIPPING,
             pupil=1,
         ),
     )

@@ -23,13 +23,14 @@ class OPD(Algorithm):
     def __init__(self, config: Config) -> None:
         assert config.teacher is not None
         self._ref = config.teacher
+        self._weight = config.weight
 
     async def begin(self, means: Means) -> None:
         self._teacher = await Reference.connect(self._ref, means)
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [pulled(sample) for sample in rollout.samples]
+            rollout.samples = [pulled(sample, self._weight) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         return await self._teacher.refer(groups)

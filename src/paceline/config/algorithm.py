@@ -19,6 +19,11 @@ class Algo(Section):
         return False
 
     @property
+    def whole_batch(self) -> bool:
+        """Credit waits for all groups of a batch."""
+        return False
+
+    @property
     def plays(self) -> bool:
         """Somebody samples the rollouts; otherwise they are read off the rows."""
         return True
@@ -61,6 +66,10 @@ class GroupCredit(OnPolicy):
     @property
     def group_relative(self) -> bool:
         return self.baseline == "group"
+
+    @property
+    def whole_batch(self) -> bool:
+        return self.baseline == "batch"
 
 
 class GRPO(GroupCredit):
@@ -144,6 +153,9 @@ class OPD(OnPolicy):
     type: Literal["opd"] = "opd"
     teacher: Reference | None = None
     """The frozen model to learn from: its `name` and `base_url`."""
+    weight: float = Field(default=1.0, gt=0)
+    """How hard the teacher pulls beside what other environments train; alone in a run it changes next to nothing. A
+    word on every token is soon louder than a reward for all of them, so lower it where both shall be heard."""
 
     @model_validator(mode="after")
     def _somebody_else_teaches(self) -> "OPD":

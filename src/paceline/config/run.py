@@ -181,6 +181,8 @@ class RunConfig(Section):
         for name, count in Counter(env.name for env in self.env).items():
             if count > 1:
                 yield f"{count} environments are named `{name}`: give each its own `name`"
+        if self.trainer.stream and self.deterministic:
+            yield "trainer.stream adds gradients in the order groups finish: leave it out where deterministic = true"
         if self.sampling.temperature == 0:
             yield "training at temperature 0 has no distribution to learn from: raise sampling.temperature"
         elif self.sampling.truncates and not self.allow_truncated_sampling:
@@ -213,6 +215,11 @@ class RunConfig(Section):
                 yield (
                     f"environment `{env.name}`{place}: gae needs a critic that predicts the reward: "
                     "add a section [trainer.critic], which may be empty"
+                )
+            if self.trainer.stream and algo.whole_batch:
+                yield (
+                    f"environment `{env.name}`{place}: its baseline is the whole batch's, and trainer.stream does not "
+                    'wait for that: set baseline = "group", or leave stream out'
                 )
             if isinstance(algo, SFT) and env.seats:
                 yield (

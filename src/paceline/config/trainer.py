@@ -163,6 +163,10 @@ class Trainer(Section):
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 4096
     """Token budget of one packed forward pass. `auto` tries, when the first batch is here, what the GPU's memory has
     room for beside the engine; on a CPU it is 4096."""
+    stream: bool = False
+    """Run micro-batches while the batch's last groups are still being sampled, instead of waiting for all of it. The
+    update is the same; worth it where the trainer waits for long episodes. Takes a gradient's memory once more for each
+    further component (rl, ce, ref_kl) that trains."""
     max_sample_tokens: int | None = Field(default=None, ge=2)
     """Longer samples are truncated; the model's context when left out."""
     gradient_checkpointing: bool = False
@@ -179,4 +183,14 @@ class Trainer(Section):
         # Its bounds are so narrow that the engine's rounding alone would leave them.
         if isinstance(self.loss, GSPO) and self.proximal is None:
             self.proximal = Proximal()
+        return self
+
+    @model_validator(mode="after")
+    def _streams_one_step(self) -> "Trainer":
+        if self.stream and self.minibatches > 1:
+            raise ValueError(
+                "trainer.stream sums one gradient while a batch comes in: set minibatches = 1, or leave stream out"
+            )
+        if self.stream and self.critic is not None:
+            raise ValueError("trainer.stream and trainer.critic do not go together: a critic judges whole batches")
         return self

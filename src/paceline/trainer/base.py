@@ -28,6 +28,11 @@ class Trainer(Protocol):
 
     version: int
 
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        """Samples of the batch that is still being gathered: work on them may begin. `step` gets them again, the same
+        objects, among the whole batch; the update is the same as if they had not been fed."""
+        ...
+
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         """Train one batch; `version` is one higher afterwards."""
         ...

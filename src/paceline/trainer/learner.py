@@ -27,6 +27,7 @@ from paceline.trainer.loss import Loss, Sums, metrics
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.reference import Reference, shaped
 from paceline.trainer.scoring import score
+from paceline.trainer.stream import Stream
 from paceline.trainer.tokens import Tokens
 from paceline.trainer.tuning import tuned
 from paceline.trainer.world import World
@@ -82,11 +83,42 @@ class Learner:
         self._world = World(group, model.device)
         self._reference = Reference(model, c.kl) if c.kl is not None else None
         self._critic = Critic(model, c, total, self._world) if c.critic is not None else None
+        self._stream: Stream | None = None
+
+    def feed(self, samples: Sequence[Sample], version: int) -> None:
+        """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
+        the others."""
+        self._stream = self._stream or Stream(self._config, self.optimizer)
+        if not samples:
+            return
+        work = self._prepare(self._credit(samples)[0], {})
+        self._run(self._stream, self._stream.add(work.samples, self._budget), version)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], bool]:
-        """Train one batch, sampled by `version` or earlier: its metrics, and whether every step was finite."""
-        samples, lessons, report = self._credit(samples)
+        """Train one batch, sampled by `version` or earlier: its metrics, and whether every step was finite. What was
+        fed before belongs to it."""
         rate = self.optimizer.lr
+        if self._stream is not None:
+            self.feed(samples, version)
+            steps, report, critic = [self._finish(version)], {}, []
+        else:
+            steps, report, critic = self._learn(samples, version)
+        if self._reference is not None:
+            self._reference.follow(version + 1, self.optimizer)
+        if steps:
+            good = [step for step in steps if step.finite] or steps  # one NaN would be everybody's
+            report |= metrics(torch.stack([step.sums for step in good]).sum(0), len(good))
+            report["grad_norm"] = fmean(step.grad_norm for step in good)
+            report["micro_batches"] = float(sum(step.micro_batches for step in good))
+            report["lr"] = rate
+        fine = all(step.finite for step in steps) and all(np.isfinite(list(one.values())).all() for one in critic)
+        return report, fine
+
+    def _learn(
+        self, samples: Sequence[Sample], version: int
+    ) -> tuple[list[Outcome], dict[str, float], list[dict[str, float]]]:
+        """K steps on a whole batch: how they went, and what the critic reports of the batch and of each step."""
+        samples, lessons, report = self._credit(samples)
         taught = bool(report)  # on some rank at least
         held = taught and self._critic is not None and self._critic.warming_up
         work = Prepared(list(samples), [None] * len(samples), lessons) if held else self._prepare(samples, lessons)
@@ -101,16 +133,7 @@ class Learner:
         if taught and self._critic is not None:
             self._critic.batches += 1
             report |= {name: fmean(one[name] for one in critic) for name in critic[0]}
-        if self._reference is not None:
-            self._reference.follow(version + 1, self.optimizer)
-        if steps:
-            good = [step for step in steps if step.finite] or steps  # one NaN would be everybody's
-            report |= metrics(torch.stack([step.sums for step in good]).sum(0), len(good))
-            report["grad_norm"] = fmean(step.grad_norm for step in good)
-            report["micro_batches"] = float(sum(step.micro_batches for step in good))
-            report["lr"] = rate
-        fine = all(step.finite for step in steps) and all(np.isfinite(list(one.values())).all() for one in critic)
-        return report, fine
+        return steps, report, critic
 
     def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> Sums:
         """Add one micro-batch's gradient."""
@@ -230,6 +253,29 @@ class Learner:
             outcome = self._gradient(packs, version, first)
         # Where nothing trains on any rank there is no step: AdamW would take most of its last one again.
         self.optimizer.step() if outcome.finite and totals[:-1].any() else self.optimizer.zero()
+        return outcome
+
+    def _run(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
+        self._model.train()
+        for micro_batch in packs:
+            stream.backward(*self.tokens(micro_batch), self._loss, version)
+        self._model.eval()
+
+    def _finish(self, version: int) -> Outcome:
+        """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
+        assert self._stream is not None
+        stream, self._stream = self._stream, None
+        self._run(stream, stream.rest(self._budget), version)
+        totals = self._world.sum(torch.from_numpy(count(stream.samples).ravel())).cpu().numpy().reshape(-1, 2)
+        sums = stream.finish(totals)
+        self._world.sum_gradients(self.optimizer.masters.values())
+        outcome = Outcome(self._world.sum(sums), float(self.optimizer.clip()), stream.micro_batches)
+        if not outcome.finite:
+            self.optimizer.zero()
+            whole = Prepared(stream.samples, [None] * len(stream.samples), {})
+            again = self._step(whole, range(len(stream.samples)), version, first=True)
+            return again or outcome
+        self.optimizer.step() if totals.any() else self.optimizer.zero()
         return outcome
 
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:

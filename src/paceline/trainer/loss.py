@@ -31,6 +31,11 @@ class Loss:
     def __call__(self, tokens: Tokens, version: int, first: bool = True) -> tuple[Tensor, "Sums"]:
         """The scaled loss of these tokens, and unscaled sums for the report. `first`: no step was taken yet since
         `version`, so that engine and trainer can be compared."""
+        parts, sums = self.parts(tokens, version, first)
+        return torch.stack(list(parts.values())).sum(), sums
+
+    def parts(self, tokens: Tokens, version: int, first: bool = True) -> tuple[dict[str, Tensor], "Sums"]:
+        """The same, term by term."""
         moved, sampled = self._ratios(tokens)
         rl, rl_left = self._rl(moved, tokens)
         if self._config.proximal is not None:
@@ -52,7 +57,7 @@ class Loss:
         with torch.no_grad():
             sums = Sums.of(tokens, moved, parts, {"rl": rl_left, "ref_kl": ref_left}, version, first)
             sums.values["skipped"] = skipped.sum(dtype=torch.float64)
-        return torch.stack(list(parts.values())).sum(), sums
+        return parts, sums
 
     def _ratios(self, tokens: Tokens) -> tuple[Ratio, Ratio]:
         """How far tokens have moved from where the rl term measures, and from the sampler."""

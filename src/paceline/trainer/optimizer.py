@@ -42,11 +42,26 @@ class MasterAdamW:
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
 
-    def backward(self, loss: Tensor, anchor: Tensor) -> None:
+    def backward(self, loss: Tensor, anchor: Tensor, again: bool = False) -> None:
         """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
-        gradient even when no token trains; it may be float16, to which a scale can be infinite."""
-        (loss * self.scale + anchor).backward()
+        gradient even when no token trains; it may be float16, to which a scale can be infinite. `again`: another loss
+        of the same forward pass follows."""
+        (loss * self.scale + anchor).backward(retain_graph=again)
         self.gather()
+
+    def set_aside(self) -> dict[str, Tensor]:
+        """The gradient so far; what is added from here on is another one."""
+        held = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        self.zero()
+        return held
+
+    @torch.no_grad()
+    def restore(self, held: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """Add a gradient that was set aside, times a factor. It is used up."""
+        for name, gradient in held.items():
+            master = self.masters[name]
+            gradient = gradient if factor == 1 else gradient.mul_(factor)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def retreat(self, sound: bool) -> bool:
         """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where

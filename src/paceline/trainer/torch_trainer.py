@@ -50,6 +50,9 @@ class TorchTrainer:
         self.learner = Learner(model, c, total_steps, fp32_head, group)
         self._dumps = dumps
         self._bad_steps = 0
+        self._fed: dict[int, Sample] = {}
+        """Samples of the batch that is still being gathered."""
+        self._fed_seconds = 0.0
         self.version = 0
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
         self._max_tokens = min(c.max_sample_tokens or limit, limit)
@@ -63,6 +66,9 @@ class TorchTrainer:
 
     async def _run(self, work, *args):  # noqa: ANN001, ANN002, ANN202 - what work takes and gives
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        await self._run(self._feed, samples)
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         return await self._run(self._step, batch)
@@ -84,17 +90,26 @@ class TorchTrainer:
 
     # -- on the trainer's thread ------------------------------------------------------------------------------------
 
-    def _step(self, batch: Sequence[Sample]) -> StepReport:
+    def _feed(self, samples: Sequence[Sample]) -> None:
         start = time.perf_counter()
-        samples = [cut(sample, self._max_tokens) for sample in batch]
+        self._fed |= {id(sample): sample for sample in samples}  # held, so that no other sample gets its id
+        self.learner.feed([cut(sample, self._max_tokens) for sample in samples], self.version)
+        self._fed_seconds += time.perf_counter() - start
+
+    def _step(self, batch: Sequence[Sample]) -> StepReport:
+        start = time.perf_counter() - self._fed_seconds
+        if lost := self._fed.keys() - {id(sample) for sample in batch}:
+            raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
+        samples = [cut(sample, self._max_tokens) for sample in batch if id(sample) not in self._fed]
         metrics, fine = self.learner.learn(samples, self.version)
+        self._fed, self._fed_seconds = {}, 0.0
         if fine:
             self._bad_steps = 0
         else:
             self._skip(batch)
         self.version += 1
         seconds = time.perf_counter() - start
-        metrics["train_tokens/s"] = sum(map(len, samples)) / seconds
+        metrics["train_tokens/s"] = sum(min(len(sample), self._max_tokens) for sample in batch) / seconds
         metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
         return StepReport(metrics, skipped=not fine)
 
