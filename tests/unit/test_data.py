@@ -422,7 +422,8 @@ class Books(RuleBasedStateMachine):
         self.state: dict[Ticket, State] = {}
         self.places = 0
         self.reasons: dict[str, int] = {}
-        self.keep()
+        self.step = -1
+        self.keep(0)
 
     def pick(self, data, *states: State) -> Ticket:
         return data.draw(st.sampled_from([t for t, s in self.state.items() if s in states]))
@@ -432,7 +433,7 @@ class Books(RuleBasedStateMachine):
 
     def moved(self, ticket: Ticket, state: State, **details):
         self.state[ticket] = state
-        assert self.told.pop() == {**ticket._asdict(), "state": state.value, **details}
+        assert self.told.pop() == {**ticket._asdict(), "state": state.value, **details, "since": self.step}
         assert not self.told
 
     @rule(env=st.sampled_from("ab"), row=st.integers(0, 3))
@@ -484,20 +485,27 @@ class Books(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match=f"ticket {ticket.number} cannot go from"):
                 getattr(self.ledger, move)(ticket, *{"buffer": (), "train": (0, 1), "drop": ("stale",)}[move])
 
-    @rule()
-    def keep(self):
-        model = (self.state, self.places, self.reasons)
-        self.kept = json.loads(json.dumps(self.ledger.state())), copy.deepcopy(model)
+    @rule(steps=st.integers(1, 3))
+    def keep(self, steps):
+        self.step += steps
+        model = (self.state, self.places, self.reasons, self.step)
+        self.kept = json.loads(json.dumps(self.ledger.state(self.step))), copy.deepcopy(model)
 
-    @rule(restarted=st.booleans())
-    def fall_back(self, restarted):
+    @rule(data=st.data(), restarted=st.booleans())
+    def fall_back(self, data, restarted):
+        """Some of the groups that were finished were kept with the books."""
         if restarted:
             self.ledger = Ledger(self.told.append)
         books, model = self.kept
-        self.ledger.load(books)
-        self.state, self.places, self.reasons = copy.deepcopy(model)
-        gone = (State.TRAINED, State.DROPPED)
-        self.state = {t: s if s in gone else State.WAITING for t, s in self.state.items()}
+        self.state, self.places, self.reasons, self.step = copy.deepcopy(model)
+        finished = [t for t, s in self.state.items() if s is State.BUFFERED]
+        groups = data.draw(st.lists(st.sampled_from(finished), unique=True)) if finished else []
+        self.ledger.load(books, groups)
+        gone = [t for t, s in self.state.items() if s in (State.TRAINED, State.DROPPED)]
+        self.state = {t: s if t in gone or t in groups else State.WAITING for t, s in self.state.items()}
+        for ticket in gone:
+            with pytest.raises(LedgerError, match="do not have open"):
+                Ledger().load(books, [ticket])
 
     @invariant()
     def every_ticket_is_counted_once(self):
@@ -518,6 +526,7 @@ class Books(RuleBasedStateMachine):
             t for t, s in self.state.items() if s not in (State.TRAINED, State.DROPPED)
         )
         assert restarted.count(State.WAITING) == len(restarted.waiting)
+        restarted.load(self.ledger.state(), [t for t, s in self.state.items() if s is State.BUFFERED])
         assert restarted.state() == self.ledger.state()
 
 

@@ -1,7 +1,6 @@
 """What the trainer eats: one token sequence with parallel per-token streams."""
 
 from collections.abc import Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, Self
 
@@ -78,23 +77,29 @@ class Sample:
     def _check(self, names: Iterable[str]) -> None:
         if len(self) == 0:
             raise ValueError(f"{self.where}: a sample needs at least one token")
+        shape = (len(self),)
         for name in names:
             stream = getattr(self, name)
-            if stream is not None and stream.shape != (len(self),):
+            if stream is None:
+                continue
+            if stream.shape != shape:
                 raise ValueError(
                     f"{self.where}: stream `{name}` has shape {stream.shape}, but the sample has {len(self)} tokens"
                 )
-            if stream is not None and name in FIRST_IS_ZERO and stream[0]:
+            if name in FIRST_IS_ZERO and stream[0]:
                 raise ValueError(f"{self.where}: `{name}` trains the first token, which nothing precedes")
         if not NAMED_TOGETHER.isdisjoint(names):
             self._check_sampling()
 
     def _check_sampling(self) -> None:
-        if ((self.versions != -1) & ~self.loss_mask).any():
-            raise ValueError(f"{self.where}: `versions` must be -1 off the loss mask")
-        if self.logprobs is not None and ((self.versions < 0) & self.loss_mask).any():
-            raise ValueError(f"{self.where}: a token sampled by the policy needs its version")
-        if (self.temperatures <= 0).any():
+        sampled = self.versions >= 0
+        # Nearly always the mask says the same as the versions, and comparing bytes is the shortest way to see it.
+        if sampled.tobytes() != self.loss_mask.tobytes() or np.minimum.reduce(self.versions) < -1:
+            if ((self.versions != -1) & ~self.loss_mask).any():
+                raise ValueError(f"{self.where}: `versions` must be -1 off the loss mask")
+            if self.logprobs is not None and (~sampled & self.loss_mask).any():
+                raise ValueError(f"{self.where}: a token sampled by the policy needs its version")
+        if not np.minimum.reduce(self.temperatures) > 0:
             raise ValueError(f"{self.where}: `temperatures` must be positive")
 
     def __len__(self) -> int:
@@ -112,7 +117,9 @@ class Sample:
 
     def with_streams(self, **streams: NDArray | None) -> Self:
         """A copy with some streams set; only what changed is checked again."""
-        clone = copy(self)
+        clone = object.__new__(type(self))
+        for name in FIELDS:
+            object.__setattr__(clone, name, getattr(self, name))
         for name, stream in streams.items():
             if stream is not None:
                 stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES[name])
@@ -140,10 +147,15 @@ class Sample:
         """Version of the oldest token that trains; None if a frozen model sampled it or nothing trains."""
         if self.logprobs is None:
             return None
+        if self.rl_weights is None and self.ref_kl_weights is None:
+            # Off the mask stands -1, which unsigned is larger than any version.
+            oldest = int(np.minimum.reduce(self.versions.view(np.uint32)))
+            return oldest if oldest < 1 << 31 else None
         trained = self.loss_mask & (self.rl != 0)
         if self.ref_kl_weights is not None:
             trained = trained | (self.loss_mask & (self.ref_kl_weights != 0))
         return int(self.versions[trained].min()) if trained.any() else None
 
 
+FIELDS = tuple(f.name for f in fields(Sample))
 SCALAR_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in STREAM_DTYPES)

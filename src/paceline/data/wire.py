@@ -19,21 +19,25 @@ class WireError(ValueError):
     """Bytes that are not a batch of samples."""
 
 
-class _Array(msgspec.Struct, array_like=True):
+class WiredArray(msgspec.Struct, array_like=True):
+    """An array as (dtype, shape, bytes)."""
+
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
     @classmethod
-    def of(cls, array: NDArray) -> "_Array":
-        return cls(array.dtype.str, array.shape, array.data.cast("B"))
+    def of(cls, array: NDArray) -> "WiredArray":
+        return cls(array.dtype.str, array.shape, array.data.cast("B") if array.size else memoryview(b""))
 
     def view(self) -> NDArray:
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype)).reshape(self.shape)
 
 
-class _Sample(msgspec.Struct, array_like=True):
-    streams: dict[str, _Array]
+class WiredSample(msgspec.Struct, array_like=True):
+    """A sample as the wire has it."""
+
+    streams: dict[str, WiredArray]
     ended: Ended
     env: str
     ticket: tuple[int, str, int, int, int] | None
@@ -43,7 +47,7 @@ class _Sample(msgspec.Struct, array_like=True):
 
 class _Batch(msgspec.Struct, array_like=True):
     version: int
-    samples: list[_Sample]
+    samples: list[WiredSample]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -52,14 +56,7 @@ _decoder = msgspec.msgpack.Decoder(_Batch)
 
 def encode(samples: Sequence[Sample]) -> bytes:
     """A batch as bytes."""
-    wired = [
-        _Sample(
-            {name: _Array.of(stream) for name, stream in sample.streams().items()},
-            *(getattr(sample, name) for name in SCALAR_FIELDS),
-        )
-        for sample in samples
-    ]
-    return _encoder.encode(_Batch(WIRE_VERSION, wired))
+    return _encoder.encode(_Batch(WIRE_VERSION, [wire(sample) for sample in samples]))
 
 
 def decode(data: bytes | memoryview) -> list[Sample]:
@@ -68,12 +65,21 @@ def decode(data: bytes | memoryview) -> list[Sample]:
         batch = _decoder.decode(data)
         if batch.version != WIRE_VERSION:
             raise WireError(f"a batch of wire version {batch.version} cannot be read by version {WIRE_VERSION}")
-        return [_unwire(wired) for wired in batch.samples]
+        return [unwire(wired) for wired in batch.samples]
     except (msgspec.DecodeError, RecursionError, TypeError, ValueError) as error:
         raise WireError(f"not a batch of samples: {error}") from error
 
 
-def _unwire(wired: _Sample) -> Sample:
+def wire(sample: Sample) -> WiredSample:
+    """A sample ready for the wire, without a copy of its streams."""
+    return WiredSample(
+        {name: WiredArray.of(stream) for name, stream in sample.streams().items()},
+        *(getattr(sample, name) for name in SCALAR_FIELDS),
+    )
+
+
+def unwire(wired: WiredSample) -> Sample:
+    """The sample again; whatever cannot be one raises `ValueError` or `TypeError`."""
     unknown = wired.streams.keys() - STREAM_DTYPES.keys()
     if unknown:
         raise WireError(f"unknown streams {sorted(unknown)}")

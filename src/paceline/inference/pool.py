@@ -133,31 +133,47 @@ class Pool:
     ) -> T:
         self._unanswered += 1
         try:
+            if deadline is None:
+                return await self._see_through(errand, route, ask, None)
             async with asyncio.timeout(deadline) as limit:
-                await self._roster.meet()
-                while True:
-                    member = route(await self._candidates(errand, deadline))
-                    try:
-                        with member.serving(errand.weight):
-                            return await ask(member)
-                    except RequestError:
-                        raise
-                    except Overloaded as error:
-                        errand.full.add(member)
-                        errand.trouble = error
-                    except EngineError as error:
-                        await self._weigh(errand, member, error)
+                return await self._see_through(errand, route, ask, deadline)
         except TimeoutError:
-            if not limit.expired():
+            if deadline is None or not limit.expired():
                 raise
             cause = f" ({errand.trouble})" if errand.trouble else ""
             raise EngineError(f"no completion within {deadline} s{cause}: raise the environment's timeout") from None
         finally:
             self._unanswered -= 1
 
+    async def _see_through(
+        self,
+        errand: Errand,
+        route: Callable[[list[Member]], Member],
+        ask: Callable[[Member], Awaitable[T]],
+        deadline: float | None,
+    ) -> T:
+        await self._roster.meet()
+        while True:
+            member = route(await self._candidates(errand, deadline))
+            member.unanswered += errand.weight
+            try:
+                try:
+                    return await ask(member)
+                finally:
+                    member.unanswered -= errand.weight
+            except RequestError:
+                raise
+            except Overloaded as error:
+                errand.full.add(member)
+                errand.trouble = error
+            except EngineError as error:
+                await self._weigh(errand, member, error)
+
     async def _candidates(self, errand: Errand, deadline: float | None) -> list[Member]:
         """Engines in service that are large enough and have not just refused; waits until there is one."""
         members = self._roster.members
+        if len(members) == 1 and members[0].trouble is members[0].context is None and not errand.full:
+            return members  # most runs have one engine: nothing to choose, nothing to compare
         if all(member.context is not None and member.context < errand.length for member in members):
             longest = max(member.context or 0 for member in members)
             raise RequestError(f"{errand.what} needs {errand.length} tokens, but no context holds more than {longest}")

@@ -1,8 +1,7 @@
 """Which engine a request goes to."""
 
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from paceline.inference.base import Engine, EngineError
 
@@ -30,14 +29,6 @@ class Member:
     def load(self) -> float:
         """How full it would be with one request more."""
         return (self.unanswered + 1) / self.capacity
-
-    @contextmanager
-    def serving(self, weight: int = 1) -> Generator[None]:
-        self.unanswered += weight
-        try:
-            yield
-        finally:
-            self.unanswered -= weight
 
 
 def choose(candidates: Sequence[Member], home: Member | None = None) -> Member:

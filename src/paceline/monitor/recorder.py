@@ -84,6 +84,8 @@ class Recorder(Monitor):
             return 0 < start_step >= record.get("step", 0)
 
         def kept_ticket(record: dict[str, Any]) -> bool:
+            if "since" in record:  # the checkpoint it came after
+                return record["since"] < start_step
             return record.get("state") != "trained" or record.get("step", 0) <= start_step
 
         filter_jsonl(self._files.metrics_file, kept)

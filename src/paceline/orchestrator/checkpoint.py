@@ -1,5 +1,6 @@
 """Checkpoints: one atomic folder each, the newest named by `latest`."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,7 +61,12 @@ class Checkpoints:
 
     def forget_after(self, step: int) -> None:
         """Remove what a roll-back to `step` undoes, and whatever a killed run left half written."""
-        for path in [p for p in self.all() if p.name > f"step-{step:06d}"] + list(self._folder.glob(".*.tmp")):
+        survivor = self._folder / f"step-{step:06d}"
+        if (survivor / STATE).is_file():
+            self._point_at(survivor)  # first of all: `latest` never names what is half gone
+        for path in [p for p in self.all() if p.name > survivor.name]:
+            self._remove(path)
+        for path in self._folder.glob(".*.tmp"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
     def _newest(self) -> Path:
@@ -71,11 +77,13 @@ class Checkpoints:
     def _swap_in(self, draft: Path, final: Path) -> None:
         if final.exists():
             replaced = self._folder / f".{final.name}.replaced.tmp"
+            shutil.rmtree(replaced, ignore_errors=True)
             final.replace(replaced)
             draft.replace(final)
             shutil.rmtree(replaced)
         else:
             draft.replace(final)
+        _sync(self._folder)
         self._point_at(final)
 
     def _point_at(self, final: Path) -> None:
@@ -83,10 +91,19 @@ class Checkpoints:
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         link.replace(self._folder / LATEST)
+        _sync(self._folder)
 
     def _prune(self) -> None:
         for old in self.all()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            self._remove(old)
+
+    def _remove(self, path: Path) -> None:
+        """By a rename first: a checkpoint whose removal is cut short must not look like a whole one."""
+        gone = path.with_name(f".{path.name}.gone.tmp")
+        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.replace(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _what_is_left(self) -> str:
         whole = self.all()
@@ -98,8 +115,12 @@ class Checkpoints:
 def _flush(folder: Path) -> None:
     """Everything on disk before the rename that makes it count."""
     for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -10,12 +10,13 @@ and training does not.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.config import RunConfig
-from paceline.data import Ledger, Sample, Ticket
+from paceline.data import Ledger, Sample, State, Ticket
 from paceline.orchestrator.breaker import Breaker, RunStopped
+from paceline.orchestrator.buffered import Held
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import Player
 from paceline.orchestrator.filters import USERS, Filters
@@ -28,12 +29,18 @@ PATIENCE = 4
 """Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
 
 
+Ahead = Callable[[list[Group]], Awaitable[None]]
+"""Begins the work on part of a batch."""
+
+
 @dataclass(slots=True)
 class Tally:
     """What happened since the last batch shipped."""
 
     resolved: list[Group] = field(default_factory=list)
     """Groups that finished, before any filter."""
+    past: list[Group] | None = None
+    """Of those, what led to the batch that shipped, once somebody has asked."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups, by reason."""
     failed_rollouts: int = 0
@@ -70,6 +77,10 @@ class Dispatcher:
         self._chosen_at = gate.version
         self._tasks: set[asyncio.Task[Group]] = set()
         self._buffer: dict[Ticket, Group] = {}
+        self._promised: set[Ticket] = set()
+        """Of those in the buffer: what the next batch has begun to train on."""
+        self._early: dict[Ticket, Group] = {}
+        """Landed before others that must be judged first."""
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopped = False
@@ -138,11 +149,20 @@ class Dispatcher:
             self._changed.set()
             return
         try:
-            self._judge(task.result())
+            self._judge_in_turn(task.result())
             self.refill()
         except Exception as error:
             self._failure = self._failure or error
         self._changed.set()
+
+    def _judge_in_turn(self, group: Group) -> None:
+        """Where a run must repeat itself, credit goes by ticket and not by who came first: a moving baseline hangs on
+        the order. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
+        if not self._config.deterministic:
+            return self._judge(group)
+        self._early[group.ticket] = group
+        while (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
+            self._judge(self._early.pop(first))
 
     def _judge(self, group: Group) -> None:
         self._count_failures(group)
@@ -202,8 +222,9 @@ class Dispatcher:
 
     # -- shipping ---------------------------------------------------------------------------------------------------
 
-    async def next_batch(self) -> list[Group] | None:
-        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left."""
+    async def next_batch(self, ahead: Ahead | None = None) -> list[Group] | None:
+        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `ahead`
+        is given groups that will be part of it, as soon as they are there."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -218,13 +239,18 @@ class Dispatcher:
                 return self._ship(batch) if batch else None
             if self._stopped:
                 return None
+            if ahead is not None and (early := [group for group in batch if group.ticket not in self._promised]):
+                self._promised |= {group.ticket for group in early}
+                await ahead(early)
+                continue
             self._changed.clear()
             await self._changed.wait()
 
     def _oldest(self) -> list[Group]:
-        """Buffered groups in ticket order, as many as fit into a batch beside what it replays."""
+        """Buffered groups in ticket order, those promised before, as many as fit into a batch beside what it
+        replays."""
         batch, room = [], self._config.batch_size - places(self._replays)
-        for ticket in sorted(self._buffer):
+        for ticket in sorted(self._buffer, key=lambda ticket: (ticket not in self._promised, ticket)):
             group = self._buffer[ticket]
             if group.places <= room:
                 batch.append(group)
@@ -247,6 +273,7 @@ class Dispatcher:
                 self.tally.dropped["stale"] += 1
 
     def _ship(self, batch: list[Group]) -> list[Group]:
+        self._promised.clear()
         for group in batch:
             del self._buffer[group.ticket]
         batch = [*batch, *self._enter_replays()]
@@ -264,10 +291,13 @@ class Dispatcher:
         return tally
 
     def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
-        """Groups that led to this batch, in ticket order: those that trained and those that were dropped."""
-        last = max(group.ticket.number for group in batch if not isinstance(group, Replayed))
-        past = [group for group in self.tally.resolved if group.ticket.number <= last]
-        return sorted(past, key=lambda group: group.ticket.number)
+        """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Whoever asks
+        again gets the same answer; a straggler that has landed since is the next batch's."""
+        if self.tally.past is None:
+            last = max(group.ticket.number for group in batch if not isinstance(group, Replayed))
+            past = [group for group in self.tally.resolved if group.ticket.number <= last]
+            self.tally.past = sorted(past, key=lambda group: group.ticket.number)
+        return self.tally.past
 
     def stop(self) -> None:
         """Draw nothing more and wake whoever waits for a batch."""
@@ -280,6 +310,54 @@ class Dispatcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> Held:
+        """What a checkpoint keeps. Groups in flight are not in it: their tickets wait for a resume."""
+        tally = self.tally
+        return Held(
+            buffered=[self._buffer[ticket] for ticket in sorted(self._buffer)],
+            resolved=list(tally.resolved),
+            remembered=self._replay.state(),
+            chosen=list(self._replays),
+            counts={
+                "dropped": dict(tally.dropped),
+                "lost_samples": dict(tally.lost_samples),
+                "failed_rollouts": tally.failed_rollouts,
+                "stale_samples": tally.stale_samples,
+            },
+        )
+
+    def load(self, held: Held) -> list[Ticket]:
+        """Back to a checkpoint, at the gate's version; answers with the tickets whose groups are in the buffer again.
+
+        They are credited and counted already, so they are not judged again; what has grown too old by now goes when
+        the next batch is filled. If the run file has changed so that a group no longer fits, its ticket is played
+        again. The breaker starts with new patience: whoever resumes may have mended what it counted.
+        """
+        version = self._gate.version
+        self._replay.load(held.remembered)
+        self._replays = self._replay.still(held.chosen, version, self._gate.replayable)
+        self._gate.replay(places(self._replays))
+        self._chosen_at, self._aged_at = version, -1
+        self._buffer, self._early, self._promised = {}, {}, set()
+        for group in held.buffered:
+            course = self._courses.get(group.ticket.env)
+            if course is not None and group.places == course.group_size <= self._gate.capacity:
+                self._gate.start(group.places)
+                self._gate.accept(group.places)
+                self._buffer[group.ticket] = group
+        held = held.without(group.ticket for group in held.buffered if group.ticket not in self._buffer)
+        counts = held.counts
+        self.tally = Tally(
+            resolved=held.resolved,
+            dropped=Counter(counts.get("dropped")),
+            lost_samples=Counter(counts.get("lost_samples")),
+            failed_rollouts=counts.get("failed_rollouts", 0),
+            stale_samples=counts.get("stale_samples", 0),
+        )
+        return list(self._buffer)
 
 
 def places(groups: Sequence[Group]) -> int:

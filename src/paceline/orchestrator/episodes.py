@@ -1,7 +1,6 @@
 """Plays episodes: a ticket becomes a group of finished rollouts."""
 
 import asyncio
-import copy
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
@@ -12,6 +11,7 @@ from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
 from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
+from paceline.rollout.types import own
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
@@ -45,17 +45,20 @@ class Player:
             return Group(ticket=ticket, rollouts=[], places=course.group_size, failed=failed)
         members = range(course.group_size)
         episodes = await asyncio.gather(*(self.episode(course, row, ticket, m, ticket.number) for m in members))
-        rollouts = [rollout for episode in episodes for rollout in episode]
-        alive = [rollout for rollout in rollouts if rollout.error is None]
-        for rollout in alive:
+        alive: list[Rollout] = []
+        failed: list[Rollout] = []
+        for rollout in (rollout for episode in episodes for rollout in episode):
+            if rollout.error is not None:
+                failed.append(rollout)
+                continue
             rollout.samples = assemble(rollout)
             course.algorithm.observe(rollout)
-        failed = [rollout for rollout in rollouts if rollout.error is not None]
+            alive.append(rollout)
         return Group(ticket=ticket, rollouts=alive, places=course.group_size, failed=failed)
 
     async def prepare(self, course: Course, row: Row) -> Row:
         """What all episodes on a held-out row have in common; raises `EpisodeLost`."""
-        return await self._users(course, "the preparation", lambda: course.environment.prepare(copy.deepcopy(row)))
+        return await self._users(course, "the preparation", lambda: course.environment.prepare(own(row)))
 
     async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
@@ -64,9 +67,7 @@ class Player:
         voice = (course.algorithm.voice if self._domain == TRAIN else None) or self._voice
         seats = Table(voice, noise, order, course.environment.actors)
         try:
-            outcome = await self._users(
-                course, "an episode", lambda: course.environment.play(copy.deepcopy(row), seats)
-            )
+            outcome = await self._users(course, "an episode", lambda: course.environment.play(own(row), seats))
         except EpisodeLost as lost:
             return [failure(ticket, member, seats, str(lost))]
         finally:
@@ -96,7 +97,7 @@ class Player:
 async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
     """What all episodes of a ticket of training have in common."""
     dice = random.Random(f"{seed} {ticket.env} {ticket.draw}")
-    return await environment.prepare(await environment.assign(copy.deepcopy(row), ticket.draw, dice))
+    return await environment.prepare(await environment.assign(own(row), ticket.draw, dice))
 
 
 def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome) -> list[Rollout]:

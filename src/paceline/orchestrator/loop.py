@@ -11,10 +11,11 @@ from pathlib import Path
 
 from paceline.arena.together import together
 from paceline.config import RunConfig
-from paceline.data import Ledger, Sample, encode, learn
+from paceline.data import Ledger, Sample, Ticket, encode, learn
 from paceline.inference import Pool
 from paceline.inference.past import PoolWithPast
 from paceline.monitor import Monitor
+from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.course import Course
@@ -61,6 +62,8 @@ class Conductor:
         self._dispatcher = Dispatcher(config, parts.courses, player, self._gate, self._ledger, parts.monitor.note)
         self._past = Past(parts.courses, parts.past, parts.monitor.note)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
+        self._scored: set[Ticket] = set()
+        """Groups of the batch under way whose samples are finished."""
         self._saved_at: int | None = None
         self._stopping = False
         self.step = 0
@@ -71,7 +74,7 @@ class Conductor:
         try:
             while not self._finished:
                 with self._watch.phase("sample"):
-                    batch = await self._dispatcher.next_batch()
+                    batch = await self._dispatcher.next_batch(self._ahead if self._config.trainer.stream else None)
                 if batch is None:
                     break
                 with self._watch.phase("score"):
@@ -107,12 +110,20 @@ class Conductor:
             self._p.monitor.step(0, metrics)
         self._watch.restart()
 
+    async def _ahead(self, groups: Sequence[Group]) -> None:
+        """Begin to train on part of a batch while the rest of it is sampled."""
+        with self._watch.phase("score"):
+            samples = await self._score(groups)
+        self._scored |= {group.ticket for group in groups}
+        with self._watch.phase("train"):
+            await self._p.trainer.feed(samples)
+
     async def _score(self, batch: Sequence[Group]) -> list[Sample]:
-        """Samples of the batch in ticket order, finished by each environment's algorithm: all environments at once.
-        What is replayed was finished when it first trained."""
+        """Samples of the batch, finished by each environment's algorithm: all environments at once. What is replayed
+        was finished when it first trained."""
         shares: dict[str, list[Group]] = {}
         for group in batch:
-            if not isinstance(group, Replayed):
+            if not isinstance(group, Replayed) and group.ticket not in self._scored:
                 shares.setdefault(group.ticket.env, []).append(group)
         lost = await together([self._p.courses[env].algorithm.score(groups) for env, groups in shares.items()])
         for reasons in lost:
@@ -139,6 +150,7 @@ class Conductor:
     async def _settle(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
         """The batch is trained and published: enter it in the books, report, evaluate, save."""
         self.step += 1
+        self._scored.clear()
         for group in batch:
             self._ledger.train(group.ticket, self.step, group.places)
         for course in self._p.courses.values():
@@ -192,20 +204,25 @@ class Conductor:
             return
         self._p.monitor.phase("saving checkpoint")
         courses = self._p.courses.values()
+        # Written before anything is awaited: what lands while the trainer saves comes after this checkpoint.
+        groups = encode_held(self._dispatcher.state())
         state = {
             "step": self.step,
-            "ledger": self._ledger.state(),
+            "ledger": self._ledger.state(self.step),
             "cursors": {course.name: course.cursor.state() for course in courses},
             "algorithms": {course.name: course.algorithm.state() for course in courses},
             "environments": {course.name: course.environment.state() for course in courses},
             "leagues": [member.course.name for member in self._past.members],
         }
 
-        async def weights(folder: Path) -> None:
+        async def files(folder: Path) -> None:
             await self._p.trainer.save(folder)
             self._past.save(folder)
+            (folder / FILE).write_bytes(groups)
 
-        await self._p.checkpoints.save(self.step, json.dumps(state), weights)
+        text = json.dumps(state)
+        self._flush_tickets()  # the journal never knows less than the checkpoint
+        await self._p.checkpoints.save(self.step, text, files)
         self._saved_at = self.step
         self._flush_tickets()
 
@@ -218,9 +235,15 @@ class Conductor:
             )
         await self._p.trainer.load(path)
         self.step = self._saved_at = state["step"]
-        self._ledger.load(state["ledger"])
         # Whole batches, as the gate counts them: the batch size may have changed since.
-        self._gate.accepted = self._p.trainer.version * self._config.batch_size
+        self._gate.publish(self._p.trainer.version)
+        self._gate.accepted = self._gate.version * self._config.batch_size
+        kept = self._dispatcher.load(read_held(path))
+        self._ledger.load(state["ledger"], kept)
+        if again := state["ledger"].get("buffered", 0) - len(kept):
+            self._p.monitor.note(
+                f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
+            )
         for course in self._p.courses.values():
             course.cursor.load(state["cursors"][course.name])
             course.algorithm.load(state["algorithms"][course.name])

@@ -6,7 +6,7 @@ Waiting to train and waiting to train again draw on one allowance of staleness: 
 the next version. So the groups replayed are those that came quickly, on average the shorter ones. A replay keeps the
 credit of its first training; algorithm, curriculum and sampling metrics have seen it and do not see it again.
 
-Nothing here goes into a checkpoint. After a resume the memory is empty and fills anew.
+A checkpoint keeps the memory, so a resumed run replays what an unbroken one would.
 """
 
 from collections.abc import Sequence
@@ -67,6 +67,23 @@ class Replay:
             replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
         ]
         return Replayed(ticket=ticket, rollouts=rollouts, places=group.places, first=group.ticket)
+
+    def state(self) -> list[tuple[Group, int]]:
+        """The memory, newest first, with how often each group may still be replayed."""
+        return [(kept.group, kept.left) for kept in self._kept.values()]
+
+    def load(self, state: Sequence[tuple[Group, int]]) -> None:
+        """Back to a checkpoint's memory, as far as the run file leaves room for it."""
+        self._kept = {group.ticket: Kept(group, left) for group, left in state[: self._size]}
+
+    def still(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
+        """Of groups chosen before a restart, those that may train now."""
+        chosen = []
+        for group in groups:
+            if group.ticket in self._kept and group.places <= room and self._young(group, version):
+                chosen.append(group)
+                room -= group.places
+        return chosen
 
     def _young(self, group: Group, version: int) -> bool:
         """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""

@@ -17,6 +17,8 @@ class Stopwatch:
         self._engine_busy = engine_busy
         self._seconds: dict[str, float] = defaultdict(float)
         self._busy_in: dict[str, float] = defaultdict(float)
+        self._inner = (0.0, 0.0)
+        """Seconds, and seconds of the engine, in phases within the one under way."""
         self.restart()
 
     def restart(self) -> None:
@@ -27,12 +29,16 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
+        """Time spent in a phase within this one counts there alone."""
+        outer, self._inner = self._inner, (0.0, 0.0)
         start, busy = self._clock.now(), self._engine_busy()
         try:
             yield
         finally:
-            self._seconds[name] += self._clock.now() - start
-            self._busy_in[name] += self._engine_busy() - busy
+            seconds, engine = self._clock.now() - start, self._engine_busy() - busy
+            self._seconds[name] += seconds - self._inner[0]
+            self._busy_in[name] += engine - self._inner[1]
+            self._inner = (outer[0] + seconds, outer[1] + engine)
 
     def seconds(self, phase: str) -> float:
         return self._seconds[phase]

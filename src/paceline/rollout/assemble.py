@@ -36,7 +36,7 @@ def threads(turns: Sequence[Turn]) -> list[Thread]:
     threads: list[Thread] = []
     for turn in turns:
         fitting = [thread for thread in threads if _begins(turn.prompt_ids, thread.tokens)]
-        thread = max(fitting, key=lambda thread: len(thread.tokens), default=None)
+        thread = max(fitting, key=lambda thread: len(thread.tokens)) if fitting else None
         if thread is None:
             threads.append(thread := Thread())
         thread.add(turn)
@@ -53,7 +53,9 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
     """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
     length = len(thread.tokens)
     mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-    versions, temperatures = np.full(length, -1, np.int32), np.ones(length, np.float32)
+    versions, temperatures = np.empty(length, np.int32), np.empty(length, np.float32)
+    versions.fill(-1)
+    temperatures.fill(1.0)
     for turn, (start, end) in zip(thread.turns, thread.spans, strict=True):
         mask[start:end] = True
         logprobs[start:end] = turn.logprobs

@@ -99,18 +99,19 @@ class Seat:
         self._noise = tuple(noise)
         self._order = order
         self._calls = 0
-        self._history = History()
+        self._history: History | None = None
         self._left = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
         renderer = self._voice.renderer
         messages = [copied(message) for message in messages]
-        past, so_far = self._history.find(messages, tools)
+        history = self._history = self._history or History()
+        past, so_far = history.find(messages, tools)
         prompt = renderer.open(messages, tools) if past is None else renderer.go_on(past.turn, messages, past.opening)
         completion = await self._sample(prompt.ids)
         said = self._record(list(prompt.ids), completion, messages, list(tools) if tools else None)
-        self._history.add(self.turns[-1], prompt.text, so_far)
+        history.add(self.turns[-1], prompt.text, so_far)
         return said
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:

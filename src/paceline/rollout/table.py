@@ -1,7 +1,7 @@
 """The seats of one episode."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import count
 
 from paceline.rollout.seat import Seat, SeatLeft, Voice
 
@@ -35,8 +35,9 @@ class Table(Mapping[str, Seat]):
         if self._left:
             raise SeatLeft("the episode is over: no seat can be opened any more")
         place = len(self._seats)
-        names = chain([actor], (f"{actor}#{number}" for number in count(place)))
-        name = next(name for name in names if name not in self._seats)
+        name = actor
+        if name in self._seats:
+            name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self._seats)
         guest = self._guests.get(actor)
         seat = guest(name) if guest else self._seat(place, actor, model)
         seat.parent, seat.kind, seat.trained = parent, kind, trained

@@ -22,16 +22,16 @@ def copied(message: Message) -> Message:
     """A message nobody else can change: what was said stays as it was said."""
     if is_text(message):
         return dict(message)
-    return {key: value if type(value) is str else _own(value) for key, value in message.items()}
+    return {key: value if type(value) is str else own(value) for key, value in message.items()}
 
 
-def _own(value: Any) -> Any:
+def own(value: Any) -> Any:
     """A copy all the way down. What is as in JSON takes a way that is shorter than that of any object."""
     kind = type(value)
     if kind is dict:
-        return {key: _own(item) for key, item in value.items()}
+        return {key: item if type(item) in _UNCHANGING else own(item) for key, item in value.items()}
     if kind is list:
-        return [_own(item) for item in value]
+        return [item if type(item) in _UNCHANGING else own(item) for item in value]
     return value if kind in _UNCHANGING else copy.deepcopy(value)
 
 

@@ -1,0 +1,271 @@
+"""Groups as a file of the checkpoint: what the dispatcher holds between two batches.
+
+A finished group is sampled, credited and counted; to play it again after a resume would count it twice with every
+baseline that saw it, and would not give the same tokens. So a checkpoint keeps it whole: exact turns, rewards, and the
+samples with all their streams, as msgpack with raw array buffers. What has no place there (a message that holds an
+object of the user's own) keeps its group out of the file, and its ticket waits again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.data.sample import Ticket
+from paceline.data.wire import WiredArray, WiredSample, WireError, unwire, wire
+from paceline.inference import Finish
+from paceline.orchestrator.checkpoint import CheckpointError
+from paceline.rollout import Group, Rollout, Turn
+
+FILE = "groups.msgpack"
+GROUPS_VERSION = 1
+
+
+@dataclass(slots=True)
+class Held:
+    """Everything between a landed group and the batch it trains in."""
+
+    buffered: list[Group] = field(default_factory=list)
+    """Finished, not yet shipped."""
+    resolved: list[Group] = field(default_factory=list)
+    """Finished, not yet reported to curriculum and metrics: buffered ones, and dropped ones that came early."""
+    remembered: list[tuple[Group, int]] = field(default_factory=list)
+    """The memory of replay, newest first, with how often each may still train."""
+    chosen: list[Group] = field(default_factory=list)
+    """Of those, what the batch being filled replays."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """The tally's numbers."""
+
+    def without(self, again: Iterable[Ticket]) -> "Held":
+        """Less the groups of tickets that are played again."""
+        gone = set(again)
+        return Held(
+            [group for group in self.buffered if group.ticket not in gone],
+            [group for group in self.resolved if group.ticket not in gone],
+            self.remembered,
+            self.chosen,
+            self.counts,
+        )
+
+
+class _Turn(msgspec.Struct, array_like=True):
+    prompt_ids: WiredArray
+    completion_ids: WiredArray
+    logprobs: WiredArray
+    versions: WiredArray
+    log_z: WiredArray | None
+    finish: Finish
+    temperature: float
+    recomputed: bool
+    messages: list[dict] | None
+    tools: list[dict] | None
+    text: str
+    said: dict | None
+
+
+class _Rollout(msgspec.Struct, array_like=True):
+    member: int
+    actor: str
+    kind: str
+    parent: str
+    turns: list[_Turn]
+    reward: float | None
+    metrics: dict[str, float]
+    error: str | None
+    dropped: bool
+    samples: list[WiredSample]
+
+
+class _Group(msgspec.Struct, array_like=True):
+    ticket: tuple[int, str, int, int, int]
+    places: int
+    rollouts: list[_Rollout]
+    failed: list[_Rollout]
+
+
+class _Held(msgspec.Struct, array_like=True):
+    """Groups once each; whoever holds one names its index."""
+
+    version: int
+    groups: list[msgspec.Raw]
+    buffered: list[int]
+    resolved: list[int]
+    remembered: list[tuple[int, int]]
+    chosen: list[int]
+    counts: dict[str, Any]
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and arrays as msgpack has them."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} has no place in a file")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_group_decoder = msgspec.msgpack.Decoder(_Group)
+_decoder = msgspec.msgpack.Decoder(_Held)
+
+
+def encode_held(held: Held) -> bytes:
+    """The file. Groups that cannot be written are nowhere in it."""
+    known: dict[int, int] = {}
+    raws: list[msgspec.Raw] = []
+    for group in [*held.buffered, *held.resolved, *(g for g, _ in held.remembered), *held.chosen]:
+        if id(group) not in known and (raw := _written(group)) is not None:
+            known[id(group)] = len(raws)
+            raws.append(msgspec.Raw(raw))
+
+    def at(groups: Sequence[Group]) -> list[int]:
+        return [known[id(group)] for group in groups if id(group) in known]
+
+    remembered = [(known[id(group)], left) for group, left in held.remembered if id(group) in known]
+    return _encoder.encode(
+        _Held(
+            GROUPS_VERSION, raws, at(held.buffered), at(held.resolved), remembered, at(held.chosen), dict(held.counts)
+        )
+    )
+
+
+def decode_held(data: bytes) -> Held:
+    """The groups again; a group held in two places is one object again. One that was written but is no group (a
+    user's code put something odd into it) is left out like one that could not be written. Garbage raises `WireError`.
+    """
+    try:
+        held = _decoder.decode(data)
+        if held.version != GROUPS_VERSION:
+            raise WireError(f"groups of version {held.version} cannot be read by version {GROUPS_VERSION}")
+        groups = [_read(raw) for raw in held.groups]
+        return Held(
+            buffered=[group for at in held.buffered if (group := groups[at])],
+            resolved=[group for at in held.resolved if (group := groups[at])],
+            remembered=[(group, left) for at, left in held.remembered if (group := groups[at])],
+            chosen=[group for at in held.chosen if (group := groups[at])],
+            counts=held.counts,
+        )
+    except (msgspec.DecodeError, RecursionError, TypeError, ValueError, LookupError) as error:
+        raise WireError(f"not a checkpoint's groups: {error}") from error
+
+
+def read_held(checkpoint: Path) -> Held:
+    """What a checkpoint's folder keeps; nothing if it is older than this file."""
+    path = checkpoint / FILE
+    if not path.is_file():
+        return Held()
+    try:
+        return decode_held(path.read_bytes())
+    except (OSError, WireError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): resume from an older checkpoint, or remove the file and its finished "
+            "groups are played again"
+        ) from error
+
+
+# -- one group ----------------------------------------------------------------------------------------------------
+
+
+def _written(group: Group) -> bytes | None:
+    try:
+        wired = _Group(tuple(group.ticket), group.places, _wired(group.rollouts), _wired(group.failed))
+        return _encoder.encode(wired)
+    except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError):
+        return None
+
+
+def _read(raw: msgspec.Raw) -> Group | None:
+    try:
+        return _group(_group_decoder.decode(raw))
+    except (msgspec.ValidationError, TypeError, ValueError):
+        return None
+
+
+def _wired(rollouts: Iterable[Rollout]) -> list[_Rollout]:
+    return [
+        _Rollout(
+            member=rollout.member,
+            actor=rollout.actor,
+            kind=rollout.kind,
+            parent=rollout.parent,
+            turns=[_wired_turn(turn) for turn in rollout.turns],
+            reward=rollout.reward,
+            metrics=rollout.metrics,
+            error=rollout.error,
+            dropped=rollout.dropped,
+            samples=[wire(sample) for sample in rollout.samples],
+        )
+        for rollout in rollouts
+    ]
+
+
+def _wired_turn(turn: Turn) -> _Turn:
+    return _Turn(
+        prompt_ids=_array(turn.prompt_ids, np.int64),
+        completion_ids=_array(turn.completion_ids, np.int64),
+        logprobs=_array(turn.logprobs, np.float64),
+        versions=_array(turn.versions, np.int64),
+        log_z=None if turn.log_z is None else _array(turn.log_z, np.float64),
+        finish=turn.finish,
+        temperature=turn.temperature,
+        recomputed=turn.recomputed,
+        messages=turn.messages,
+        tools=turn.tools,
+        text=turn.text,
+        said=turn.said,
+    )
+
+
+def _array(values: Sequence[float], kind: type) -> WiredArray:
+    """As wide as Python's own numbers, so that none changes."""
+    return WiredArray.of(np.asarray(values, dtype=kind))
+
+
+def _group(wired: _Group) -> Group:
+    ticket = Ticket(*wired.ticket)
+    return Group(
+        ticket=ticket,
+        rollouts=[_rollout(rollout, ticket) for rollout in wired.rollouts],
+        places=wired.places,
+        failed=[_rollout(rollout, ticket) for rollout in wired.failed],
+    )
+
+
+def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
+    return Rollout(
+        ticket=ticket,
+        member=wired.member,
+        actor=wired.actor,
+        kind=wired.kind,
+        parent=wired.parent,
+        turns=[_turn(turn) for turn in wired.turns],
+        reward=wired.reward,
+        metrics=wired.metrics,
+        error=wired.error,
+        dropped=wired.dropped,
+        samples=[unwire(sample) for sample in wired.samples],
+    )
+
+
+def _turn(wired: _Turn) -> Turn:
+    return Turn(
+        prompt_ids=_values(wired.prompt_ids, np.int64),
+        completion_ids=_values(wired.completion_ids, np.int64),
+        logprobs=_values(wired.logprobs, np.float64),
+        versions=_values(wired.versions, np.int64),
+        log_z=None if wired.log_z is None else _values(wired.log_z, np.float64),
+        finish=wired.finish,
+        temperature=wired.temperature,
+        recomputed=wired.recomputed,
+        messages=wired.messages,
+        tools=wired.tools,
+        text=wired.text,
+        said=wired.said,
+    )
+
+
+def _values(array: WiredArray, kind: type) -> list:
+    if array.dtype != (expected := np.dtype(kind).str):
+        raise WireError(f"a turn's numbers have dtype {array.dtype}, not {expected}")
+    return array.view().tolist()
