@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Local, local
 from paceline.config import RunConfig, dump
@@ -63,7 +64,8 @@ def train(
         monitor = stack.enter_context(Monitors(Recorder(path, keep_batches=config.record.batches), *shown, *exporters))
         error: Exception | None = None
         try:
-            outcome = asyncio.run(_train(config, directory, monitor, environments))
+            with rarely_collected():
+                outcome = asyncio.run(_train(config, directory, monitor, environments))
         except PacelineError as failure:
             outcome, error = _failed(directory, config, failure), failure
         except OSError as failure:

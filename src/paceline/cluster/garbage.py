@@ -1,0 +1,27 @@
+"""When Python looks for garbage that reference counts do not free."""
+
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
+
+YOUNG, MIDDLE, OLD = 50_000, 20, 20
+"""Allocations before the youngest objects are looked through, and how often that happens before older ones are."""
+
+
+@contextmanager
+def rarely_collected() -> Generator[None]:
+    """Look for cycles rarely while a run is led, and never among what was there before it.
+
+    With 20,000 rollouts in flight Python tracks over a million objects that are all alive. At its usual thresholds it
+    walks through them again and again, which took half of the orchestrator's time while they were started and a fifth
+    from then on. Nearly everything a run leaves behind is freed by its reference count.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, MIDDLE, OLD)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

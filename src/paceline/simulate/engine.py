@@ -1,0 +1,173 @@
+"""A simulated engine: many GPUs that decode at the pace their load allows.
+
+All running requests advance at one pace, 1 / seconds of a decode step, which changes whenever one comes or goes. So the
+engine keeps one number, the tokens a request would have sampled that was there from the beginning. A request is done
+when that number has grown by its length, and one timer, for whoever is done first, drives everything.
+
+A simulated reply has one token for each policy version it was sampled under, and the token's *id* is how many tokens
+that were. So staleness is exact, the trainer can count, and a reply of 30,000 tokens takes a few bytes.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from paceline.inference import Completion, EngineStats, GenerateRequest
+from paceline.inference.base import Limits
+from paceline.model.weights import Policy, WeightUpdate
+from paceline.simulate.lengths import Lengths
+
+
+@dataclass(order=True, slots=True)
+class Running:
+    """A request on the GPUs, ordered by when it will be done."""
+
+    done_at: float
+    number: int
+    length: int = field(compare=False)
+    answer: "asyncio.Future[Completion]" = field(compare=False)
+
+
+class SimulatedEngine:
+    """`slots` requests at once; the others wait, the oldest ticket first."""
+
+    def __init__(
+        self,
+        slots: int,
+        step_seconds: Callable[[int], float],
+        lengths: Lengths,
+        transfer: float = 0.0,
+        pause: float = 0.0,
+    ) -> None:
+        self.version = 0
+        self.tokens = 0
+        self._slots, self._step_seconds, self._lengths = slots, step_seconds, lengths
+        self._transfer, self._pause = transfer, pause
+        self._waiting: list[tuple[int, int, int, asyncio.Future[Completion]]] = []
+        self._running: list[Running] = []
+        self._numbers = count()
+        self._reached, self._at, self._pace = 0.0, 0.0, 0.0
+        """Tokens since the beginning, at this moment, and how many a second from then on."""
+        self._since: deque[tuple[float, int]] = deque([(0.0, 0)])
+        """What was reached when each version came."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._busy = 0.0
+
+    async def generate(self, request: GenerateRequest, listener: object = None) -> Completion:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        length = min(request.max_tokens, self._lengths.draw(request.noise))
+        heapq.heappush(self._waiting, (request.order, next(self._numbers), length, answer))
+        if len(self._running) < self._slots:
+            self._advance()
+            self._admit()
+        return await answer
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        """The weights travel while decoding goes on; it stands still while they are put in place."""
+        await asyncio.sleep(self._transfer)
+        self._stand(True)
+        await asyncio.sleep(self._pause)
+        self.version = update.version
+        self._since.append((self._reached, update.version))
+        self._forget()
+        self._stand(False)
+        return self._pause
+
+    async def policy(self) -> Policy:
+        return Policy(self.version, "")
+
+    async def limits(self) -> Limits:
+        return Limits(max_context=1 << 40, vocabulary=1 << 40)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            capacity=self._slots,
+            tokens=self.tokens,
+            busy_seconds=self.busy_seconds,
+        )
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        return [[0.0] * len(sequence) for sequence in sequences]
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._busy
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _stand(self, still: bool) -> None:
+        self._advance()
+        self._paused = still
+        self._set_pace()
+
+    def _advance(self) -> None:
+        """Up to now."""
+        now = asyncio.get_running_loop().time()
+        if self._running and not self._paused:
+            self._busy += now - self._at
+        self._reached += self._pace * (now - self._at)
+        self._at = now
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._slots:
+            _, number, length, answer = heapq.heappop(self._waiting)
+            if not answer.cancelled():
+                heapq.heappush(self._running, Running(self._reached + length, number, length, answer))
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._running or self._paused:
+            self._pace = 0.0
+            return
+        self._pace = 1 / self._step_seconds(len(self._running))
+        wait = max(0.0, self._running[0].done_at - self._reached) / self._pace
+        self._timer = asyncio.get_running_loop().call_later(wait, self._answer)
+
+    def _answer(self) -> None:
+        """Everybody whose last token is there."""
+        self._advance()
+        while self._running and self._running[0].done_at <= self._reached + 1e-6:
+            done = heapq.heappop(self._running)
+            if not done.answer.cancelled():
+                self.tokens += done.length
+                done.answer.set_result(self._completion(done))
+        self._admit()
+
+    def _completion(self, done: Running) -> Completion:
+        counts, versions = self._by_version(done.done_at - done.length, done.length)
+        finish = "length" if done.length >= self._lengths.longest else "stop"
+        return Completion(token_ids=counts, logprobs=[-1.0] * len(counts), versions=versions, finish=finish)
+
+    def _by_version(self, begun: float, length: int) -> tuple[list[int], list[int]]:
+        """How many of a reply's tokens each version sampled."""
+        counts, versions, left = [], [], length
+        for reached, version in reversed(self._since):
+            share = left if reached <= begun else left - max(0, min(left, round(reached - begun)))
+            if share:
+                counts.append(share)
+                versions.append(version)
+                left -= share
+            if not left:
+                break
+        return counts[::-1], versions[::-1]
+
+    def _forget(self) -> None:
+        """Versions that nobody who runs was there for."""
+        begun = min((one.done_at - one.length for one in self._running), default=self._reached)
+        while len(self._since) > 1 and self._since[1][0] <= begun:
+            self._since.popleft()
