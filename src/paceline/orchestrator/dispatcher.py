@@ -79,6 +79,8 @@ class Dispatcher:
         self._buffer: dict[Ticket, Group] = {}
         self._promised: set[Ticket] = set()
         """Of those in the buffer: what the next batch has begun to train on."""
+        self._young_until: dict[Ticket, int] = {}
+        """The last version at which all of a buffered group may train, so that few are looked at again."""
         self._early: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
         self._changed = asyncio.Event()
@@ -179,6 +181,8 @@ class Dispatcher:
         self._gate.accept(group.places)
         self._ledger.buffer(group.ticket)
         self._buffer[group.ticket] = group
+        ages = [sample.oldest_version for sample in group.samples()]
+        self._young_until[group.ticket] = min((v for v in ages if v is not None), default=0) + self._config.staleness
 
     def _count_drop(self, reason: str) -> None:
         """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
@@ -266,8 +270,9 @@ class Dispatcher:
             return
         self._aged_at = self._gate.version
         for ticket, group in list(self._buffer.items()):
-            if not self._age(group):
+            if self._gate.version > self._young_until.get(ticket, -1) and not self._age(group):
                 del self._buffer[ticket]
+                self._young_until.pop(ticket, None)
                 self._gate.give_back(group.places)
                 self._ledger.drop(ticket, "stale")
                 self.tally.dropped["stale"] += 1
@@ -276,6 +281,7 @@ class Dispatcher:
         self._promised.clear()
         for group in batch:
             del self._buffer[group.ticket]
+            self._young_until.pop(group.ticket, None)
         batch = [*batch, *self._enter_replays()]
         # A batch that groups could not fill exactly still counts as a whole one, or the gate would drift open.
         self._gate.accepted += self._config.batch_size - places(batch)
@@ -341,7 +347,7 @@ class Dispatcher:
         self._replays = self._replay.still(held.chosen, version, self._gate.replayable)
         self._gate.replay(places(self._replays))
         self._chosen_at, self._aged_at = version, -1
-        self._buffer, self._early, self._promised = {}, {}, set()
+        self._buffer, self._young_until, self._early, self._promised = {}, {}, {}, set()
         for group in held.buffered:
             course = self._courses.get(group.ticket.env)
             if course is not None and group.places == course.group_size <= self._gate.capacity:
