@@ -106,6 +106,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, here):
         assert [ours[k] for k in ("step", "loss", "grad_norm")] == [theirs[k] for k in ("step", "loss", "grad_norm")]
 
 
+def test_a_resume_that_is_refused_costs_nothing(tmp_path, here):
+    """Going back to an older checkpoint cuts what came after it, but only once that checkpoint is taken up."""
+    arguments = ["train", QUICKSTART, *SMALL, "--steps", "3", "--checkpoint.every", "1", "--checkpoint.keep", "5"]
+    assert here(*arguments).returncode == 0
+    run = tmp_path / "runs" / "quickstart"
+    before = {path: path.read_text() for path in (run / "metrics.jsonl", run / "tickets.jsonl", run / "config.toml")}
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    older = ["--resume", str(run / "checkpoints" / "step-000001")]
+    refused = here(*arguments, *older, "--env.0.name", "another")
+    assert refused.returncode == 1
+    assert "knows no environment" in refused.stderr
+    assert {path: path.read_text() for path in before} == before
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == saved
+    assert here(*arguments, *older).returncode == 0
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+
+
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, here):
     arguments = ["train", QUICKSTART, *SMALL, "--steps", "400"]
     with subprocess.Popen(command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:

@@ -98,9 +98,6 @@ async def _conduct(
     config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Local, voice: Voice
 ) -> RunOutcome:
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
-    start = checkpoints.find(config.resume)[1]["step"] if config.resume else 0
-    directory.begin(dump(config))
-    monitor.begin(_plan(config, directory.root, parts, start))
     conductor = Conductor(
         config,
         Parts(
@@ -115,6 +112,9 @@ async def _conduct(
             past=parts.past,
         ),
     )
+    await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
+    directory.begin(dump(config))
+    monitor.begin(_plan(config, directory.root, parts, conductor.step))
     with _stop_on_signals(conductor, monitor) as stopped:
         await conductor.run()
     if stopped:

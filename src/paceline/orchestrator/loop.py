@@ -65,6 +65,9 @@ class Conductor:
         self._scored: set[Ticket] = set()
         """Groups of the batch under way whose samples are finished."""
         self._saved_at: int | None = None
+        self._restored = False
+        self._notes: list[str] = []
+        """For the user, once the run has begun."""
         self._stopping = False
         self.step = 0
 
@@ -90,6 +93,13 @@ class Conductor:
             await self._dispatcher.close()
             await self._p.voice.close()
 
+    async def restore(self) -> None:
+        """Go back to the checkpoint the run file names, if it names one. Nothing is written or removed before all of it
+        has been read; `run` does this unless it was done."""
+        if self._config.resume and not self._restored:
+            self._restored = True
+            await self._restore(self._config.resume)
+
     def stop(self) -> None:
         """End after the step under way, with a checkpoint."""
         self._stopping = True
@@ -100,9 +110,8 @@ class Conductor:
         return self._stopping or (self._config.steps is not None and self.step >= self._config.steps)
 
     async def _begin(self) -> None:
-        if self._config.resume:
-            await self._restore(self._config.resume)
-        for note in (course.note for course in self._p.courses.values() if course.note):
+        await self.restore()
+        for note in (*self._notes, *(course.note for course in self._p.courses.values() if course.note)):
             self._p.monitor.note(note)
         await self._publish()
         if self._config.eval.every and self.step == 0:
@@ -233,6 +242,11 @@ class Conductor:
                 f"{path} knows no environment {strange}: it knows {sorted(state['cursors'])}. Go on with these, or "
                 "begin a new run from its export (model.name)"
             )
+        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._p.courses.keys()):
+            raise CheckpointError(
+                f"{path} has rows of {gone} under way, which the run file no longer has: name them again, or begin a "
+                "new run from its export (model.name)"
+            )
         await self._p.trainer.load(path)
         self.step = self._saved_at = state["step"]
         # Whole batches, as the gate counts them: the batch size may have changed since.
@@ -241,7 +255,7 @@ class Conductor:
         kept = self._dispatcher.load(read_held(path))
         self._ledger.load(state["ledger"], kept)
         if again := state["ledger"].get("buffered", 0) - len(kept):
-            self._p.monitor.note(
+            self._notes.append(
                 f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
             )
         for course in self._p.courses.values():
