@@ -82,3 +82,22 @@ def test_a_compiled_packed_step_in_bf16_is_near_the_plain_one_in_fp32():
     for norm, entropy in norms[:2]:
         assert norm == pytest.approx(norms[2][0], rel=0.03)
         assert entropy == pytest.approx(norms[2][1], rel=0.01)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_batch_that_is_fed_has_the_gradient_of_the_whole(compiled):
+    """Two components, so that one forward pass has two backward passes, compiled layers included."""
+    samples = [s.with_streams(ce_weights=np.float32(0.3) * (np.arange(len(s)) > 0)) for s in batch(40)]
+    norms = []
+    for stream in (False, True):
+        settings = config.Trainer(micro_batch_tokens=512, compile=compiled, stream=stream)
+        trainer = TorchTrainer(tiny_model().to(torch.bfloat16).cuda(), settings)
+
+        async def step(trainer: TorchTrainer = trainer, stream: bool = stream) -> float:
+            if stream:
+                await trainer.feed(samples[:25])
+            return (await trainer.step(samples)).metrics["grad_norm"]
+
+        norms.append(asyncio.run(step()))
+        trainer.close()
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)

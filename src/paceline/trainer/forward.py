@@ -24,11 +24,13 @@ KEPT = 0.9
 class Forward:
     """One model's forward pass over micro-batches."""
 
-    def __init__(self, model: PreTrainedModel, fp32_head: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, fp32_head: bool = False, compiled: bool = False, again: bool = False
+    ) -> None:
         self._decoder = model.get_decoder()
         self._device = model.device
         self._varlen = can_varlen(model)
-        self._compile = compiled
+        self._compile, self._again = compiled, again
         self.head = Head(model, fp32_head)
 
     def send(self, stream: NDArray) -> Tensor:
@@ -41,7 +43,7 @@ class Forward:
     def hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Hidden states, and for each token of the micro-batch the place of its own."""
         if self._compile:  # here and not earlier, because the compiler's settings belong to a thread
-            compile_blocks(self._decoder, memory=KEPT)
+            compile_blocks(self._decoder, memory=KEPT, again=self._again)
             self._compile = False
         if self._varlen:
             plan: Plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)

@@ -74,7 +74,8 @@ class Learner:
         group: ProcessGroup | None = None,
     ) -> None:
         self._model, self._config = model.eval(), c  # newly attached adapters come in training mode
-        self.forward = Forward(model, fp32_head, compiled=c.compile and model.device.type == "cuda")
+        compiled = c.compile and model.device.type == "cuda"
+        self.forward = Forward(model, fp32_head, compiled, again=c.stream)
         self._loss = Loss(c)
         self._found: int | None = None
         total = total_steps and total_steps * c.minibatches
