@@ -39,11 +39,12 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,verifiers]'
 	touch $@
 
-lint: setup ## Lint, format, types and import contracts
+lint: setup ## Lint, format, types, import contracts and waits without a bound
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/ty check src
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/lint_waits.py
 
 bench: setup ## Compare speed with transformers and TRL (installs the `bench` extra)
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'

@@ -69,9 +69,21 @@ from before the step; with `checkpoint.every = 1` these are the very weights it 
 examples:
   paceline replay runs/quickstart 40                       every component of the loss, recorded and replayed
   paceline replay runs/quickstart 40 --trainer.loss.type ppo     what another loss would have said
+  paceline replay runs/quickstart --dump 12                a batch whose step was left out, sample by sample
 """
     + OVERRIDES
 )
+
+DOCTOR = """
+Reads the run directory alone, so it works beside a living run and after one was killed: does it live, when did
+something last move, who waits for whom since when and at which line, the last events, the newest whole checkpoint and
+the command that goes on from it.
+
+examples:
+  paceline doctor runs/quickstart                          how is it?
+  watch -n 2 paceline doctor runs/quickstart               and again every two seconds
+  paceline doctor runs/quickstart > report.txt             plain text, to send to somebody
+"""
 
 DATA = """
 examples:
@@ -91,6 +103,7 @@ examples:
   paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
   paceline data rows.jsonl                                 look at rows as the model will see them
   paceline replay runs/quickstart 40                       a recorded batch's loss once more, component by component
+  paceline doctor runs/quickstart                          does it live, who waits for whom, how to go on
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
@@ -179,7 +192,10 @@ def _parser() -> argparse.ArgumentParser:
         "replay", _replay, "Train a recorded batch once more on the CPU, beside what was recorded.", REPLAY
     )
     replay.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
-    replay.add_argument("step", type=int, metavar="STEP", help="which of its batches")
+    replay.add_argument("step", type=int, metavar="STEP", nargs="?", help="which of its batches")
+    replay.add_argument("--dump", metavar="STEP", help="a batch kept because its step was bad: step or path")
+    doctor = command("doctor", _doctor, "Show how a run is: alive or dead, who waits for whom, how to go on.", DOCTOR)
+    doctor.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
     data = command("data", _data, "Show dataset rows as the model will see them, with token counts.", DATA)
     data.add_argument("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name")
     data.add_argument("--limit", type=int, default=5, help="rows to show (5)")
@@ -288,12 +304,29 @@ def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
     loaded = load(str(file), overrides)
     from rich.console import Console
 
-    from paceline.cluster.replay import replay, table
+    from paceline.cluster.replay import replay, replay_dump, samples_table, table
 
-    result = replay(run, known.step, loaded.config)
-    Console().print(table(result))
+    if (known.step is None) == (known.dump is None):
+        raise PacelineError("name one batch: a STEP whose batch was recorded, or --dump with one whose step was bad")
+    dumped = known.dump is not None
+    result = replay_dump(run, known.dump, loaded.config) if dumped else replay(run, known.step, loaded.config)
+    console = Console()
+    console.print(table(result))
+    if dumped:
+        console.print(samples_table(result))
+        print(result.verdict)
     note = "" if result.exact else f"; they are not those step {result.step} began with, so the figures differ"
     print(f"weights: {result.weights}{note}")
+    return 0
+
+
+def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
+    from rich.console import Console
+
+    from paceline.monitor.doctor import examine, report
+
+    # A pipe has no width: wide enough there that no line of a stack is broken.
+    Console(width=None if sys.stdout.isatty() else 160).print(report(examine(Path(known.directory))))
     return 0
 
 

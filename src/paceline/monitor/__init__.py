@@ -8,6 +8,7 @@ from paceline.monitor.plot import plot_rewards
 from paceline.monitor.recorder import Recorder, read_jsonl
 from paceline.monitor.screen import Screen, choose
 from paceline.monitor.summary import summary
+from paceline.monitor.watchdog import watching
 
 __all__ = [
     "MissingExtra",
@@ -25,4 +26,5 @@ __all__ = [
     "plot_rewards",
     "read_jsonl",
     "summary",
+    "watching",
 ]

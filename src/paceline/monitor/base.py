@@ -36,7 +36,7 @@ class RunOutcome:
 class Monitor:
     """Watches a run and does nothing; subclasses override what they need.
 
-    phase* -> begin -> (phase | step | rollouts | tickets | note)* -> end -> close
+    phase* -> begin -> (phase | step | rollouts | tickets | note | roll_back)* -> end -> close
 
     Phases and notes may come before `begin`, since a model is loaded before its size is known. Used as a
     context manager a monitor is closed on every way out, also when nobody came as far as `end`.
@@ -66,6 +66,9 @@ class Monitor:
     def note(self, text: str) -> None:
         """A warning or an event the user should see."""
 
+    def roll_back(self, step: int) -> None:
+        """The run goes on from the checkpoint of this step: whatever came after it is undone."""
+
     def end(self, outcome: RunOutcome) -> None:
         """The run is over."""
         self.close()
@@ -88,8 +91,13 @@ class Monitors(Monitor):
     """
 
     def __init__(self, *monitors: Monitor) -> None:
-        self._monitors = monitors
+        self._monitors = list(monitors)
         self._active = list(monitors)
+
+    def add(self, monitor: Monitor) -> None:
+        """One more, from now on."""
+        self._monitors.append(monitor)
+        self._active.append(monitor)
 
     def begin(self, plan: RunPlan) -> None:
         self._tell(lambda monitor: monitor.begin(plan))
@@ -111,6 +119,9 @@ class Monitors(Monitor):
 
     def note(self, text: str) -> None:
         self._tell(lambda monitor: monitor.note(text))
+
+    def roll_back(self, step: int) -> None:
+        self._tell(lambda monitor: monitor.roll_back(step))
 
     def end(self, outcome: RunOutcome) -> None:
         try:

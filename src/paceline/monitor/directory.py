@@ -61,6 +61,11 @@ class RunDirectory:
         return self.root / "rewards.png"
 
     @property
+    def live(self) -> Path:
+        """What the processes of a running run share: weights on their way, and each one's log."""
+        return self.root / ".live"
+
+    @property
     def lock_file(self) -> Path:
         return self.root / "run.lock"
 
@@ -143,9 +148,9 @@ class RunDirectory:
 
     def _clear(self) -> None:
         for entry in self.root.iterdir():
-            if entry == self.lock_file:
+            if entry in (self.lock_file, self.live):
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
-                entry.unlink()
+                entry.unlink(missing_ok=True)  # the watchdog's draft, which has its final name by now

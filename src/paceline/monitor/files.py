@@ -80,14 +80,18 @@ def drop_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a whole file; readers see the old content or the new one, never a part."""
+def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> None:
+    """Write a whole file; readers see the old content or the new one, never a part.
+
+    What need not survive a power failure, since it is written again in seconds, is not `durable`.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.writelines(chunks)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

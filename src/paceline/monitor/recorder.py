@@ -65,6 +65,10 @@ class Recorder(Monitor):
     def note(self, text: str) -> None:
         self._event("note", text=text)
 
+    def roll_back(self, step: int) -> None:
+        self._rewind(step)
+        self._event("roll_back", step=step)
+
     def end(self, outcome: RunOutcome) -> None:
         self._event(
             "end",

@@ -1,0 +1,641 @@
+"""No wait without a name and a bound: laws of `within` and `waiting`, the watchdog, the doctor and the lint rule."""
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.cli import main
+from paceline.errors import PacelineError
+from paceline.monitor import Monitor, Monitors, Recorder, RunDirectory, RunOutcome, RunPlan
+from paceline.monitor.doctor import examine, report, resume_command
+from paceline.monitor.waitgraph import chain, graph
+from paceline.monitor.watchdog import Watchdog, stalled_file, waits_file, watching
+from paceline.orchestrator import DeadlineError, RealClock
+from paceline.orchestrator.stopwatch import Stopwatch
+from paceline.waits import registry, waiting, within
+
+ROOT = Path(__file__).parent.parent.parent
+
+# -- within and waiting -----------------------------------------------------------------------------------------------
+
+
+async def forever():
+    await asyncio.Event().wait()
+
+
+async def deaf():
+    """Hears that it is to stop, and answers all the same."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await forever()
+    return "late"
+
+
+async def breaks():
+    try:
+        await forever()
+    except asyncio.CancelledError:
+        raise KeyError("mine") from None
+
+
+async def own_timeout():
+    raise TimeoutError("its own")
+
+
+async def answers():
+    return "soon"
+
+
+async def standard(seconds, what, work):
+    """What `within` must do in the standard library's words."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineError(f"{what} took longer than {seconds:g} s") from error
+
+
+async def happens(bound, work, cancel):
+    """What comes of the work: its result or error, and whether the task still counts as being cancelled."""
+
+    async def task():
+        try:
+            result = await bound(0.01 if not cancel else 60, "the work", work())
+        except BaseException as error:
+            result = error
+        return repr(result), asyncio.current_task().cancelling()
+
+    running = asyncio.create_task(task())
+    if cancel:
+        await asyncio.sleep(0)
+        running.cancel()
+    return await running
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize("work", [forever, deaf, breaks, own_timeout, answers])
+def test_within_does_what_a_timeout_of_the_standard_library_does(work, cancel):
+    assert asyncio.run(happens(within, work, cancel)) == asyncio.run(happens(standard, work, cancel))
+
+
+def test_a_deadline_is_a_sentence_that_names_what_was_waited_for():
+    async def run():
+        await RealClock().within(0.01, "an episode of `code`", forever())
+
+    with pytest.raises(PacelineError, match=r"^an episode of `code` took longer than 0\.01 s$") as error:
+        asyncio.run(run())
+    assert isinstance(error.value, DeadlineError)
+    assert isinstance(error.value, TimeoutError)
+    assert not registry.open
+
+
+def test_the_inner_of_two_deadlines_leaves_the_outer_alone():
+    async def run():
+        async def inner():
+            with contextlib.suppress(DeadlineError):
+                await within(0.01, "inner", forever())
+            return [wait.what for wait in registry.waits()]
+
+        return await within(60, "outer", inner())
+
+    assert asyncio.run(run()) == ["outer"]
+    assert not registry.open
+
+
+def test_waits_know_their_parents_through_tasks_but_never_one_that_is_over():
+    async def run():
+        seen = {}
+
+        async def look(name):
+            with waiting(name) as wait:
+                seen[name] = wait.parent and wait.parent.what
+                await asyncio.sleep(0)
+
+        with waiting("outer"):
+            await look("same task")
+            await asyncio.gather(look("task inside"))
+            with waiting("short"):
+                late = asyncio.ensure_future(asyncio.sleep(0))
+                orphan = asyncio.create_task(after(late, look("task that outlives")))
+            await orphan
+        return seen
+
+    async def after(first, then):
+        await first
+        await then
+
+    assert asyncio.run(run()) == {"same task": "outer", "task inside": "outer", "task that outlives": "outer"}
+
+
+def test_a_wait_that_is_over_keeps_nothing_alive():
+    async def run():
+        async def opens():
+            with waiting("outer"):
+                kept.append(asyncio.get_running_loop().call_later(60, lambda: None))  # holds this context
+
+        task = asyncio.create_task(opens())
+        await task
+        return weakref.ref(task)
+
+    kept = []
+    gone = asyncio.run(run())
+    gc.collect()
+    assert gone() is None
+
+
+def test_progress_is_what_comes_to_a_good_end_unless_it_is_only_a_poll():
+    async def run():
+        before = registry.moved
+        await within(1, "work", answers())
+        counted = registry.moved - before
+        await within(1, "a health check", answers(), moves=False)
+        with contextlib.suppress(DeadlineError):
+            await within(0.001, "nothing", forever())
+        return counted, registry.moved - before
+
+    assert asyncio.run(run()) == (1, 1)
+
+
+# -- the graph --------------------------------------------------------------------------------------------------------
+
+
+def test_thousands_of_episodes_are_one_line_below_what_waits_for_them():
+    async def run():
+        tasks = [asyncio.create_task(within(300, "an episode of `code`", forever())) for _ in range(2_000)]
+        with Stopwatch(RealClock(), lambda: 0.0).phase("sample"):
+            await asyncio.sleep(0)
+            nodes = graph(registry.waits(), time.monotonic())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return nodes
+
+    nodes = asyncio.run(run())
+    assert sorted((node["what"], node["count"]) for node in nodes) == [
+        ("an episode of `code`", 2_000),
+        ("sampling a batch", 1),
+    ]
+    assert chain(nodes).startswith("sampling a batch (")
+    assert " waits for 2000 x an episode of `code` (" in chain(nodes)
+    episode = next(node for node in nodes if node["count"] > 1)
+    assert episode["limit"] == 300
+    assert episode["stack"][-1].startswith("python/asyncio/locks.py"), "the stack goes down to what is awaited"
+    assert any("test_waits.py" in line and line.endswith(" forever") for line in episode["stack"])
+
+
+def test_a_stack_follows_tasks_that_wait_for_tasks():
+    async def run():
+        async def inner():
+            await forever()
+
+        async def outer():
+            with waiting("outer"):
+                await asyncio.gather(asyncio.create_task(inner()))
+
+        task = asyncio.create_task(outer())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        (node,) = graph(registry.waits(), time.monotonic())
+        task.cancel()
+        return [line.rpartition(" ")[2] for line in node["stack"]]
+
+    assert asyncio.run(run()) == ["outer", "inner", "forever", "wait"]
+
+
+def test_a_task_in_two_waits_shows_its_stack_once_and_the_sentence_goes_down_to_the_last():
+    async def run():
+        with waiting("sampling a batch"), waiting("a batch that fills up", on="an episode"):
+            episode = asyncio.create_task(within(9, "an episode of `code`", forever()))
+            await asyncio.sleep(0)
+            other = asyncio.create_task(within(9, "a health check", forever()), context=contextvars.Context())
+            await asyncio.sleep(0)
+            nodes = graph(registry.waits(), time.monotonic())
+        for task in (episode, other):
+            task.cancel()
+        return nodes
+
+    nodes = asyncio.run(run())
+    assert [bool(node["stack"]) for node in nodes] == [False, True, True, True]
+    words = chain(nodes).split(" waits for ")
+    assert [word.partition(" (")[0] for word in words] == [
+        "sampling a batch",
+        "a batch that fills up",
+        "an episode of `code`",
+    ]
+
+
+def test_a_wait_that_outlives_its_parent_goes_to_the_grandparent():
+    async def run():
+        with waiting("the run"):
+            with waiting("publishing"):
+                task = asyncio.create_task(within(9, "an episode", forever()))
+                await asyncio.sleep(0)
+            nodes = graph(registry.waits(), time.monotonic())
+            task.cancel()
+        return [(node["what"], node["parent"]) for node in nodes]
+
+    assert asyncio.run(run()) == [("the run", None), ("an episode", 0)]
+
+
+def test_names_that_wait_for_each_other_end_in_no_circle():
+    opened, seen = threading.Event(), threading.Event()
+
+    def other():
+        with waiting("b of y", on="a"):
+            opened.set()
+            seen.wait(5)
+
+    thread = threading.Thread(target=other)
+    with waiting("a of x", on="b"):
+        thread.start()
+        assert opened.wait(5)
+        nodes = graph(registry.waits(), time.monotonic())
+        seen.set()
+        thread.join(5)
+    assert sum(node["parent"] is None for node in nodes) == 1
+    assert " waits for " in chain(nodes)
+
+
+# -- the watchdog -----------------------------------------------------------------------------------------------------
+
+
+class Ear(Monitor):
+    """Remembers what was said."""
+
+    def __init__(self):
+        self.notes, self.phases = [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def phase(self, text):
+        self.phases.append(text)
+
+
+class Dog:
+    """A watchdog on a clock that the test winds."""
+
+    def __init__(self, directory, **options):
+        self.now, self.cpu = 1000.0, 0.0
+        self.ear = Ear()
+        self.dog = Watchdog(self.ear, directory, clock=lambda: self.now, cpu=lambda: self.cpu, **options)
+
+    def after(self, seconds, busy=0.0, every=1):
+        """Live through the seconds, a look in each."""
+        for _ in range(0, seconds, every):
+            self.now, self.cpu = self.now + every, self.cpu + busy * every
+            self.dog.look()
+        return self
+
+
+def test_a_run_that_does_not_move_says_who_waits_for_whom_within_a_minute_and_then_ever_more_rarely(tmp_path):
+    with waiting("training on the batch", on="the trainer"), waiting("the answer of rank 3"):
+        dog = Dog(tmp_path).after(58)
+        assert not dog.ear.notes
+        dog.after(2)
+        (note,) = dog.ear.notes
+        assert note.startswith("nothing has moved for 59 s: training on the batch (")
+        assert " waits for the answer of rank 3 (" in note
+        assert f"`paceline doctor {tmp_path}`" in note
+        said = [len(dog.after(60, every=15).ear.notes) for _ in range(59)]
+    assert said[-1] <= 10, "an hour of silence is ten words, not sixty"
+    assert said[0] == 2, "the second follows a minute later"
+    assert not dog.ear.phases
+    stacks = stalled_file(tmp_path).read_text()
+    assert "the answer of rank 3" in stacks
+    assert "test_waits.py" in stacks
+
+
+def test_after_every_movement_a_stall_is_told_anew(tmp_path):
+    dog = Dog(tmp_path).after(70)
+    assert len(dog.ear.notes) == 1
+    dog.dog.step(3, {})
+    assert len(dog.after(55).ear.notes) == 1
+    assert len(dog.after(10).ear.notes) == 2
+
+
+def test_a_run_that_moves_but_shows_nothing_says_that_it_is_still_at_it(tmp_path):
+    dog = Dog(tmp_path)
+    for _ in range(65):
+        dog.dog.beat()
+        dog.after(1)
+    assert not dog.ear.notes
+    (phase,) = dog.ear.phases
+    assert phase.startswith("still at it after 59 s, 59 things finished")
+    dog.dog.phase("evaluating 3/8")
+    for _ in range(58):
+        dog.dog.beat()
+        dog.after(1)
+    assert len(dog.ear.phases) == 1, "whoever has just been told something needs no word"
+
+
+def test_a_process_that_computes_is_not_called_stuck(tmp_path):
+    dog = Dog(tmp_path).after(60, busy=0.97)
+    (note,) = dog.ear.notes
+    assert note.startswith("still computing (1.0 cores) though nothing has finished for 59 s")
+
+
+def test_a_blocked_event_loop_is_named_with_the_line_that_blocks_it(tmp_path):
+    let_go, inside = threading.Event(), threading.Event()
+
+    def blocks_the_loop():
+        inside.set()
+        let_go.wait(10)
+
+    async def run():
+        dog.dog.note("so that it knows the loop")
+        asyncio.get_running_loop().call_soon(blocks_the_loop)
+        await asyncio.sleep(0)
+
+    dog = Dog(tmp_path)
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="the loop's")
+    thread.start()
+    assert inside.wait(5)
+    dog.after(62)
+    snapshot = json.loads(waits_file(tmp_path).read_text())
+    let_go.set()
+    thread.join(5)
+    (note,) = dog.ear.notes
+    assert note.startswith("the event loop has been blocked for ")
+    assert "test_waits.py" in note
+    assert "blocks_the_loop (in python/threading.py:" in note
+    assert snapshot["blocked"] > 50
+    assert any("blocks_the_loop" in line for group in snapshot["threads"] for line in group["stack"])
+    assert len(dog.after(1).ear.notes) == 1
+    dog.dog.beat()
+    assert len(dog.after(65).ear.notes) == 2
+    assert "event loop" not in dog.ear.notes[1], "a loop that is closed owes no answer"
+
+
+def test_an_event_loop_that_was_closed_owes_no_sign_of_life(tmp_path):
+    dog, loop = Dog(tmp_path), asyncio.new_event_loop()
+    dog.dog._loop = loop
+    dog.after(10)
+    assert dog.dog._blocked(dog.now) == 9
+    loop.close()
+    dog.after(1)
+    assert dog.dog._blocked(dog.now) == 0
+
+
+def test_what_the_watchdog_says_is_no_movement(tmp_path):
+    ear = Ear()
+    monitors = Monitors(ear)
+    with watching(monitors, tmp_path, seconds=0.02) as dog:
+        deadline = time.monotonic() + 10
+        while len(ear.notes) < 2 and time.monotonic() < deadline:
+            dog._stop.wait(0.01)
+    assert len(ear.notes) >= 2, "had its own word counted, the intervals would never have grown past the first"
+    assert dog._heard == 0
+    assert not dog._thread.is_alive()
+    assert not waits_file(tmp_path).exists(), "where nobody waits any more there is nothing to show"
+
+
+def test_a_watchdog_that_is_to_be_silent_still_leaves_its_snapshot(tmp_path):
+    dog = Dog(tmp_path, patience=0.0).after(200, every=10)
+    assert not dog.ear.notes
+    assert not dog.ear.phases
+    assert json.loads(waits_file(tmp_path).read_text())["pid"] == os.getpid()
+
+
+def test_a_full_disk_silences_the_watchdog_and_no_more(tmp_path):
+    dog = Dog(tmp_path / "missing").after(61)
+    assert not dog.ear.notes
+
+
+# -- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def begun(path, pid=None):
+    """A run directory in the middle of its run."""
+    directory = RunDirectory.claim(path)
+    directory.begin("steps = 9\n")
+    recorder = Recorder(path)
+    recorder.begin(RunPlan("demo", path, 9, 0, {}, ("reverse-text",), "cpu", 100))
+    recorder.phase("loading the model")
+    recorder.step(3, {"reward/mean": 0.5})
+    recorder.note("something to know")
+    checkpoint = path / "checkpoints" / "step-000002"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
+    (path / "checkpoints" / "step-000004").mkdir()  # not whole
+    if pid is not None:
+        directory.lock_file.write_text(f"{pid}\n")
+    directory.release()
+    return recorder
+
+
+def shown(found, width=200):
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(report(found))
+    console.file.close()
+    return console.export_text()
+
+
+def test_doctor_shows_a_living_run_and_who_waits_in_it(tmp_path):
+    begun(tmp_path / "run")
+    with waiting("sampling a batch", on="an episode"), waiting("the answer of the engine"):
+        dog = Dog(tmp_path / "run")
+        dog.dog.step(3, {})
+        dog.after(1)
+        part = Dog(tmp_path / "run", part="trainer").after(1)
+    assert not part.ear.notes
+    found = examine(tmp_path / "run")
+    assert found.alive
+    assert found.verdict == f"runs as process {os.getpid()}"
+    text = shown(found)
+    assert "step        3" in text
+    assert "sampling a batch (" in text
+    assert "the answer of the engine (" in text
+    assert "test_waits.py" in text
+    assert "who waits for whom in the trainer" in text
+    assert "something to know" in text
+    assert "step-000002" in text
+    assert "go on with" not in text
+
+
+def test_doctor_says_that_a_run_was_killed_and_how_to_go_on(tmp_path):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        begun(tmp_path / "run", sleeper.pid)
+        assert examine(tmp_path / "run").verdict == f"runs as process {sleeper.pid}"
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        assert f"`kill -CONT {sleeper.pid}`" in examine(tmp_path / "run").verdict
+    finally:
+        sleeper.kill()
+        sleeper.wait(10)
+    found = examine(tmp_path / "run")
+    assert not found.alive
+    assert found.verdict.startswith(f"killed: process {sleeper.pid} is gone and wrote no end (SIGKILL, out of memory")
+    assert found.checkpoint == tmp_path / "run" / "checkpoints" / "step-000002"
+    assert resume_command(found) == f"paceline train {tmp_path}/run/config.toml --resume latest"
+
+
+def test_doctor_is_not_fooled_by_a_process_number_that_is_used_again(tmp_path):
+    begun(tmp_path / "run")
+    Dog(tmp_path / "run").after(1)
+    snapshot = json.loads(waits_file(tmp_path / "run").read_text())
+    waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"born": "1"}))
+    if snapshot["born"]:
+        assert examine(tmp_path / "run").verdict.startswith(f"killed: process {os.getpid()}")
+    waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"host": "far-away"}))
+    assert examine(tmp_path / "run").verdict.startswith("on far-away, process ")
+    waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"time": time.time() - 100}))
+    assert "has written nothing for 100 s" in examine(tmp_path / "run").verdict
+
+
+def test_doctor_tells_the_outcome_of_a_run_that_ended(tmp_path, capsys):
+    recorder = begun(tmp_path / "run")
+    recorder.end(RunOutcome("failed", 3, "the engine was lost", tmp_path / "run" / "checkpoints" / "step-000002"))
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "failed at step 3: the engine was lost" in said
+    assert "--resume latest" in said
+    recorder.end(RunOutcome("finished", 9))
+    found = examine(tmp_path / "run")
+    assert found.verdict == "finished at step 9"
+    assert not resume_command(found)
+
+
+def test_doctor_refuses_what_is_no_run(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert f"there is no run at {tmp_path}: name a run directory" in capsys.readouterr().err
+
+
+# -- the lint rule ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lint():
+    spec = importlib.util.spec_from_file_location("lint_waits", ROOT / "scripts" / "lint_waits.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+PLANTED = """
+    await event.wait()
+    await queue.get()
+    await queue.put(1)
+    await queue.join()
+    await lock.acquire()
+    await reader.readexactly(4)
+    await reader.readline()
+    await writer.drain()
+    await writer.wait_closed()
+    await process.wait()
+    await process.communicate(b"")
+    await task
+    await self._future
+    await futures[3]
+    await asyncio.shield(task)
+    await asyncio.gather(*tasks)
+    await asyncio.gather(one(), event.wait())
+    await asyncio.gather(*(queue.get() for queue in queues))
+    await asyncio.wait({task})
+    await asyncio.wait({task}, timeout=None)
+    await asyncio.wrap_future(future)
+    await loop.create_future()
+    await server.serve_forever()
+    while not ready: await asyncio.sleep(1)
+    while not ready: time.sleep(1)
+    thread.join()
+    child.wait()
+    child.communicate()
+    future.result()
+    door.accept()
+    door.recv(4)
+    line = lines.get()
+    lock.acquire()
+    subprocess.run(["ls"])
+    select.select([door], [], [])
+    os.waitpid(child, 0)
+    async with places: await work()
+    async with asyncio.timeout(None): await event.wait()
+"""
+
+BOUNDED = """
+    await within(5, "it", event.wait())
+    await clock.within(5, "it", queue.get())
+    await asyncio.wait_for(event.wait(), 5)
+    await asyncio.wait({task}, timeout=5)
+    async with asyncio.timeout(5): await event.wait()
+    async with asyncio.timeout(5): await asyncio.gather(*tasks)
+    await asyncio.sleep(1)
+    await self.anything()
+    await asyncio.gather(one(), two())
+    await asyncio.gather(*map(one, rows))
+    await client.get(url)
+    thread.join(5)
+    ", ".join(names)
+    child.wait(timeout=5)
+    child.communicate(timeout=5)
+    future.result(5)
+    table.get(key)
+    variable.get()
+    gate.accept(3)
+    lock.acquire(timeout=5)
+    subprocess.run(["ls"], timeout=5)
+    select.select([door], [], [], 5)
+    await queue.get()  # unbounded: a worker without work waits for some
+    await task  # bounded: by the caller's deadline
+    async with places: await work()  # bounded: each before it is
+"""
+
+HEAD = """import asyncio
+from contextvars import ContextVar
+variable = ContextVar("variable")
+places = asyncio.Semaphore(2)
+async def f():
+"""
+
+
+def found(lint, path, lines):
+    path.write_text(HEAD + "\n".join(lines) + "\n")
+    return [offence.line - HEAD.count("\n") - 1 for offence in lint.offences(path)]
+
+
+def test_the_rule_finds_every_planted_wait(lint, tmp_path):
+    lines = PLANTED.strip("\n").splitlines()
+    missed = set(range(len(lines))) - set(found(lint, tmp_path / "planted.py", lines))
+    assert [lines[index].strip() for index in sorted(missed)] == []
+
+
+def test_the_rule_accepts_what_has_a_bound_or_says_why_it_has_none(lint, tmp_path):
+    lines = BOUNDED.strip("\n").splitlines()
+    assert [lines[index].strip() for index in found(lint, tmp_path / "bounded.py", lines)] == []
+
+
+def test_a_bound_around_a_definition_bounds_no_call_of_it(lint, tmp_path):
+    lines = ["    async with asyncio.timeout(5):", "        async def later():", "            await event.wait()"]
+    assert found(lint, tmp_path / "nested.py", lines) == [2]
+
+
+def test_a_mark_needs_a_reason(lint, tmp_path):
+    assert found(lint, tmp_path / "lazy.py", ["    await task  # unbounded:"]) == [0]
+
+
+def test_the_command_prints_place_and_remedy_and_fails(lint, tmp_path, capsys):
+    found(lint, tmp_path / "bad.py", ["    thread.join()"])
+    assert lint.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/bad.py:6: `thread.join()` may wait for ever: give it a timeout" in said
+    assert "# unbounded: WHY" in said
+    (tmp_path / "bad.py").write_text("thread.join(5)\n")
+    assert lint.main([str(tmp_path)]) == 0
