@@ -21,6 +21,7 @@ from paceline.config.reference import ModelRef
 from paceline.data import Row
 from paceline.envs import Environment
 from paceline.errors import PacelineError
+from paceline.failures import USUAL, Policy
 from paceline.inference.frozen import FrozenPool
 from paceline.rollout import Group, Rollout, Voice
 
@@ -40,6 +41,8 @@ class Means:
     """How the policy speaks: its pool, its renderer, its sampling settings."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
+    teacher: Policy = USUAL
+    """What becomes of a sample that a reference could not score."""
 
 
 class Algorithm(ABC):

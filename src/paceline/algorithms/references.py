@@ -3,15 +3,20 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
 from paceline.algorithms.base import AlgorithmError, Means
+from paceline.arena.together import together
 from paceline.config.reference import Reference as Ref
 from paceline.data import Sample
-from paceline.inference import EngineError, Pool
+from paceline.failures import USUAL, Fail, Policy, Retry
+from paceline.inference import EngineError, Pool, RequestError
 from paceline.inference.frozen import FrozenPool
 from paceline.rollout import Group, Rollout
 
@@ -19,6 +24,8 @@ SECONDS = 120.0
 """How long one score may take, and how long a reference that is gone is waited for in one batch."""
 AT_ONCE = 32
 """Scores asked of the policy itself at once; a frozen endpoint has a limit of its own."""
+WORD_SECONDS = 30.0
+"""Whoever waits for a reference hears so often how far it is."""
 MOST_EMPTY = 3
 """Batches in a row in which the reference scored nothing at all before the run stops."""
 FAILED = "teacher_failed"
@@ -38,8 +45,8 @@ Context = Callable[[Rollout, Sample], Setting]
 class Reference:
     """Who is asked how likely the sampled tokens are."""
 
-    def __init__(self, pool: Pool, name: str) -> None:
-        self._pool, self._name = pool, name
+    def __init__(self, pool: Pool, name: str, policy: Policy = USUAL) -> None:
+        self._pool, self._name, self._policy = pool, name, policy
         self._places = asyncio.Semaphore(pool.ref.concurrency if isinstance(pool, FrozenPool) else AT_ONCE)
         self._empty = 0
 
@@ -47,7 +54,7 @@ class Reference:
     async def connect(cls, ref: Ref, means: Means) -> "Reference":
         """The policy, or a frozen model that can score at the run's temperature."""
         if ref == "policy":
-            return cls(means.voice.pool, "the policy")
+            return cls(means.voice.pool, "the policy", means.teacher)
         pool = await means.attach(ref)
         temperature = means.voice.sampling.temperature
         if temperature != 1.0 and not pool.any_temperature:
@@ -59,43 +66,73 @@ class Reference:
             await pool.score([means.voice.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
         except EngineError as error:
             raise AlgorithmError(f"environment `{means.env}`: `{ref.name}` cannot score: {error}") from error
-        return cls(pool, f"`{ref.name}` at {ref.base_url}")
+        return cls(pool, f"`{ref.name}` at {ref.base_url}", means.teacher)
 
     async def refer(self, groups: Sequence[Group], context: Context = lambda *_: Setting()) -> Counter[str]:
         """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without
         it would be trained towards nothing. One that has it from an earlier training keeps it. A reference that is lost
         for good stops the run."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        wanted = [sample for rollout in rollouts for sample in rollout.samples if _lacks(sample)]
-        causes: list[str] = []
-        answered, gone = 0, False
+        pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
+        errand = Errand(sum(_lacks(sample) for _, sample in pairs))
+        with self._telling(errand):
+            answers = await together([self._one(errand, sample, context, rollout) for rollout, sample in pairs])
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.samples = []
+        for (rollout, _), answer in zip(pairs, answers, strict=True):
+            if answer is not None:
+                rollout.samples.append(answer)
+        self._judge(errand)
+        return Counter({FAILED: errand.lost} if errand.lost else {})
 
-        async def one(rollout: Rollout, sample: Sample) -> Sample | None:
-            nonlocal answered, gone
-            if not _lacks(sample):
-                return sample
-            async with self._places:
-                before, began = answered, asyncio.get_running_loop().time()
+    async def _one(self, errand: "Errand", sample: Sample, context: Context, rollout: Rollout) -> Sample | None:
+        """The sample with its score; None where there is none to be had."""
+        if not _lacks(sample):
+            return sample
+        async with self._places:  # bounded: those before it each have SECONDS
+            for failed in count(1):
+                before, began = errand.answered, _now()
+                if errand.gone:
+                    break
                 try:
-                    if gone:
-                        raise EngineError(causes[0])
                     scored = await self._scored(sample, context(rollout, sample))
                 except EngineError as error:
-                    causes.append(str(error))
+                    errand.cause = errand.cause or str(error)
                     # Nobody had an answer in all that time: those who still wait for their turn need not wait too.
-                    gone = gone or (answered == before and asyncio.get_running_loop().time() - began >= SECONDS)
-                    return None
-                answered += 1
-                return scored
+                    errand.gone = errand.gone or (errand.answered == before and _now() - began >= SECONDS)
+                    if not self._again(error, failed) or errand.gone:
+                        break
+                    await asyncio.sleep(Retry.pause(failed))
+                else:
+                    errand.answered += 1
+                    return scored
+        errand.lost += 1
+        return None
 
-        for rollout, answers in zip(
-            rollouts,
-            await asyncio.gather(*(asyncio.gather(*(one(r, sample) for sample in r.samples)) for r in rollouts)),
-            strict=True,
-        ):
-            rollout.samples = [sample for sample in answers if sample is not None]
-        self._judge(len(wanted), causes)
-        return Counter({FAILED: len(causes)} if causes else {})
+    def _again(self, error: EngineError, failed: int) -> bool:
+        """Whether to ask once more; raises where the run file wants the run to stop."""
+        if isinstance(self._policy, Fail):
+            raise AlgorithmError(f'{self._name} could not score a sample: {error} (failures.teacher = "fail")')
+        return isinstance(self._policy, Retry) and self._policy.again(failed) and not isinstance(error, RequestError)
+
+    @contextmanager
+    def _telling(self, errand: "Errand") -> Generator[None]:
+        """Says every now and then how far it is, and what is in the way."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        def tell() -> None:
+            nonlocal timer
+            why = f": {errand.cause or self._pool.trouble or 'no answer yet'}"
+            text = "waiting for %s since %.0f s: %d of %d samples are scored%s"
+            log.warning(text, self._name, loop.time() - began, errand.answered, errand.wanted, why)
+            timer = loop.call_later(WORD_SECONDS, tell)
+
+        timer = loop.call_later(WORD_SECONDS, tell)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _scored(self, sample: Sample, setting: Setting) -> Sample:
         ids = [*setting.head, *sample.token_ids[setting.cut :].tolist()]
@@ -109,15 +146,33 @@ class Reference:
             logprobs[here] = aligned[here]
         return sample.with_streams(ref_logprobs=logprobs)
 
-    def _judge(self, wanted: int, causes: list[str]) -> None:
-        if causes:
-            log.warning("%s left %d of %d samples without a score: %s", self._name, len(causes), wanted, causes[0])
-        self._empty = self._empty + 1 if wanted and len(causes) == wanted else 0
+    def _judge(self, errand: "Errand") -> None:
+        if errand.lost:
+            text = "%s left %d of %d samples without a score: %s"
+            log.warning(text, self._name, errand.lost, errand.wanted, errand.cause)
+        self._empty = self._empty + 1 if errand.wanted and errand.lost == errand.wanted else 0
         if self._empty >= MOST_EMPTY:
             raise AlgorithmError(
-                f"{self._name} scored nothing in {self._empty} batches: {causes[0]}. "
+                f"{self._name} scored nothing in {self._empty} batches: {errand.cause}. "
                 "See that it is up and large enough, then add --resume latest"
             )
+
+
+@dataclass(slots=True)
+class Errand:
+    """One batch on its way through a reference."""
+
+    wanted: int
+    answered: int = 0
+    lost: int = 0
+    cause: str = ""
+    """What went wrong first."""
+    gone: bool = False
+    """It is not to be waited for any more."""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _lacks(sample: Sample) -> bool:

@@ -4,17 +4,21 @@ import copy
 import json
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from paceline.arena.episode import Episode
 from paceline.arena.state import EpisodeState, Seating
 from paceline.arena.store import ArtifactStore
 from paceline.arena.types import Actor, ArenaError, Artifact, EpisodeRequest, EpisodeResult, Step
-from paceline.envs import Split
+from paceline.envs import JudgeFailed, Split
+from paceline.inference import EngineError, NobodyLeft, RequestError
+from paceline.inference.base import Mismatch
 from paceline.rollout import Message, Reply, Seat, Table
 
 T = TypeVar("T")
+VERDICTS = 3
+"""How often a judge is asked for one that can be read."""
 
 
 class Arena:
@@ -134,12 +138,26 @@ class Arena:
         """What an actor says to these messages. Without an actor it is a judge who answers, and is never trained;
         `model` then names a served adapter, the policy when left out."""
         if actor is None:
-            return await state.seating.judge(model).chat(messages)
+            return await _judged(state.seating.judge(model), messages)
         seat = state.seating.seat(self.actor(actor).id)
         messages = list(messages)
         reply = await seat.chat(messages)
         state.steps.append(Step(actor, tuple(messages), reply.text, reply.truncated))
         return reply
+
+    async def ask_judge(
+        self, state: EpisodeState, messages: Sequence[Message], read: Callable[[str], T], model: str = ""
+    ) -> T:
+        """What `read` finds in a judge's words. Where it raises `ValueError` they are nonsense, and the judge is asked
+        anew, with noise of its own; a judge who never makes sense is a `JudgeFailed` that quotes its first words."""
+        nonsense: list[str] = []
+        while len(nonsense) < VERDICTS:
+            reply = await self.call_model(state, messages, model=model)
+            try:
+                return read(reply.text)
+            except ValueError as error:
+                nonsense.append(f"{reply.text[:80]!r} ({error})")
+        raise JudgeFailed(f"the judge gave no verdict that can be read in {VERDICTS} answers; the first: {nonsense[0]}")
 
     def aside(self) -> Self:
         """A copy whose stores and draws are its own: what is played there leaves no trace here."""
@@ -197,6 +215,15 @@ def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
     if name in registry:
         raise ArenaError(f"{what} `{name}` is registered already: each needs a name of its own")
     registry[name] = value
+
+
+async def _judged(seat: Seat, messages: Sequence[Message]) -> Reply:
+    try:
+        return await seat.chat(messages)
+    except (RequestError, NobodyLeft, Mismatch):
+        raise  # asking again changes nothing
+    except EngineError as error:
+        raise JudgeFailed(f"the judge could not answer: {error}") from error
 
 
 def _find(registry: Mapping[str, T], name: str, what: str, how: str) -> T:

@@ -52,7 +52,7 @@ async def _ask(func: RubricFunction, state: "EpisodeState", arena: "Arena") -> o
     if inspect.iscoroutinefunction(func):
         return await func(state, arena)
     answer = await asyncio.to_thread(func, state, arena)
-    return await answer if inspect.isawaitable(answer) else answer
+    return await answer if inspect.isawaitable(answer) else answer  # bounded: by the episode's timeout
 
 
 def _checked(func: RubricFunction, scores: object, state: "EpisodeState") -> dict[str, float]:

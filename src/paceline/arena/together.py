@@ -12,8 +12,8 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     nothing goes on speaking after its episode is over."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)  # bounded: as each of the works is
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled

@@ -6,7 +6,7 @@ from paceline.config import env as config
 from paceline.data import Address, Row, register_scheme
 from paceline.data.importing import import_object
 from paceline.envs.arithmetic import Arithmetic
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, SingleTurn, Split
+from paceline.envs.base import POLICY, EnvError, Environment, JudgeFailed, Outcome, SingleTurn, Split
 from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reverse_text import ReverseText
 
@@ -16,6 +16,7 @@ __all__ = [
     "EnvError",
     "Environment",
     "FunctionEnvironment",
+    "JudgeFailed",
     "Outcome",
     "ReverseText",
     "SingleTurn",

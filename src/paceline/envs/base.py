@@ -20,6 +20,11 @@ class EnvError(PacelineError):
     """An environment that cannot be used, as a sentence for the user."""
 
 
+class JudgeFailed(PacelineError):
+    """A model that grades could not be reached, or what it said is no grade. Raise it from whatever asks such a model:
+    `failures.judge` in the run file then says what becomes of the episode."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How an episode ended for each seat."""

@@ -55,7 +55,7 @@ async def _result(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return await function(*args)
         value = await _THREADS.run(function, args)
         # A lambda or an object around an async function cannot be told from a sync one before it was called.
-        return await value if inspect.isawaitable(value) else value
+        return await value if inspect.isawaitable(value) else value  # bounded: by `run_user_code`
     except (SystemExit, KeyboardInterrupt) as error:
         raise _tried_to_exit(function, error) from error
 
@@ -105,7 +105,7 @@ class Threads:
         call = _Call(function, args)
         self._enqueue(call)
         try:
-            value, error = await call.done
+            value, error = await call.done  # bounded: by `run_user_code`
         except asyncio.CancelledError:
             self._abandon(call)
             raise

@@ -101,13 +101,13 @@ class Verifiers(Environment):
             ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._hold(ready), name=f"serving {self._config.id}")
             self._ready = ready
-        await asyncio.shield(self._ready)
+        await asyncio.shield(self._ready)  # bounded: by the episode's timeout
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
         try:
             async with self._env.serving():
                 ready.set_result(None)
-                await asyncio.Event().wait()
+                await asyncio.Event().wait()  # unbounded: until the event loop ends
         except Exception as error:
             if ready.done():
                 raise

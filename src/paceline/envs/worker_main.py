@@ -34,7 +34,8 @@ def main() -> None:
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(requests, lines), daemon=True).start()
     while True:
-        for answer in work(json.loads(lines.get()), settings["bytes"]):
+        line = lines.get()  # unbounded: a worker without work waits for some; without a parent it is killed
+        for answer in work(json.loads(line), settings["bytes"]):
             answers.write(answer + b"\n")
             answers.flush()
 

@@ -2,7 +2,8 @@
 
 A call names its function by import path and takes plain JSON values. Workers start when they are needed and are used
 again; one that overruns its deadline, dies or talks nonsense is killed with whatever it started, and the next call gets
-a new one. What a function prints goes nowhere.
+a new one. A call whose process died is made once more, so a function should leave nothing behind but its answer. What
+it prints goes nowhere.
 """
 
 import asyncio
@@ -18,9 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError
+from paceline.waits import within
 
 MAIN = Path(__file__).with_name("worker_main.py")
 """Run as a file: as a module it would import all of `paceline.envs`, torch included, into every worker."""
+ATTEMPTS = 2
+"""Processes a call may see die. The first may have been killed by somebody else; two have met their killer."""
+GONE_SECONDS = 30.0
+"""What is killed is gone at once, unless it hangs in the kernel."""
 LOAD_SECONDS = 120.0
 """A worker may take this long to start and import a function, before the call's own time begins."""
 
@@ -58,7 +64,14 @@ class Workers:
         """What `function(*args)` returns, as JSON gives it back. `function` is an import path; its time counts from
         when a worker has it loaded. Raises `WorkerFailed`."""
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
-        return await self._pool().call(request, timeout)
+        pool = self._pool()
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await pool.call(request, timeout)
+            except WorkerFailed as failed:
+                if failed.kind != "exited" or pool.closed:
+                    raise
+        return await pool.call(request, timeout)
 
     async def close(self) -> None:
         """End this event loop's workers now; calls under way fail. Otherwise they end with the loop."""
@@ -83,14 +96,14 @@ class _Pool:
         self._keeper = asyncio.create_task(self._keep(), name="paceline workers")
 
     async def call(self, request: bytes, timeout: float) -> Any:
-        async with self._places:
+        async with self._places:  # bounded: each call before it has a deadline
             worker = self._idle.pop() if self._idle else await self._start()
             try:
                 answer = await worker.call(request, timeout)
             except BaseException:  # cancelled too: whatever it is doing now, nobody else may get it
                 await self._discard(worker)
                 raise
-            if self._keeper.done():  # closed meanwhile
+            if self.closed:  # meanwhile
                 await self._discard(worker)
             else:
                 self._idle.append(worker)
@@ -99,6 +112,10 @@ class _Pool:
         if "too_large" in answer:
             raise _too_large(self._limits)
         return answer["value"]
+
+    @property
+    def closed(self) -> bool:
+        return self._keeper.done() or self._keeper.cancelling() > 0
 
     async def _start(self) -> "_Worker":
         worker = await _Worker.start(self._limits)
@@ -112,7 +129,7 @@ class _Pool:
     async def _keep(self) -> None:
         """Lives as long as the loop: when a loop ends its tasks are cancelled, and then the workers go."""
         try:
-            await asyncio.get_running_loop().create_future()
+            await asyncio.get_running_loop().create_future()  # unbounded: until `close` or the end of the loop
         finally:
             self._idle.clear()
             await asyncio.gather(*map(self._discard, list(self._alive)))
@@ -120,7 +137,7 @@ class _Pool:
     async def close(self) -> None:
         self._keeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._keeper
+            await self._keeper  # bounded: it is cancelled
 
 
 class _Worker:
@@ -165,18 +182,18 @@ class _Worker:
         assert stdin is not None
         with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
             stdin.write(request)
-            await stdin.drain()
+            await stdin.drain()  # bounded: by `_within`
         return await self._answer()
 
     async def _answer(self) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
         try:
-            line = await stdout.readline()
+            line = await stdout.readline()  # bounded: by `_within`
         except ValueError:  # longer than the stream's limit
             raise _too_large(self._limits) from None
         if not line.endswith(b"\n"):
-            code = await self._process.wait()
+            code = await self._process.wait()  # bounded: by `_within`; its pipe is closed already
             how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
             raise WorkerFailed("exited", how)
         try:
@@ -191,7 +208,7 @@ class _Worker:
         """The whole group, and wait until it is gone. Shielded: a cancelled caller must not leave a zombie."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already; macOS says it the second way
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.shield(self._process.wait())
+        await within(GONE_SECONDS, "the end of a worker that was killed", asyncio.shield(self._process.wait()))
         # Somebody it started may have left the group and hold the pipes open; asyncio has no public way to let go.
         self._process._transport.close()  # ty: ignore[missing-attribute]
         await asyncio.sleep(0)

@@ -1,6 +1,7 @@
 """The client side of several engines: the one door through which everybody samples."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from paceline.inference.base import (
 from paceline.inference.roster import Roster
 from paceline.inference.routing import Homes, Member, choose
 from paceline.model.weights import Policy, WeightUpdate
+from paceline.seldom import Seldom
 
 PATIENCE_SECONDS = 300.0
 """How long a request without a deadline waits for room or for an engine, all in all."""
@@ -26,7 +28,16 @@ MOST_BROKEN = 2
 """Engines a request may see fail before it is taken for their killer."""
 MOST_LOST = 4
 """Connections to a healthy engine that may break under a request."""
+SHAPES = (LookupError, TypeError, ValueError, AttributeError)
+"""What comes of reading an answer that is none."""
+LONG_SECONDS = 20.0
+"""A request that has waited this long is worth a word."""
 T = TypeVar("T")
+seldom = Seldom(logging.getLogger("paceline.pool"))
+
+
+class NobodyLeft(EngineError):
+    """Every engine is gone, and none of them can come back."""
 
 
 @dataclass(slots=True)
@@ -74,6 +85,8 @@ class Pool:
         async def ask(member: Member) -> Completion:
             floor = self._roster.floor(request.model)
             completion = await member.engine.generate(request)
+            if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
+                raise _misshapen(member, completion)
             # An engine may have been restarted, with the weights it began with, while nobody looked.
             if min(completion.versions, default=floor) < floor and await self._roster.fails(member):
                 raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
@@ -112,6 +125,11 @@ class Pool:
     def close(self) -> None:
         """Stop looking after engines that are set aside; the engines belong to whoever made them."""
         self._roster.close()
+
+    @property
+    def trouble(self) -> EngineError | None:
+        """Why nobody serves; None while somebody does."""
+        return None if self._roster.serving else self._roster.trouble
 
     @property
     def running(self) -> int:
@@ -168,6 +186,10 @@ class Pool:
                 errand.trouble = error
             except EngineError as error:
                 await self._weigh(errand, member, error)
+            except SHAPES as error:
+                garbled = EngineError(f"{member.name} answered what cannot be read ({type(error).__name__}: {error})")
+                garbled.__cause__ = error
+                await self._weigh(errand, member, garbled)
 
     async def _candidates(self, errand: Errand, deadline: float | None) -> list[Member]:
         """Engines in service that are large enough and have not just refused; waits until there is one."""
@@ -182,7 +204,8 @@ class Pool:
             if free := [member for member in fit if member not in errand.full]:
                 return free
             if self._roster.hopeless:
-                raise errand.trouble or self._roster.trouble
+                trouble = errand.trouble or self._roster.trouble
+                raise NobodyLeft(str(trouble)) from trouble
             await self._wait(errand, deadline)
             errand.full.clear()
 
@@ -192,12 +215,26 @@ class Pool:
             raise errand.trouble or self._roster.trouble
         errand.rounds += 1
         errand.waited += delay
+        if errand.waited > LONG_SECONDS:
+            self._tell(errand)
         await asyncio.sleep(delay)
+
+    def _tell(self, errand: Errand) -> None:
+        """Those who wait all wait for the same, so one speaks for them."""
+        trouble = self.trouble or errand.trouble
+        text = "%d requests are not answered, one of them for %.0f s because there is no room: %s"
+        if self.trouble is not None:
+            text = "%d requests wait for an engine to come back, one of them for %.0f s: %s"
+        seldom.warn(self, text, self._unanswered, errand.waited, trouble)
 
     async def _weigh(self, errand: Errand, member: Member, error: EngineError) -> None:
         """Raise the failure unless asking again is safe and may help."""
         errand.trouble = error
-        if await self._roster.fails(member):
+        try:
+            fails = await self._roster.fails(member)
+        except SHAPES:
+            raise error from None  # it cannot even say what it serves
+        if fails:
             errand.broken.append(member)
         elif isinstance(error, Unreachable):
             errand.lost += 1
@@ -208,3 +245,8 @@ class Pool:
             raise EngineError(f"{errand.what} is given up after {names} failed under it: {error}") from error
         if errand.lost >= MOST_LOST:
             raise error
+
+
+def _misshapen(member: Member, completion: Completion) -> EngineError:
+    counts = [len(stream) for stream in (completion.token_ids, completion.logprobs, completion.versions)]
+    return EngineError("{} answered {} tokens with {} log probabilities and {} versions".format(member.name, *counts))

@@ -1,50 +1,84 @@
 """Plays episodes: a ticket becomes a group of finished rollouts."""
 
 import asyncio
+import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from paceline.data import Row, Ticket
 from paceline.envs import Environment, Outcome
-from paceline.inference import EngineError, Overloaded, RequestError
-from paceline.orchestrator.clock import Clock
+from paceline.failures import Fail, Retry
+from paceline.inference import NobodyLeft
+from paceline.inference.base import Mismatch
+from paceline.orchestrator.breaker import RunStopped
+from paceline.orchestrator.clock import Clock, DeadlineError
 from paceline.orchestrator.course import Course
+from paceline.orchestrator.failures import Kind, kind_of, told
 from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
 from paceline.rollout.types import own
+from paceline.seldom import Seldom
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
 
 T = TypeVar("T")
+seldom = Seldom(logging.getLogger("paceline.episodes"))
 
 
 class EpisodeLost(Exception):
-    """What a user's code did instead of playing on. It belongs to its episode alone."""
+    """What happened instead of playing on, and of which kind that is. It belongs to its episode alone."""
+
+    def __init__(self, cause: str, kind: Kind = "episode") -> None:
+        super().__init__(cause)
+        self.kind: Kind = kind
 
 
 class Player:
-    """Seats the policy at an environment's table. A failing episode is an outcome with its error, never a crash."""
+    """Seats the policy at an environment's table. A failing episode is an outcome with its error, never a crash.
+
+    What fails is tried again, given up or the end of the run, as the course says of its kind. Each try is a whole
+    episode: at a fresh table, with the same noise and so the same tokens from the same weights, and with all of the
+    environment's `timeout` before it. Whoever fails in the end tells what went wrong first.
+    """
 
     def __init__(self, voice: Voice, clock: Clock, seed: int, domain: int = TRAIN) -> None:
         self._voice = voice
         self._clock = clock
         self._seed = seed
         self._domain = domain
+        self.retried: Counter[str] = Counter()
+        """Tries that were repeated, by kind of failure, since somebody last took this away."""
+        self.lost: Counter[str] = Counter()
+        """Likewise, episodes and preparations that were given up, by the kind of what went wrong first."""
+
+    def metrics(self) -> dict[str, float]:
+        """What failed since this was last asked, by kind."""
+        kinds = {f"retried/{kind}": float(count) for kind, count in self.retried.items()}
+        kinds |= {f"failed/{kind}": float(count) for kind, count in self.lost.items()}
+        self.retried.clear()
+        self.lost.clear()
+        return kinds
 
     async def group(self, course: Course, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
-            row = await self._users(
-                course,
-                "the preparation",
-                lambda: assigned(course.environment, course.rows[ticket.row], ticket, self._seed),
+            row = await self._prepared(
+                course, lambda: assigned(course.environment, course.rows[ticket.row], ticket, self._seed)
             )
         except EpisodeLost as lost:
             failed = [Rollout(ticket=ticket, member=0, error=str(lost))]
             return Group(ticket=ticket, rollouts=[], places=course.group_size, failed=failed)
         members = range(course.group_size)
-        episodes = await asyncio.gather(*(self.episode(course, row, ticket, m, ticket.number) for m in members))
+        tasks = [asyncio.ensure_future(self.episode(course, row, ticket, m, ticket.number)) for m in members]
+        try:
+            episodes = await asyncio.gather(*tasks)  # bounded: each episode has a timeout
+        except Exception:  # the end of the run: nobody is to play on without being heard
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
+            raise
         alive: list[Rollout] = []
         failed: list[Rollout] = []
         for rollout in (rollout for episode in episodes for rollout in episode):
@@ -58,32 +92,70 @@ class Player:
 
     async def prepare(self, course: Course, row: Row) -> Row:
         """What all episodes on a held-out row have in common; raises `EpisodeLost`."""
-        return await self._users(course, "the preparation", lambda: course.environment.prepare(own(row)))
+        return await self._prepared(course, lambda: course.environment.prepare(own(row)))
 
     async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
         # In training somebody else may speak in the policy's place, for it to learn from.
         voice = (course.algorithm.voice if self._domain == TRAIN else None) or self._voice
-        seats = Table(voice, noise, order, course.environment.actors)
-        try:
-            outcome = await self._users(course, "an episode", lambda: course.environment.play(own(row), seats))
-        except EpisodeLost as lost:
-            return [failure(ticket, member, seats, str(lost))]
-        finally:
-            seats.leave()
-        if outcome is None:
-            return [failure(ticket, member, seats, f"{course.name}: dropped by the environment", dropped=True)]
-        return finished(course.name, ticket, member, seats, outcome)
+        losses: list[EpisodeLost] = []
+        while True:
+            seats = Table(voice, noise, order, course.environment.actors)
+            try:
+                outcome = await self._users(
+                    course, voice, "an episode", lambda at=seats: course.environment.play(own(row), at)
+                )
+                if outcome is None:
+                    return [failure(ticket, member, seats, f"{course.name}: dropped by the environment", dropped=True)]
+                return finished(course.name, ticket, member, seats, outcome)
+            except EpisodeLost as lost:
+                losses.append(lost)
+            finally:
+                seats.leave()
+            try:
+                await self._once_more(course, losses)
+            except EpisodeLost as lost:
+                return [failure(ticket, member, seats, str(lost))]
 
-    async def _users(self, course: Course, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _prepared(self, course: Course, work: Callable[[], Awaitable[Row]]) -> Row:
+        losses: list[EpisodeLost] = []
+        while True:
+            try:
+                return await self._users(course, self._voice, "the preparation", work)
+            except EpisodeLost as lost:
+                losses.append(lost)
+            await self._once_more(course, losses)
+
+    async def _once_more(self, course: Course, losses: Sequence[EpisodeLost]) -> None:
+        """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
+        first, last, failed = losses[0], losses[-1], len(losses)
+        match policy := course.policies[last.kind]:
+            case Fail():
+                raise RunStopped(f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry")
+            case Retry() if policy.again(failed):
+                pause = policy.pause(failed)
+                self.retried[last.kind] += 1
+                text = "%s: played again in %g s, try %d of %d (failures.%s)"
+                seldom.warn((course.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
+                await self._clock.sleep(pause)
+            case _:
+                self.lost[first.kind] += 1
+                more = f"; at last: {last}" if str(last) != str(first) else ""
+                raise EpisodeLost(f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}", first.kind)
+
+    async def _users(self, course: Course, voice: Voice, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """What a user's code answers within its time; whatever it raises is the loss of its episode."""
         try:
             return await self._clock.within(course.config.timeout, f"{what} of `{course.name}`", work())
-        except EngineError as error:
-            if not isinstance(error, RequestError | Overloaded):
-                raise
-            raise EpisodeLost(f"{course.name}: {error}") from error
+        except (NobodyLeft, Mismatch):
+            raise  # no other episode would fare better, now or later
+        except DeadlineError as error:
+            # Who waited for an engine all that time is not to blame for it.
+            trouble = voice.pool.trouble
+            if trouble is None:
+                raise EpisodeLost(f"{course.name}: {error}", "timeout") from error
+            raise EpisodeLost(f"{course.name}: {error}, and {trouble}", "engine") from error
         except asyncio.CancelledError as error:
             # Ours to pass on only if we were cancelled; otherwise something inside the environment was.
             task = asyncio.current_task()
@@ -91,7 +163,7 @@ class Player:
                 raise
             raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
         except (Exception, SystemExit) as error:  # `sys.exit` in an environment ends its episode, not the run
-            raise EpisodeLost(f"{course.name}: {type(error).__name__}: {error}") from error
+            raise EpisodeLost(f"{course.name}: {told(error)}", kind_of(error)) from error
 
 
 async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
@@ -101,10 +173,10 @@ async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int
 
 
 def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome) -> list[Rollout]:
-    """A rollout for each trained seat that spoke."""
+    """A rollout for each trained seat that spoke; raises `EpisodeLost` where the outcome is none."""
     spoke = {at: seat for at, seat in seats.items() if seat.turns and seat.trained}
     if error := fault(spoke, outcome):
-        return [failure(ticket, member, seats, f"{name}: {error}")]
+        raise EpisodeLost(f"{name}: {error}")
     metrics = {key: float(value) for key, value in outcome.metrics.items()}
     return [
         Rollout(

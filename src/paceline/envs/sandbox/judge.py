@@ -211,7 +211,8 @@ def end(process: subprocess.Popen) -> None:
         process.wait(5)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold even a killed one back
+        process.wait(5)
 
 
 class Cell:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import httpx
 
 from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
+from paceline.config.secret import hidden
 from paceline.envs.base import EnvError
 from paceline.envs.search.index import DEFAULT_TOP_K, Index
 
@@ -47,6 +48,7 @@ class SearchClient:
         self._key_variable, key = key_variable, os.environ.get(key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise EnvError(f"{key_variable} holds no usable API key: it must be one line of ASCII")
+        self._key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._top_k, self._timeout = top_k, timeout
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
@@ -61,7 +63,7 @@ class SearchClient:
                 "with `paceline search-server`, or leave `url` out to search in this process"
             ) from error
         if response.status_code != 200:
-            told = " ".join(response.text[:300].split())
+            told = " ".join(hidden(response.text, self._key)[:300].split())
             hint = f"; its API key is read from {self._key_variable}" if response.status_code == 401 else ""
             raise EnvError(f"the search service at {self.url} answered {response.status_code}: {told}{hint}")
         return self._results(response)

@@ -6,6 +6,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.secret import hidden
 from paceline.envs.base import EnvError
 from paceline.envs.search.corpus import Document
 from paceline.envs.search.index import DEFAULT_TOP_K, Hit, best
@@ -20,6 +21,7 @@ class Embedder:
 
     def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
         self.url, self.model = f"{url.rstrip('/').removesuffix('/embeddings')}/embeddings", model
+        self._key = api_key
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=SECONDS)
 
@@ -40,7 +42,7 @@ class Embedder:
             cause = str(error) or type(error).__name__
             raise EnvError(f"the embeddings service at {self.url} does not answer: {cause}") from error
         if response.status_code != 200:
-            told = " ".join(response.text[:200].split())
+            told = " ".join(hidden(response.text, self._key)[:200].split())
             raise EnvError(f"the embeddings service at {self.url} answered {response.status_code}: {told}")
         try:
             rows = sorted(response.json()["data"], key=lambda row: row["index"])

@@ -5,6 +5,7 @@ from pydantic import Field, ValidationError, model_validator
 from paceline.config import ConfigError
 from paceline.config.base import Section
 from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
+from paceline.config.secret import in_address
 from paceline.config.serve import is_loopback
 from paceline.envs.search.index import DEFAULT_TOP_K
 
@@ -24,13 +25,13 @@ class SearchOptions(Section):
     """Address to listen on; anything but loopback needs an API key."""
     port: int = Field(default=8100, ge=0, le=65535)
     """0 picks a free port."""
-    api_key: str | None = Field(default=None, min_length=1)
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
     """Clients must send it as `Authorization: Bearer KEY`."""
     embeddings_url: str | None = None
     """Base URL of an OpenAI-compatible endpoint: search by meaning instead of BM25."""
     embeddings_model: str | None = None
     """Its model."""
-    embeddings_api_key: str | None = None
+    embeddings_api_key: str | None = Field(default=None, repr=False)
     """What it wants to be sent as `Authorization: Bearer KEY`."""
 
     @model_validator(mode="after")
@@ -46,6 +47,10 @@ class SearchOptions(Section):
     def _both_or_none(self) -> "SearchOptions":
         if (self.embeddings_url is None) != (self.embeddings_model is None):
             raise ValueError("search by meaning needs both --embeddings-url and --embeddings-model")
+        if told := in_address(self.embeddings_url or ""):
+            raise ValueError(
+                f"--embeddings-url has {told}, where others may read it: give --embeddings-api-key instead"
+            )
         return self
 
 
