@@ -1,29 +1,35 @@
 """`paceline replay`: a recorded batch trained once more, on the CPU, with nothing kept of it.
 
     weights before the step (a checkpoint, or the model itself) + batches/step-N -> the same step, beside the record
+    the same weights + dumps/bad-batch-N -> the same step, and each of its samples alone
 
 Sampling, environments and engine play no part. What comes out differently is a matter of the trainer alone: another
 device or type, another version of the code, or a setting given on the command line.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
 from paceline.config import RunConfig
-from paceline.data import Sample, decode
+from paceline.data import Sample, WireError, decode
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model
 from paceline.monitor import RunDirectory, read_jsonl
 from paceline.orchestrator import Checkpoints
 from paceline.trainer import TorchTrainer
+from paceline.trainer.findings import Finding, broken_weights, examine, verdict
 
 TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
 """What a step reports besides what it computed."""
+DUMP = "bad-batch-"
+ROWS = 20
+"""Samples of a bad batch that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,10 @@ class Replayed:
     """Whether they are those the step began with."""
     recorded: dict[str, float]
     now: dict[str, float]
+    findings: list[Finding] = field(default_factory=list)
+    """Of a bad batch: its samples, each alone."""
+    verdict: str = ""
+    """Of a bad batch: what was wrong with it, in a sentence."""
 
     def differences(self) -> dict[str, float]:
         """Replayed minus recorded, where both are known."""
@@ -48,20 +58,45 @@ def replay(run: Path, step: int, config: RunConfig) -> Replayed:
     """Train the recorded batch of a step again."""
     directory = RunDirectory(run)
     samples = _batch(directory, step)
+    with _trainer(directory, step, config) as (trainer, weights):
+        exact = trainer.version == step - 1
+        now = _step(trainer, samples)
+    return Replayed(step, samples, weights, exact, _recorded(directory, step), now)
+
+
+def replay_dump(run: Path, dump: str, config: RunConfig) -> Replayed:
+    """Train a batch again that was kept because its step was bad, by the step's number or the file's path, and look
+    for the samples that made it so."""
+    directory = RunDirectory(run)
+    path = _dump(directory, dump)
+    step, samples = _number(path), _read(path)
+    with _trainer(directory, step, config) as (trainer, weights):
+        exact = trainer.version == step - 1
+        broken, findings = broken_weights(trainer.learner), examine(trainer.learner, samples, trainer.version)
+        now = _step(trainer, samples)
+    return Replayed(step, samples, weights, exact, _recorded(directory, step), now, findings, verdict(findings, broken))
+
+
+@contextmanager
+def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator[tuple[TorchTrainer, str]]:
+    """A trainer as it was before a step, as far as checkpoints tell, and where its weights are from."""
     torch.manual_seed(config.seed)
     model = attach_lora(load_model(config.model), config.model, config.seed)
-    trainer = TorchTrainer(model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head)
+    # A bad step is what is being looked at: it must not end the looking.
+    c = config.trainer.model_copy(update={"on_bad_step": "skip", "max_bad_steps": 1 << 30})
+    trainer = TorchTrainer(model, c, total_steps=config.steps, fp32_head=config.model.fp32_head)
     try:
         checkpoint = _before(directory, step)
         if checkpoint is not None:
             asyncio.run(trainer.load(checkpoint))
-        exact = trainer.version == step - 1
-        report = asyncio.run(trainer.step(samples))
+        yield trainer, str(checkpoint) if checkpoint else f"{config.model.name}, untrained"
     finally:
         trainer.close()
-    weights = str(checkpoint) if checkpoint else f"{config.model.name}, untrained"
-    now = {name: value for name, value in report.metrics.items() if name not in TIMES}
-    return Replayed(step, samples, weights, exact, _recorded(directory, step), now)
+
+
+def _step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, float]:
+    report = asyncio.run(trainer.step(samples))
+    return {name: value for name, value in report.metrics.items() if name not in TIMES}
 
 
 def table(result: Replayed) -> Table:
@@ -75,6 +110,50 @@ def table(result: Replayed) -> Table:
         was = f"{result.recorded[name]:.6g}" if name in result.recorded else "-"
         shown.add_row(name, was, f"{result.now[name]:.6g}", f"{apart[name]:+.2g}" if name in apart else "-")
     return shown
+
+
+def samples_table(result: Replayed) -> Table:
+    """A bad batch's samples: those that are not finite first, then by the size of their gradients."""
+    names = list(dict.fromkeys(name for finding in result.findings for name in finding.losses))
+    ranked = sorted(result.findings, key=lambda finding: (not finding.broken, -finding.grad_norm))
+    shown = Table(title=f"{min(ROWS, len(ranked))} of {len(ranked)} samples, each alone")
+    for heading in ("env", "ticket", "rollout"):
+        shown.add_column(heading)
+    for heading in (*(f"loss/{name}" for name in names), "gradient"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("not finite")
+    for finding in ranked[:ROWS]:
+        sample = finding.sample
+        number = "-" if sample.ticket is None else str(sample.ticket.number)
+        values = [f"{finding.losses.get(name, 0.0):.4g}" for name in names]
+        row = (sample.env, number, str(sample.rollout), *values, f"{finding.grad_norm:.4g}", ", ".join(finding.broken))
+        shown.add_row(*row)
+    return shown
+
+
+def _dump(directory: RunDirectory, dump: str) -> Path:
+    folder = directory.root / "dumps"
+    path = folder / f"{DUMP}{int(dump):06d}.msgpack" if dump.isdecimal() else Path(dump)
+    if path.is_file():
+        return path
+    kept = sorted(_number(file) for file in folder.glob(f"{DUMP}*.msgpack"))
+    if not kept:
+        raise PacelineError(f"{folder} holds no bad batches: none of this run's steps was left out")
+    raise PacelineError(f"there is no bad batch {dump} in {folder}; those kept are of steps {_ranges(kept)}")
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.stem.removeprefix(DUMP))
+    except ValueError:
+        raise PacelineError(f"{path} is not named like a bad batch: {DUMP}NNNNNN.msgpack") from None
+
+
+def _read(path: Path) -> list[Sample]:
+    try:
+        return decode(path.read_bytes())
+    except (OSError, WireError) as error:
+        raise PacelineError(f"{path} cannot be read: {error}") from error
 
 
 def _batch(directory: RunDirectory, step: int) -> list[Sample]:

@@ -174,7 +174,13 @@ class Trainer(Section):
     compile: bool = True
     """On CUDA, run compiled layers: about a third faster, after a minute at the start."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """Steps with a NaN or infinite gradient are skipped; this many batches in a row that had one stop the run."""
+    """So many batches in a row with a bad step stop the run; under `on_bad_step = "roll_back"`, so many failures of the
+    same step."""
+    on_bad_step: Literal["skip", "stop", "roll_back"] = "skip"
+    """What follows a step whose gradient is NaN or infinite, or a spike. Its optimizer step is left out and its batch
+    kept in `dumps/` in any case; then go on, stop the run, or go back to the last checkpoint."""
+    spike: float | None = Field(default=None, gt=1)
+    """A gradient norm above so many times the median of the last 32 steps is a bad step too; off when left out."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; a share of the cores when left out."""
 

@@ -10,6 +10,7 @@ from paceline.inference.base import (
     Grammar,
     Limits,
     Listener,
+    Mismatch,
     Overloaded,
     Piece,
     RequestError,
@@ -19,7 +20,7 @@ from paceline.inference.base import (
 )
 from paceline.inference.engine import EmbeddedEngine, noise_key
 from paceline.inference.http import HttpEngine
-from paceline.inference.pool import Pool
+from paceline.inference.pool import NobodyLeft, Pool
 
 __all__ = [
     "Completion",
@@ -33,6 +34,8 @@ __all__ = [
     "HttpEngine",
     "Limits",
     "Listener",
+    "Mismatch",
+    "NobodyLeft",
     "Overloaded",
     "Piece",
     "Pool",

@@ -28,6 +28,10 @@ class Overloaded(EngineError):
     """The queue is full; the same request may succeed later."""
 
 
+class Mismatch(EngineError):
+    """Weights are not what they claim to be: nothing sampled from them could be trusted."""
+
+
 class Unreachable(EngineError):
     """No answer came: the engine or the way to it is gone. Noise is keyed, so asking another one is safe."""
 
@@ -88,6 +92,9 @@ class Completion:
     top: list[TopLogprobs] | None = None
     recomputed: bool = False
     """Whether the KV cache was recomputed when the weights changed under this request."""
+    weights: Mapping[int, str] = field(default_factory=dict)
+    """Fingerprint of what the engine really held, for each version these tokens were drawn from. Shared by all
+    completions of the same weights; empty where the engine does not check its updates."""
     cached: int = field(default=0, compare=False)
     """Prompt tokens whose keys and values were shared instead of computed."""
 

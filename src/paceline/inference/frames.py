@@ -19,6 +19,7 @@ from paceline.inference.base import (
     Finish,
     GenerateRequest,
     Limits,
+    Mismatch,
     Overloaded,
     Piece,
     RequestError,
@@ -28,7 +29,7 @@ from paceline.inference.base import (
 from paceline.model.weights import Adapter, Canary, Policy
 
 HEAD = struct.Struct("<Q")
-ERRORS = {kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded)}
+ERRORS = {kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch)}
 Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
 
 
@@ -108,12 +109,13 @@ class Done(Message):
     top: list[TopLogprobs] | None
     recomputed: bool
     cached: int
+    weights: dict[int, str] = {}
 
     @classmethod
     def of(cls, number: int, done: Completion) -> "Done":
         log_z = None if done.log_z is None else floats(done.log_z)
         arrays = ints(done.token_ids), floats(done.logprobs), ints(done.versions)
-        return cls(number, *arrays, done.finish, log_z, done.top, done.recomputed, done.cached)
+        return cls(number, *arrays, done.finish, log_z, done.top, done.recomputed, done.cached, dict(done.weights))
 
     def completion(self) -> Completion:
         return Completion(
@@ -125,6 +127,7 @@ class Done(Message):
             top=self.top,
             recomputed=self.recomputed,
             cached=self.cached,
+            weights=self.weights,
         )
 
 
@@ -184,8 +187,8 @@ def frame(batch: ToEngine | FromEngine) -> list[bytes]:
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """The next frame's body, or None when the other side is gone."""
     try:
-        (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-        return await reader.readexactly(length)
+        (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))  # bounded: by the other side's life
+        return await reader.readexactly(length)  # bounded: by the other side's life
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 

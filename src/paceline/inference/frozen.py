@@ -16,6 +16,7 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config.reference import ModelRef
+from paceline.config.secret import hidden
 from paceline.inference.base import (
     Completion,
     EngineError,
@@ -55,7 +56,7 @@ class FrozenPool(Pool):
         return isinstance(self._engine, HttpEngine)
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
-        async with self._places:
+        async with self._places:  # bounded: each request before it has a deadline
             request = dataclasses.replace(request, model=self.ref.name)
             return await self._within(deadline, super().generate(request))
 
@@ -66,7 +67,7 @@ class FrozenPool(Pool):
         model: str = "",
         deadline: float | None = None,
     ) -> list[list[float]]:
-        async with self._places:
+        async with self._places:  # bounded: each request before it has a deadline
             return await self._within(deadline, super().score(sequences, temperature, model or self.ref.name))
 
     async def _within(self, seconds: float | None, work: Awaitable[T]) -> T:
@@ -119,7 +120,7 @@ class CompletionsEngine:
 
     def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
         self.name = url.rstrip("/").removesuffix("/v1")
-        self._model = model
+        self._model, self._key = model, api_key
         self._ways = ASKING
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -250,7 +251,7 @@ class CompletionsEngine:
         if response.status_code == 200 and answer is not None:
             return answer
         told = answer.get("error", answer) if isinstance(answer, dict) else response.text[:200]
-        told = told.get("message", told) if isinstance(told, dict) else told
+        told = hidden(str(told.get("message", told) if isinstance(told, dict) else told), self._key)
         raise _kind(response.status_code)(f"{self.name}{path} answered {response.status_code}: {told}")
 
 

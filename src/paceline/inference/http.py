@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from paceline.inference.base import (
     Grammar,
     Limits,
     Listener,
+    Mismatch,
     Overloaded,
     Piece,
     RequestError,
@@ -50,7 +52,7 @@ class HttpEngine:
 
     Cancelling a call closes its connection, and the server then takes the request out of its engine. Full weights
     travel as a file in `folder`, which both sides must see under the same path and the server must `--allow`; adapters
-    travel in the request. A canary does not travel: the fingerprint does.
+    travel in the request. Fingerprint and canary go with them, and the server checks both.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class HttpEngine:
         head: dict[str, Any] = {"version": update.version}
         if update.expected is not None:
             head["fingerprint"] = update.expected
+        if update.canary is not None:
+            head["canary"] = _canary(update)
         if adapter is None:
             answer = await self._post("/weights/load", head | {"path": await self._path(update)})
         else:
@@ -213,6 +217,8 @@ class HttpEngine:
 
 
 JSON = {"Content-Type": "application/json"}
+MISMATCH = "weights_mismatch"
+"""The code of a refusal because weights are not what they claim to be."""
 
 
 def _body(request: GenerateRequest) -> dict[str, Any]:
@@ -260,7 +266,15 @@ def _completion(choice: dict[str, Any]) -> Completion:
         top=[[(token, logprob) for token, logprob in place] for place in top] if top is not None else None,
         recomputed=choice["recomputed"],
         cached=choice["cached_tokens"],
+        weights={int(version): mark for version, mark in choice.get("weights", {}).items()},
     )
+
+
+def _canary(update: WeightUpdate) -> dict[str, Any]:
+    assert update.canary is not None
+    if not all(map(math.isfinite, update.canary.logprobs)):  # which JSON cannot say
+        raise Mismatch(f"version {update.version} gives log probabilities that are not finite: its weights are broken")
+    return dataclasses.asdict(update.canary)
 
 
 def _packed(update: WeightUpdate) -> str:
@@ -284,6 +298,8 @@ def _error(response: httpx.Response, answer: Any) -> EngineError:
     if not isinstance(told, dict):
         return EngineError(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
     message, code, status = str(told.get("message")), told.get("code"), response.status_code
+    if code == MISMATCH:
+        return Mismatch(message)
     if code == "model_not_found":
         return UnknownModel(message)
     if code == "shutting_down":

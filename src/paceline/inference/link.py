@@ -43,6 +43,9 @@ from paceline.inference.frames import (
 from paceline.inference.stored import StoredTensors
 from paceline.model.weights import Policy, WeightUpdate
 
+START_SECONDS = 1800.0
+"""For the other side to load its weights and warm up."""
+
 
 class EngineLink:
     """The asking side of a socket whose other end an `EngineHost` serves; speaks the `Engine` protocol.
@@ -67,7 +70,12 @@ class EngineLink:
 
     def start(self) -> None:
         """Wait until the engine is ready, or say why it never will be."""
-        hello = self._first_word()
+        self._door.settimeout(START_SECONDS)
+        try:
+            hello = self._first_word()
+        except TimeoutError:
+            raise EngineError(f"the engine's process was not ready within {START_SECONDS:.0f} s") from None
+        self._door.settimeout(None)
         if hello is None:
             raise EngineError(f"the engine's process ended before it was ready: {self._cause()}")
         if hello.error is not None:
@@ -141,7 +149,7 @@ class EngineLink:
         """Waits until the other side is gone, and tells why."""
         self._attach()
         assert self._lost is not None
-        return await asyncio.shield(self._lost)
+        return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
 
     # -- the socket ---------------------------------------------------------------------------------------------------
 
@@ -161,11 +169,11 @@ class EngineLink:
         self._attach()
         assert self._lost is not None
         if self._lost.done():
-            raise self._lost.result()
+            raise self._lost.result()  # bounded: it is done
         answer = self._waiting[message.id] = asyncio.get_running_loop().create_future()
         self._post(message)
         try:
-            return await answer
+            return await answer  # bounded: by the pool's deadline, and by the life of the other side
         finally:
             self._waiting.pop(message.id, None)
 
@@ -224,7 +232,7 @@ def _packed(tensors: Any) -> bytes:
 def _receive(door: socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
-        part = door.recv(size - len(data))
+        part = door.recv(size - len(data))  # bounded: by the socket's own timeout
         if not part:
             return None
         data += part

@@ -10,10 +10,13 @@ from typing import Protocol, TypeVar, runtime_checkable
 from paceline.inference.base import Engine, EngineError, Unreachable
 from paceline.inference.routing import Member
 from paceline.model.weights import WeightUpdate
+from paceline.seldom import Seldom
 
 CHECK_SECONDS = 10.0
 PUBLISH_SECONDS = 900.0
 FIRST_DELAY, MOST_DELAY = 0.05, 2.0
+QUIET_ATTEMPTS = 15
+"""About twenty seconds: an engine that is started again takes that long."""
 log = logging.getLogger("paceline.pool")
 T = TypeVar("T")
 
@@ -50,6 +53,7 @@ class Roster:
         self._meeting: asyncio.Task[None] | None = None
         self._publishing = 0
         self._jitter = jitter
+        self._seldom = Seldom(log)
 
     @property
     def serving(self) -> list[Member]:
@@ -76,14 +80,14 @@ class Roster:
             return
         if self._meeting is None:
             self._meeting = asyncio.ensure_future(self._meet_all())
-        await asyncio.shield(self._meeting)
+        await asyncio.shield(self._meeting)  # bounded: by CHECK_SECONDS
 
     async def fails(self, member: Member) -> bool:
         """Whether an engine that failed a request is out of order; if so it is set aside."""
         if member.trouble is not None:
             return True
         try:
-            policy = await _within(CHECK_SECONDS, member.engine.policy())
+            policy = await _asked(member, CHECK_SECONDS, member.engine.policy())
         except EngineError as error:
             self._set_aside(member, error)
             return True
@@ -146,21 +150,23 @@ class Roster:
         """Ask until it answers and holds the current weights."""
         attempt = 0
         while member.trouble is not None:
-            await asyncio.sleep(self.delay(attempt))
+            await asyncio.sleep(self.delay(attempt))  # unbounded: until it is back, or the pool is closed
             attempt += 1
             try:
                 await self._restore(member)
             except EngineError as error:
                 member.trouble = error
+                if attempt > QUIET_ATTEMPTS:
+                    self._seldom.warn(member, "%s has not come back yet: %s", member.name, error)
         log.warning("%s is back", member.name)
 
     async def _restore(self, member: Member) -> None:
         sent: dict[str | None, WeightUpdate] | None = None
-        await _within(CHECK_SECONDS, self._measure(member))
+        await _asked(member, CHECK_SECONDS, self._measure(member))
         while sent is not self._updates:  # they may change while we send
             sent = self._updates
             for update in sent.values():
-                await _within(PUBLISH_SECONDS, member.engine.load_weights(update))
+                await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
         member.trouble = None
 
     async def _returned(self) -> float:
@@ -170,12 +176,12 @@ class Roster:
                 raise self.trouble
             waited += (delay := self.delay(attempt))
             attempt += 1
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay)  # bounded: by PUBLISH_SECONDS
         return 0.0
 
     async def _send(self, member: Member, update: WeightUpdate) -> float | EngineError:
         try:
-            pause = await _within(PUBLISH_SECONDS, member.engine.load_weights(update))
+            pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
         except EngineError as error:
             return error
         if not isinstance(member.engine, Remote):
@@ -187,7 +193,7 @@ class Roster:
 
     async def _meet(self, member: Member) -> None:
         try:
-            await _within(CHECK_SECONDS, self._measure(member))
+            await _asked(member, CHECK_SECONDS, self._measure(member))
         except EngineError as error:
             self._set_aside(member, error)
 
@@ -196,7 +202,8 @@ class Roster:
         member.context, member.capacity = limits.max_context, max(1, stats.capacity)
 
 
-async def _within(seconds: float, work: Awaitable[T]) -> T:
+async def _asked(member: Member, seconds: float, work: Awaitable[T]) -> T:
+    """What an engine answers in time. One elsewhere that talks nonsense is as good as gone."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -204,3 +211,7 @@ async def _within(seconds: float, work: Awaitable[T]) -> T:
         if not limit.expired():
             raise
         raise Unreachable(f"no answer within {seconds:g} s") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if not isinstance(member.engine, Remote):
+            raise
+        raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

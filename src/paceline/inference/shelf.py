@@ -3,22 +3,30 @@
 import asyncio
 import dataclasses
 import uuid
+from collections import deque
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.inference.base import EngineError
 from paceline.inference.stored import StoredTensors
+from paceline.model.saving import write_tensors
 from paceline.model.weights import WeightUpdate
 
 
 class Shelf:
-    """A folder with the newest full weights as one safetensors file; older ones are removed."""
+    """A folder with the newest full weights, a safetensors file each; all but the last `most` of ours are removed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most: int = 1) -> None:
         self.folder = folder.resolve()
-        self._newest: Path | None = None
+        self._most = most
+        self._ours: deque[Path] = deque()
+
+    def adopt(self) -> None:
+        """Take what lies there for ours: whoever wrote it had our place before us."""
+        self._ours = deque(sorted(self.folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime))
+        for half in self.folder.glob("*.part"):
+            half.unlink(missing_ok=True)
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         """The same update, its tensors in a file of this folder."""
@@ -29,21 +37,25 @@ class Shelf:
 
     def clear(self) -> None:
         """Remove what lies there of ours."""
-        if self._newest is not None:
-            self._newest.unlink(missing_ok=True)
-            self._newest = None
+        self._leave(0)
+
+    def _leave(self, most: int) -> None:
+        while len(self._ours) > most:
+            self._ours.popleft().unlink(missing_ok=True)
 
     def _write(self, update: WeightUpdate) -> StoredTensors:
         name = f"{update.version}-{uuid.uuid4().hex[:12]}"
         half, whole = self.folder / f"{name}.part", self.folder / f"{name}.safetensors"
         try:
-            save_file({name: _plain(tensor) for name, tensor in update.tensors.items()}, half)
+            write_tensors({name: _plain(tensor) for name, tensor in update.tensors.items()}, half)
             half.rename(whole)  # a reader never sees half a file
         except OSError as error:
             half.unlink(missing_ok=True)
-            raise EngineError(f"the weights cannot be written to {self.folder}: {error}") from error
-        self.clear()
-        self._newest = whole
+            raise EngineError(
+                f"the weights cannot be written to {self.folder} ({error.strerror}): make room, then --resume latest"
+            ) from error
+        self._ours.append(whole)
+        self._leave(self._most)
         return StoredTensors([whole])
 
 

@@ -24,6 +24,11 @@ def make_canary(model: PreTrainedModel, head: Head) -> Canary:
     return Canary(ids, tuple(logprobs), TOLERANCE.get(model.dtype, HALF_TOLERANCE))
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """How far apart two parties may be whose weights are the same and of which one computes in this type."""
+    return 0.0 if dtype in TOLERANCE else HALF_TOLERANCE
+
+
 def sequence_logprobs(model: PreTrainedModel, head: Head, token_ids: Sequence[int]) -> list[float]:
     """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
     ids = torch.tensor(token_ids, device=model.device)

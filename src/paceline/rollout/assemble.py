@@ -43,6 +43,36 @@ def threads(turns: Sequence[Turn]) -> list[Thread]:
     return threads
 
 
+def rewritten(turns: Sequence[Turn]) -> int:
+    """Turns that go on from something said before while their prompt does not repeat its tokens: the chat template, or
+    whoever wrote the prompt, changed the past, and a new sample had to be started.
+
+    A turn that goes on exactly from any turn before it is a branch, and one that goes on from none is a new
+    conversation; both start samples too, and neither rewrites anything.
+    """
+    if len(turns) < 2:
+        return 0
+    return sum(_goes_on(turn, turns[:place]) for place, turn in enumerate(turns) if place)
+
+
+def _goes_on(turn: Turn, earlier: Sequence[Turn]) -> bool:
+    """Whether a turn claims to go on from one of the earlier ones, and exactly from none."""
+    prompt, claims = turn.prompt_ids, False
+    for past in reversed(earlier):
+        begun = len(past.prompt_ids)
+        if len(prompt) > begun and prompt[:begun] == past.prompt_ids:
+            said = past.completion_ids
+            if prompt[begun : begun + len(said)] == said:
+                return False
+            claims = True
+    return claims or (turn.messages is not None and _replies(turn) > _replies(earlier[0]))
+
+
+def _replies(turn: Turn) -> int:
+    """Messages of the assistant in a prompt; the first prompt's are nobody's words but the environment's."""
+    return sum(message.get("role") == "assistant" for message in turn.messages or ())
+
+
 def _begins(prompt: list[int], tokens: list[int]) -> bool:
     """Whether the prompt begins with these tokens. Most that do not differ at the end already."""
     length = len(tokens)

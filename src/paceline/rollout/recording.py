@@ -27,6 +27,8 @@ from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.rollout.types import Message
 
 MAX_BODY_BYTES = 64 << 20
+START_SECONDS = 30.0
+"""For the server to come up, or to go down: both are a matter of milliseconds."""
 MODEL = "policy"
 
 _RUNS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop_token_ids")
@@ -82,7 +84,7 @@ class Lodging:
         task = asyncio.ensure_future(work)
         self.calls.add(task)
         try:
-            return await task
+            return await task  # bounded: by the episode's timeout
         except asyncio.CancelledError:
             ours = asyncio.current_task()
             if ours is not None and ours.cancelling():
@@ -113,7 +115,7 @@ class Recorder:
             self._starting = asyncio.create_task(self._start(), name="recording server starts")
         try:
             # Others wait for it too, so it goes on even if this episode is cancelled.
-            port = await asyncio.shield(self._starting)
+            port = await asyncio.shield(self._starting)  # bounded: by START_SECONDS
         except Exception:
             self._starting = None
             raise
@@ -131,13 +133,13 @@ class Recorder:
     async def close(self) -> None:
         """Stop serving. The next address that is asked for starts it again."""
         if self._starting is not None:
-            await asyncio.wait({self._starting})
+            await asyncio.wait({self._starting}, timeout=START_SECONDS)
             self._starting = None
         for seat in list(self._by_seat):
             self.vacate(seat)
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
-            await asyncio.wait({self._serving})
+            await asyncio.wait({self._serving}, timeout=START_SECONDS)
             self._server = self._serving = None
 
     async def _start(self) -> int:
@@ -155,10 +157,11 @@ class Recorder:
         )
         server = _Quiet(config)
         serving = asyncio.create_task(server.serve(sockets=[door]), name="recording server")
-        while not server.started:
-            if serving.done():
-                serving.result()
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(START_SECONDS):
+            while not server.started:
+                if serving.done():
+                    serving.result()  # bounded: it is done
+                await asyncio.sleep(0.001)
         self._server, self._serving = server, serving
         return door.getsockname()[1]
 
@@ -260,7 +263,7 @@ async def _all(seat: Seat, messages: list[Message], tools: list[dict[str, Any]] 
     """All replies, or none: once one fails the others are not waited for."""
     tasks = [asyncio.ensure_future(seat.chat(messages, tools)) for _ in range(count)]
     try:
-        return list(await asyncio.gather(*tasks))
+        return list(await asyncio.gather(*tasks))  # bounded: by the episode's timeout
     finally:
         for task in tasks:
             task.cancel()

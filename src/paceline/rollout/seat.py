@@ -185,6 +185,7 @@ class Seat:
             temperature=self._voice.sampling.temperature,
             log_z=completion.log_z,
             recomputed=completion.recomputed,
+            weights=completion.weights,
             messages=messages,
             tools=tools,
             text=text,

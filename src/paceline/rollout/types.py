@@ -1,7 +1,7 @@
 """What an episode leaves behind: turns, rollouts, groups."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Turn:
     temperature: float
     log_z: list[float] | None = None
     recomputed: bool = False
+    weights: Mapping[int, str] = field(default_factory=dict)
+    """Fingerprint of what the engine really held, for each version in `versions`."""
     messages: list[Message] | None = None
     """The conversation the prompt was rendered from; None for a prompt given as tokens."""
     tools: list[dict] | None = None
@@ -113,6 +115,8 @@ class Rollout:
             "messages": [*conversation, *(turn.message for turn in self.turns[-1:])],
             "tokens": self.completion_length,
             "versions": sorted({v for t in self.turns for v in t.versions}),
+            # Pairs: after a roll-back one version may stand for two sets of weights in one rollout.
+            "weights": sorted({pair for t in self.turns for pair in t.weights.items()}),
             "finish": self.turns[-1].finish if self.turns else None,
         }
 

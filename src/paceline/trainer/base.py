@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from paceline.data import Sample
 from paceline.errors import PacelineError
 from paceline.model.weights import WeightUpdate
@@ -14,13 +16,22 @@ class TrainerError(PacelineError):
     """Training cannot go on, as a sentence for the user."""
 
 
+class TrainerLost(TrainerError):
+    """The trainer's process ended, and with it everything since the newest checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One trained batch."""
 
     metrics: dict[str, float]
     skipped: bool = False
-    """A gradient was not finite: its optimizer step was left out, and the metrics are of the batch's other steps."""
+    """A gradient was not finite, or a spike: its optimizer step was left out, and the metrics are of the batch's other
+    steps, if it had any."""
+    trouble: str = ""
+    """What was wrong, as a sentence for the user; empty when nothing was."""
+    roll_back: bool = False
+    """The run file asks for the last good checkpoint after such a step: load it before anything is published."""
 
 
 class Trainer(Protocol):
@@ -47,7 +58,7 @@ class Trainer(Protocol):
 
     async def load(self, folder: Path) -> None: ...
 
-    async def export(self, folder: Path) -> None:
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """A Hugging Face folder, adapters merged."""
         ...
 

@@ -7,7 +7,7 @@ What is prepared no later step may change: the K steps aim at fixed targets.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -24,6 +24,7 @@ from paceline.trainer.base import TrainerError
 from paceline.trainer.critic import Critic, Lesson
 from paceline.trainer.forward import Forward
 from paceline.trainer.loss import Loss, Sums, metrics
+from paceline.trainer.norms import Norms, Outcome
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.reference import Reference, shaped
 from paceline.trainer.scoring import score
@@ -49,19 +50,6 @@ class Prepared:
     """What the critic learns, by sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One optimizer step."""
-
-    sums: Tensor
-    grad_norm: float
-    micro_batches: int
-
-    @property
-    def finite(self) -> bool:
-        return bool(np.isfinite(self.grad_norm)) and bool(self.sums.isfinite().all())
-
-
 class Learner:
     """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks."""
 
@@ -85,6 +73,7 @@ class Learner:
         self._reference = Reference(model, c.kl) if c.kl is not None else None
         self._critic = Critic(model, c, total, self._world) if c.critic is not None else None
         self._stream: Stream | None = None
+        self._norms = Norms(c.spike, self._world)
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
         """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
@@ -95,9 +84,9 @@ class Learner:
         work = self._prepare(self._credit(samples)[0], {})
         self._run(self._stream, self._stream.add(work.samples, self._budget), version)
 
-    def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], bool]:
-        """Train one batch, sampled by `version` or earlier: its metrics, and whether every step was finite. What was
-        fed before belongs to it."""
+    def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
+        """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
+        out, if one was. What was fed before belongs to it."""
         rate = self.optimizer.lr
         if self._stream is not None:
             self.feed(samples, version)
@@ -107,13 +96,15 @@ class Learner:
         if self._reference is not None:
             self._reference.follow(version + 1, self.optimizer)
         if steps:
-            good = [step for step in steps if step.finite] or steps  # one NaN would be everybody's
+            good = [step for step in steps if not step.trouble] or steps  # one NaN would be everybody's
             report |= metrics(torch.stack([step.sums for step in good]).sum(0), len(good))
             report["grad_norm"] = fmean(step.grad_norm for step in good)
             report["micro_batches"] = float(sum(step.micro_batches for step in good))
             report["lr"] = rate
-        fine = all(step.finite for step in steps) and all(np.isfinite(list(one.values())).all() for one in critic)
-        return report, fine
+        troubles = [step.trouble for step in steps if step.trouble]
+        if not all(np.isfinite(list(one.values())).all() for one in critic):
+            troubles.append("the critic's loss or gradient was not finite")
+        return report, troubles[0] if troubles else ""
 
     def _learn(
         self, samples: Sequence[Sample], version: int
@@ -159,6 +150,13 @@ class Learner:
         assert entropy is not None
         return Tokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **at), anchor
 
+    def alone(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """Each sample in a micro-batch of its own, with its share of the whole batch's normalisers."""
+        work = self._prepare(self._credit(samples)[0], {})
+        scales = fold(work.samples, self._config.normalise, self._config.fixed_length)
+        parts = zip(work.samples, scales, work.prox, strict=True)
+        return [pack([sample], [scale], self._budget, [prox])[0] for sample, scale, prox in parts]
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
@@ -175,9 +173,13 @@ class Learner:
             "loss_scale": self.optimizer.scale,
             "base": "" if self._reference is None else self._reference.base_fingerprint(),
             "critic": {} if self._critic is None else self._critic.state(),
+            "grad_norms": self._norms.state(),
         }
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
+        self._stream = None  # what was fed belongs to a batch that is no more
+        self.optimizer.zero()
+        self._norms.load(state.get("grad_norms", ()))
         self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
             self._reference.load(_under("reference/", tensors), state.get("base", ""))
@@ -252,9 +254,18 @@ class Learner:
         outcome = self._gradient(packs, version, first)
         while not outcome.finite and self.optimizer.retreat(bool(outcome.sums.isfinite().all())):
             outcome = self._gradient(packs, version, first)
-        # Where nothing trains on any rank there is no step: AdamW would take most of its last one again.
-        self.optimizer.step() if outcome.finite and totals[:-1].any() else self.optimizer.zero()
-        return outcome
+        return self._take(outcome, bool(totals[:-1].any()))
+
+    def _take(self, outcome: Outcome, trains: bool) -> Outcome:
+        """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
+        its last one again."""
+        trouble = self._norms.trouble(outcome)
+        if trouble or not trains:
+            self.optimizer.zero()
+        else:
+            self.optimizer.step()
+            self._norms.add(outcome.grad_norm)
+        return replace(outcome, trouble=trouble)
 
     def _run(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
         self._model.train()
@@ -276,8 +287,7 @@ class Learner:
             whole = Prepared(stream.samples, [None] * len(stream.samples), {})
             again = self._step(whole, range(len(stream.samples)), version, first=True)
             return again or outcome
-        self.optimizer.step() if totals.any() else self.optimizer.zero()
-        return outcome
+        return self._take(outcome, bool(totals.any()))
 
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
         """All ranks' gradient, clipped."""

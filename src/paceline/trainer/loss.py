@@ -78,8 +78,8 @@ class Loss:
 
 NAMES = (
     *(f"loss_{part}" for part in ("rl", "ce", "ref_kl", "kl", "entropy")),
-    *("rl", "ce", "ref_kl", "based", "fresh", "skipped"),
-    *("ratio", "ppo_kl", "clipped", "entropy", "mismatch", "nll", "pull", "ref_kl_clipped", "kl"),
+    *("rl", "ce", "ref_kl", "based", "fresh", "stale", "skipped"),
+    *("ratio", "ppo_kl", "clipped", "entropy", "mismatch", "drift", "nll", "pull", "ref_kl_clipped", "kl"),
 )
 
 
@@ -101,19 +101,23 @@ class Sums:
     ) -> "Sums":
         rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
         based = rl & ~tokens.base_logprobs.isnan()
-        fresh = rl & (tokens.versions == version) & (~tokens.prox_logprobs.isnan() | first)
+        started = rl & (~tokens.prox_logprobs.isnan() | first)
+        fresh = started & (tokens.versions == version)
+        stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~tokens.behaviour.isnan()
+        apart = Ratio.of(tokens.start, tokens.sampler).divergence()
         means = {
             "ratio": (rl, moved.value),
             "ppo_kl": (rl, moved.divergence()),
             "clipped": (rl, left["rl"]),
             "entropy": (rl, tokens.entropy),
-            "mismatch": (fresh, Ratio.of(tokens.start, tokens.sampler).divergence()),
+            "mismatch": (fresh, apart),
+            "drift": (stale, apart),
             "nll": (ce, -tokens.logprobs),
             "pull": (ref, tokens.logprobs - tokens.ref_logprobs),
             "ref_kl_clipped": (ref, left["ref_kl"]),
             "kl": (based, k3(tokens.logprobs, tokens.base)),
         }
-        masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh}
+        masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "stale": stale}
         values = {f"loss_{name}": part.double() for name, part in parts.items()}
         values |= {name: mask.sum(dtype=torch.float64) for name, mask in masks.items()}
         values |= {n: torch.where(mask, x, 0.0).sum(dtype=torch.float64) for n, (mask, x) in means.items()}
@@ -124,6 +128,14 @@ class Sums:
         """All of them in one vector, in the order of `NAMES`."""
         zero = torch.zeros((), dtype=torch.float64, device=next(iter(sums[0].values.values())).device)
         return torch.stack([torch.stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)
+
+
+def _drift(s: Mapping[str, float]) -> float:
+    """How far the weights have moved since older tokens were sampled: the mean of r - log r - 1 over rl tokens of older
+    versions, r = the batch's start / the sampler, less the same mean over the step's fresh tokens. These differ by
+    numerics alone, as older ones do besides. Where a step has no fresh tokens nothing is subtracted."""
+    numerics = s["mismatch"] / s["fresh"] if s["fresh"] else 0.0
+    return max(0.0, s["drift"] / s["stale"] - numerics) if s["stale"] else 0.0
 
 
 def metrics(total: Tensor, steps: int) -> dict[str, float]:
@@ -140,7 +152,9 @@ def metrics(total: Tensor, steps: int) -> dict[str, float]:
         out |= means("rl", ratio="ratio", ppo_kl="ppo_kl", clip_fraction="clipped", entropy="entropy")
         out |= {f"loss/{part}": loss[part] for part in ("kl", "entropy") if loss[part]}
     if s["fresh"]:
-        out |= means("fresh", mismatch_kl="mismatch")
+        out |= means("fresh", mismatch_kl="mismatch", mismatch__numerics="mismatch")
+    if s["rl"]:
+        out["mismatch/staleness"] = _drift(s)
     if s["based"]:
         out |= means("based", kl="kl")
     if s["ce"]:

@@ -1,17 +1,15 @@
 """The torch trainer: samples in, new weights out, all of it on a thread of its own."""
 
 import asyncio
-import errno
 import json
-import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +19,7 @@ from paceline.data import MicroBatch, Sample, encode
 from paceline.model import Adapter, WeightUpdate, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.canary import make_canary
+from paceline.model.saving import write_tensors, writing
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
 from paceline.trainer.gae import cut
@@ -50,6 +49,8 @@ class TorchTrainer:
         self.learner = Learner(model, c, total_steps, fp32_head, group)
         self._dumps = dumps
         self._bad_steps = 0
+        self._rolled_back: Counter[int] = Counter()
+        """How often each step was bad, where that leads back to a checkpoint. No checkpoint undoes it."""
         self._fed: dict[int, Sample] = {}
         """Samples of the batch that is still being gathered."""
         self._fed_seconds = 0.0
@@ -83,7 +84,8 @@ class TorchTrainer:
         await self._run(self._load, folder)
 
     async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        await self._run(export, self._model, folder, tokenizer)
+        with writing():
+            await self._run(export, self._model, folder, tokenizer)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -101,34 +103,50 @@ class TorchTrainer:
         if lost := self._fed.keys() - {id(sample) for sample in batch}:
             raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
         samples = [cut(sample, self._max_tokens) for sample in batch if id(sample) not in self._fed]
-        metrics, fine = self.learner.learn(samples, self.version)
+        metrics, trouble = self.learner.learn(samples, self.version)
         self._fed, self._fed_seconds = {}, 0.0
-        if fine:
-            self._bad_steps = 0
+        if trouble:
+            trouble = self._bad_step(trouble, batch)
         else:
-            self._skip(batch)
+            self._bad_steps = 0
         self.version += 1
         seconds = time.perf_counter() - start
         metrics["train_tokens/s"] = sum(min(len(sample), self._max_tokens) for sample in batch) / seconds
         metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
-        return StepReport(metrics, skipped=not fine)
+        roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
+        return StepReport(metrics, bool(trouble), trouble, roll_back)
 
     def backward(self, micro_batch: MicroBatch) -> Sums:
         """Add one micro-batch's gradient."""
         return self.learner.backward(micro_batch, self.version)
 
-    def _skip(self, batch: Sequence[Sample]) -> None:
+    def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
+        """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""
+        step, most, how = self.version + 1, self._config.max_bad_steps, self._config.on_bad_step
+        where = self._dump(step, batch)
+        if how == "stop":
+            raise TrainerError(f"step {step}: {trouble}, and trainer.on_bad_step is `stop`{where}")
+        if how == "roll_back":
+            self._rolled_back[step] += 1
+            if self._rolled_back[step] >= most:
+                raise TrainerError(f"step {step} was bad {most} times, each after a roll-back: {trouble}{where}")
+            return f"{trouble}; its optimizer step was left out{where}"
         self._bad_steps += 1
-        where = ""
-        if self._dumps is not None:
+        if self._bad_steps >= most:
+            raise TrainerError(f"{trouble} {self._bad_steps} times in a row: lower trainer.optimizer.lr{where}")
+        return f"{trouble}; its optimizer step was left out{where}"
+
+    def _dump(self, step: int, batch: Sequence[Sample]) -> str:
+        """Write the batch for `paceline replay`; answers with where, as the end of a sentence."""
+        if self._dumps is None:
+            return ""
+        path = self._dumps / f"bad-batch-{step:06d}.msgpack"
+        try:
             self._dumps.mkdir(parents=True, exist_ok=True)
-            path = self._dumps / f"bad-batch-{self.version + 1:06d}.msgpack"
             path.write_bytes(encode(batch))
-            where = f"; the last such batch is in {path}"
-        if self._bad_steps >= self._config.max_bad_steps:
-            raise TrainerError(
-                f"the gradient was not finite {self._bad_steps} times in a row: lower trainer.optimizer.lr{where}"
-            )
+        except OSError as error:
+            return f"; the batch could not be written to {path}: {error}"
+        return f"; the batch is in {path} (see it with `paceline replay {self._dumps.parent} --dump {step}`)"
 
     def _weights(self) -> WeightUpdate:
         if self._model.device.type == "cuda":
@@ -144,11 +162,7 @@ class TorchTrainer:
     def _save(self, folder: Path) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in self.learner.tensors().items()}
         tensors |= self._noise()
-        try:
-            save_file(tensors, folder / "trainer.safetensors")
-        except SafetensorError as error:  # it wraps a full disk into an error of its own
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+        write_tensors(tensors, folder / "trainer.safetensors")
         state = {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
         (folder / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -169,3 +183,4 @@ class TorchTrainer:
         if self._model.device.type == "cuda" and "rng_cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng_cuda"], self._model.device)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
+        self._fed, self._fed_seconds = {}, 0.0

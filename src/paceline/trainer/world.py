@@ -41,4 +41,4 @@ class World:
             dist.all_reduce(grad, group=self._group)
             parameter.grad.copy_(grad)
         for work in waiting:
-            work.wait()
+            work.wait()  # bounded: by the process group's own timeout

@@ -17,6 +17,9 @@ class Catalog:
     """Adapter slot of each model; 0 for none."""
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
     base_version: int = 0
+    weights: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
+    """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
+    Replaced, never changed, so that all completions of the same weights share one."""
 
     def family(self, model: str) -> Family:
         """What tells keys and values of these weights from all others."""

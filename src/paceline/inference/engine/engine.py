@@ -23,6 +23,7 @@ from paceline.inference.base import (
     Grammar,
     Limits,
     Listener,
+    Mismatch,
     Overloaded,
     RequestError,
 )
@@ -129,7 +130,7 @@ class EmbeddedEngine:
             self._check(request, room=0)
             running.append(Running(request, Future(), list(ids), len(ids), scores=[]))
         futures = [self._enqueue(sequence) for sequence in running]
-        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
 
     async def load_weights(self, update: WeightUpdate) -> float:
         ready = None
@@ -185,7 +186,7 @@ class EmbeddedEngine:
         check(request, self._catalog, self.max_context - room, self._vocabulary)
         for model in (None, request.model):
             if model in self._distrust:
-                raise EngineError(self._distrust[model])
+                raise Mismatch(self._distrust[model])
 
     def _guide(self, grammar: Grammar) -> Guide:
         if self._grammars is None:
@@ -224,7 +225,7 @@ class EmbeddedEngine:
                 answer.set_exception(error)
 
         self._post(run)
-        return await asyncio.wrap_future(answer)
+        return await asyncio.wrap_future(answer)  # bounded: by the pool's deadline
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class EmbeddedEngine:
         if finish:
             self._scheduler.release(sequence)
             self._herald.finish(sequence)
-            _answer(sequence, sequence.completion(finish))
+            _answer(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
 
     def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
         self._scheduler.release(sequence)
@@ -346,9 +347,11 @@ class EmbeddedEngine:
         self._land(0)
         start = time.perf_counter()
         if ready is not None:
-            ready.wait()
+            ready.wait()  # bounded: orders two CUDA streams, the host goes on
         name = None if update.adapter is None else update.adapter.name
+        before = dict(self._catalog.weights)
         sent = self._served.apply(update, check=self._config.verify_weights)
+        self._carry_over(name, before, update.version, sent)
         self._scheduler.swap(name, recompute)
         try:
             if sent is not None:
@@ -356,7 +359,7 @@ class EmbeddedEngine:
         except Exception as error:  # whatever it was, these weights are not proved
             self._distrust[name] = str(error)
             for sequence in self._scheduler.withdraw(name):
-                self._fail(sequence, str(error))
+                self._fail(sequence, str(error), Mismatch)
             raise
         self._runner.sync()
         self._distrust.pop(name, None)
@@ -364,6 +367,26 @@ class EmbeddedEngine:
         self.swaps += 1
         self.pause_seconds += pause
         return pause
+
+    def _carry_over(self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None) -> None:
+        """Who goes on under new weights keeps the names of the old. After a roll-back a version's number comes again
+        with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
+        could not say which is which."""
+        carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
+        for sequence in self._scheduler.begun(name):
+            was = before[sequence.request.model]
+            if self._catalog.weights[sequence.request.model] is was:
+                continue  # an adapter beside a new base
+            past = (sequence.weights or {}) | {v: mark for v, mark in was.items() if v == sequence.versions[-1]}
+            if version not in sequence.versions or past.get(version) == sent:
+                sequence.weights = carried.setdefault(tuple(past.items()), past)
+            elif sequence.told:
+                self._scheduler.dismiss(sequence)
+                self._fail(sequence, f"version {version} came again with other weights under a stream: ask again")
+            else:
+                sequence.restart()
+                if sequence.request.grammar is not None:
+                    sequence.guide = self._guide(sequence.request.grammar)
 
     def _hold(self, paused: bool) -> None:
         self._land(0)

@@ -210,6 +210,17 @@ class Scheduler:
         for sequence in list(sequences):
             self._requeue(sequence)
 
+    def begun(self, model: str | None) -> list[Sequence]:
+        """Who has sampled something from this model, or from any (None), and is not done."""
+        alive = (*self.running.values(), *(entry[2] for entry in self._waiting))
+        return [s for s in alive if s.sampled and (model is None or s.request.model == model)]
+
+    def dismiss(self, sequence: Sequence) -> None:
+        """Take one out, wherever it is."""
+        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        heapq.heapify(self._waiting)
+        self.release(sequence)
+
     def withdraw(self, model: str | None) -> list[Sequence]:
         """Take out all that waits for this model or runs with it, or with any (None)."""
         out = [entry[2] for entry in self._waiting if model is None or entry[2].request.model == model]

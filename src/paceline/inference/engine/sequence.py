@@ -58,6 +58,8 @@ class Sequence:
     log_z: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    weights: dict[int, str] | None = None
+    """Version and fingerprint of what it was sampled from before the present weights; shared like those."""
     told: int = 0
     """How many of its sampled tokens its listener has heard of."""
     recomputed: bool = False
@@ -98,7 +100,15 @@ class Sequence:
         tokens = self.tokens[len(self.request.prompt_ids) + start :]
         return Piece(tokens, self.logprobs[start:], self.versions[start:], self.top[start:] or None)
 
-    def completion(self, finish: Finish) -> Completion:
+    def restart(self) -> None:
+        """Forget what was sampled; the same noise draws it anew. Nobody may have heard of it."""
+        del self.tokens[len(self.request.prompt_ids) :]
+        for stream in (self.logprobs, self.log_z, self.top, self.versions):
+            stream.clear()
+        self.weights, self.recomputed = None, False
+
+    def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
+        """All of it, its last token drawn from these weights."""
         return Completion(
             token_ids=self.tokens[len(self.request.prompt_ids) :],
             logprobs=self.logprobs,
@@ -108,6 +118,7 @@ class Sequence:
             top=self.top or None,
             recomputed=self.recomputed,
             cached=self.cached or 0,
+            weights=weights if self.weights is None else self.weights | weights,
         )
 
 

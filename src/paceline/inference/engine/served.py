@@ -6,16 +6,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.inference.base import EngineError
+from paceline.inference.base import EngineError, Mismatch
 from paceline.inference.engine.catalog import BASE, POLICY, Catalog
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
 from paceline.model.adapters import AdapterError, Adapters
-from paceline.model.canary import sequence_logprobs
+from paceline.model.canary import rounding, sequence_logprobs
 from paceline.model.native.layers import Native
-
-
-class Mismatch(EngineError):
-    """The engine holds other weights than it was sent: nothing it samples can be trusted."""
 
 
 class Served:
@@ -56,11 +52,15 @@ class Served:
         tensors = dict(update.tensors) if update.adapter is None else self._fit_adapter(update)
         sent = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, sent):
-            raise EngineError(f"the weights of version {update.version} are damaged: their fingerprint does not match")
+            raise Mismatch(
+                f"the weights of version {update.version} are damaged: their fingerprint is {sent}, not the "
+                f"{update.expected} they were sent with"
+            )
         if check and update.canary is not None:
             self._check_form(update.canary)
         name = self._apply_base(update) if update.adapter is None else self._apply_adapter(tensors, update.adapter)
         self._catalog.versions[name] = update.version
+        self._catalog.weights |= {model: {} for model in _touched(update)}
         return sent
 
     def verify(self, update: WeightUpdate, sent: str) -> None:
@@ -71,6 +71,16 @@ class Served:
             raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
         if update.canary is not None:
             self.check_canary(update.canary, name)
+        self._note(update, sent)
+
+    def _note(self, update: WeightUpdate, sent: str) -> None:
+        """These weights are proved: whatever is sampled from now on names them."""
+        if update.adapter is None and update.tensors.keys() != self._parameters.keys():
+            sent = fingerprint(self._parameters.items())
+        known = {update.version: sent}
+        self._catalog.weights |= dict.fromkeys(_touched(update), known)
+        if update.adapter is None and self._catalog.slots[POLICY]:
+            self._catalog.weights[POLICY] = {update.version: fingerprint(self._held(POLICY).items())}
 
     def _apply_base(self, update: WeightUpdate) -> str:
         if not update.tensors:
@@ -123,10 +133,11 @@ class Served:
         """The trainer's log probabilities of a short prompt must be found again."""
         mine = self.logprobs(canary.token_ids, model)
         gap = sum(abs(a - b) for a, b in zip(mine, canary.logprobs, strict=True)) / max(1, len(mine) - 1)
-        if not gap <= canary.tolerance:
+        allowed = max(canary.tolerance, rounding(self._model.dtype))
+        if not gap <= allowed:
             raise Mismatch(
                 f"version {self._catalog.versions[model]} failed its canary: log probabilities of engine and trainer "
-                f"differ by {gap:.2g} on average (allowed: {canary.tolerance:.2g})"
+                f"differ by {gap:.2g} on average (allowed: {allowed:.2g})"
             )
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
@@ -143,6 +154,10 @@ class Served:
         if slot and self._adapters is not None:
             return self._adapters.tensors(slot)
         return dict(self._parameters)
+
+
+def _touched(update: WeightUpdate) -> tuple[str, ...]:
+    return (POLICY, BASE) if update.adapter is None else (update.adapter.name,)
 
 
 def _form(tensor: Tensor) -> str:

@@ -235,6 +235,16 @@ class ScoreBody(Body):
     model: str | None = None
 
 
+class CanaryBody(Body):
+    """A short sequence and what the trainer, with the weights it sends, gives its tokens."""
+
+    token_ids: Annotated[TokenIds, Field(min_length=2)]
+    logprobs: Annotated[list[float], Field(min_length=2)]
+    """One per token at temperature 1; 0.0 for the first."""
+    tolerance: Annotated[float, Field(ge=0)]
+    """Largest mean absolute difference that still counts as the same weights."""
+
+
 class AdapterBody(Body):
     """A LoRA adapter to serve."""
 
@@ -247,6 +257,8 @@ class AdapterBody(Body):
     """alpha / rank; read from the file's metadata when left out, else 1."""
     fingerprint: str | None = None
     """The sender's fingerprint of the tensors; other bits are refused."""
+    canary: CanaryBody | None = None
+    """Checked before anything is sampled from the adapter."""
 
 
 class WeightsBody(Body):
@@ -256,3 +268,5 @@ class WeightsBody(Body):
     """A safetensors file, or a folder of them, inside a folder the server was allowed to read."""
     version: Annotated[int, Field(ge=0, le=INT64)]
     fingerprint: str | None = None
+    canary: CanaryBody | None = None
+    """Checked before anything is sampled from the weights."""

@@ -8,10 +8,11 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from paceline.inference.base import EngineError, Overloaded, RequestError, UnknownModel
+from paceline.inference.base import EngineError, Mismatch, Overloaded, RequestError, UnknownModel
 
 RETRY_SECONDS = "1"
 CLIENT_GONE = 499
+MISMATCH = "weights_mismatch"
 log = logging.getLogger("paceline.server")
 
 
@@ -69,6 +70,8 @@ def refusal_of(error: EngineError) -> Refusal:
         return bad(str(error))
     if isinstance(error, Overloaded):
         return Refusal(429, str(error), code="overloaded")
+    if isinstance(error, Mismatch):
+        return Refusal(503, str(error), code=MISMATCH)
     return Refusal(503, str(error), code="engine_unavailable")
 
 

@@ -36,6 +36,8 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
         "recomputed": completion.recomputed,
         "cached_tokens": completion.cached,
     }
+    if completion.weights:
+        choice["weights"] = {str(version): mark for version, mark in completion.weights.items()}
     if completion.log_z is not None:
         choice["log_z"] = completion.log_z
     if completion.top is not None:

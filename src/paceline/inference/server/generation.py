@@ -55,14 +55,14 @@ class Generation:
                     running -= 1
                     if index in self._stopped:
                         continue
-                    what = await what
+                    what = await what  # bounded: it is done
                 events.append((index, what))
             yield events
 
     async def completions(self) -> list[Completion]:
         """Every choice as a whole, for those who do not listen."""
-        await asyncio.gather(*self._tasks)
-        return [task.result() for task in self._tasks]
+        await asyncio.gather(*self._tasks)  # bounded: by the client's patience
+        return [task.result() for task in self._tasks]  # bounded: it is done
 
     def _listener(self, index: int) -> "partial[None] | None":
         return partial(self._heard, index) if self._listen else None

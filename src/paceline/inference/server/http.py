@@ -54,15 +54,15 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)  # bounded: by the client's patience
         if not task.done():
             raise ClientGone
-        return task.result()
+        return task.result()  # bounded: it is done
     finally:
         leaving.cancel()
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,))
+            await asyncio.wait((task,))  # bounded: it is cancelled
 
 
 async def _gone(receive: Receive) -> None:

@@ -55,6 +55,6 @@ class Mailbox:
         """All letters, once there is at least one."""
         if not self._letters:
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._waiter  # bounded: by the client's patience
         letters, self._letters = self._letters, []
         return letters

@@ -97,10 +97,10 @@ async def serve(
     server = Gentle(config, ready)
     watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
     async with app.router.lifespan_context(app):
-        await server.serve(sockets=[door])
+        await server.serve(sockets=[door])  # unbounded: serving is its job
     if watching is not None:
         if watching.done():
-            raise watching.result()
+            raise watching.result()  # bounded: it is done
         watching.cancel()
 
 

@@ -13,15 +13,15 @@ from fastapi import Request, Response
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from paceline.inference.base import EngineError, Overloaded, RequestError
+from paceline.inference.base import EngineError, Mismatch, Overloaded, RequestError
 from paceline.inference.link import EngineLink
-from paceline.inference.server.bodies import AdapterBody, WeightsBody
-from paceline.inference.server.errors import Refusal, bad
+from paceline.inference.server.bodies import AdapterBody, CanaryBody, WeightsBody
+from paceline.inference.server.errors import MISMATCH, Refusal, bad
 from paceline.inference.server.http import Json, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.stored import StoredTensors
 from paceline.model.adapters import canonical
-from paceline.model.weights import Adapter, WeightUpdate
+from paceline.model.weights import Adapter, Canary, WeightUpdate
 
 ADAPTER_ENDINGS = ("lora_A.weight", "lora_B.weight")
 
@@ -44,7 +44,8 @@ async def load_weights(request: Request) -> Response:
     tensors = await asyncio.to_thread(StoredTensors, files)
     if not isinstance(service.engine, EngineLink):
         await asyncio.to_thread(tensors.fill)  # an engine in another process reads the files itself
-    return Json(await apply(service, WeightUpdate(body.version, tensors, expected=body.fingerprint)))
+    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
+    return Json(await apply(service, update))
 
 
 async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
@@ -56,7 +57,7 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
     except EngineError as error:
         service.note(error)
         await service.check_alive()
-        raise bad(str(error), code="update_refused") from error
+        raise bad(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
     except RuntimeError as error:  # torch's word for a shape that does not fit
         raise bad(f"the update does not fit this model: {error}", code="update_refused") from error
     named = update.adapter is not None and update.adapter.name
@@ -80,7 +81,12 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     if strange:
         raise bad(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_ENDINGS)}", "weights")
     scale = body.scale if body.scale is not None else scale_of(metadata(data))
-    return WeightUpdate(body.version, tensors, Adapter(body.name or "", scale), body.fingerprint)
+    adapter = Adapter(body.name or "", scale)
+    return WeightUpdate(body.version, tensors, adapter, body.fingerprint, canary_of(body.canary))
+
+
+def canary_of(body: CanaryBody | None) -> Canary | None:
+    return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
 
 
 def metadata(data: bytes) -> Mapping[str, str]:
