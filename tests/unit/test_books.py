@@ -167,8 +167,10 @@ class Life(RuleBasedStateMachine):
         every=st.sampled_from([1, 2]),
         zero=st.booleans(),
         repeatable=st.booleans(),
+        oversample=st.sampled_from([0.0, 0.5, 1.0]),
+        cancel=st.booleans(),
     )
-    def begin(self, rows, batch, staleness, on_stale, inflight, share, every, zero, repeatable):
+    def begin(self, rows, batch, staleness, on_stale, inflight, share, every, zero, repeatable, oversample, cancel):
         self.loop = asyncio.new_event_loop()
         self.folder = Path(tempfile.mkdtemp(prefix="books-"))
         self.lineage: list[set[Ticket]] = []
@@ -181,6 +183,8 @@ class Life(RuleBasedStateMachine):
             staleness=staleness,
             deterministic=repeatable,
             on_stale=on_stale,
+            oversample=0.0 if repeatable else oversample,
+            cancel_stale=cancel and on_stale == "drop",
             max_inflight=inflight,
             replay=Replay(share=share if staleness else 0.0, times=2),
             filters=Filters(zero_advantage=zero),
@@ -223,7 +227,7 @@ class Life(RuleBasedStateMachine):
                 await asyncio.sleep(0)
 
         self.loop.run_until_complete(turns())
-        self.stage.waiting = [cue for cue in self.stage.waiting if not cue.done()]
+        self.stage.waiting = [cue for cue in self.stage.waiting if not cue.done()]  # what was called off is done too
         if self.run.done():
             self.run.result()
 
@@ -289,12 +293,14 @@ class Life(RuleBasedStateMachine):
         if not self.alive:
             return
         assert 0 <= gate.running <= gate.max_inflight
-        assert gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch
+        assert gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch + self.config.extra
         assert gate.running == GROUP * ledger.count(State.IN_FLIGHT)
         in_hand = ledger.count(State.BUFFERED) - len(buffer)
-        ahead = sum(group.places for group in [*buffer.values(), *self.conductor._dispatcher._replays])
+        ahead = sum(group.places for group in [*buffer.groups(), *self.conductor._dispatcher._replays])
         assert gate.accepted == (gate.version + (in_hand > 0)) * batch + ahead
-        assert {ticket.number for ticket in buffer} <= self.courses["stage"].algorithm.seen
+        if not self.config.staleness and in_hand:
+            assert gate.capacity == gate.running == ahead == 0  # nothing is sampled that could only come too late
+        assert {group.ticket.number for group in buffer.groups()} <= self.courses["stage"].algorithm.seen
 
     @invariant()
     def every_ticket_is_in_the_books_once(self):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.fields import KeyPath, dotted, places, spot_at, value_at
+from paceline.config.fields import KeyPath, default_types, dotted, spot_at, value_at
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Document:
     def with_types(self) -> dict[str, Any]:
         """The table to validate: `[trainer.loss]` without a `type` means the default type."""
         table = copy.deepcopy(self.table)
-        for path, spot in places():
+        for path, named in default_types():
             value = value_at(path, table)
-            if isinstance(value, dict) and spot.default_type():
-                value.setdefault("type", spot.default_type())
+            if isinstance(value, dict):
+                value.setdefault("type", named)
         return table
 
     def _merge(self, target: dict[str, Any], layer: dict[Any, Any], at: KeyPath, origin: Origin) -> None:

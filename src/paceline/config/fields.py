@@ -156,6 +156,12 @@ def places() -> tuple[tuple[KeyPath, Spot], ...]:
     return tuple(_below(ROOT, ()))
 
 
+@cache
+def default_types() -> tuple[tuple[KeyPath, str], ...]:
+    """The few keys whose section has a type of its own accord, and which."""
+    return tuple((path, named) for path, spot in places() if (named := spot.default_type()))
+
+
 def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:
     among = [section for option in spot.options for section in option.sections.values()]
     for section in [*spot.sections.values(), *among]:

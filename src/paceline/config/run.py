@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from math import floor, gcd
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,10 +12,12 @@ from pydantic import Field, field_validator, model_validator
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.env import EnvConfig, ReverseText
+from paceline.config.failures import Failures
 from paceline.config.filters import Filters, Length
 from paceline.config.inference import Engine, Sampling
 from paceline.config.model import Model
 from paceline.config.replay import Replay
+from paceline.config.secret import secrets_in
 from paceline.config.trainer import Trainer
 
 DEFAULT_STEPS = 100
@@ -60,6 +63,8 @@ class Record(Section):
     """Also send metrics there; each needs its extra installed."""
     project: str = "paceline"
     """Project name for the exporters."""
+    watchdog_seconds: float = Field(default=60.0, ge=0)
+    """A run that has not moved or shown anything for so long says who waits for whom; 0 leaves it silent."""
 
 
 class Recording(Section):
@@ -113,16 +118,26 @@ class RunConfig(Section):
     """How many versions the sampler may ride ahead of the trainer; 0 is synchronous."""
     on_stale: Literal["drop", "mask", "keep"] = "drop"
     """A sample over the limit is dropped, trains only its fresh tokens, or trains all the same."""
+    cancel_stale: bool = False
+    """Cancel an episode once it started more than `staleness` versions ago, instead of playing it to its end and
+    dropping it there. Its places are free at once, so that no row of slow episodes fills the gate. It is the long
+    episodes that are hit, and now and then one that waited so long for its first token that it would have been young
+    enough."""
+    oversample: float = Field(default=0.0, ge=0, le=10)
+    """Share of a batch that is sampled beyond what the batch needs, so that it fills from whoever finishes first and
+    one long episode holds nobody up. What is left over trains later, as far as `staleness` allows; at staleness 0 it
+    is cancelled and dropped when the batch ships. Whoever finishes first is on average shorter, so the batch is too."""
     max_inflight: int | None = Field(default=None, ge=1)
-    """Most rollouts played at once; (staleness + 1) batches when left out."""
+    """Most rollouts played at once; (staleness + 1) batches and what is sampled beyond them when left out."""
     deterministic: bool = False
     """Fixed shapes and ticket order in the engine; at staleness 0 a run repeats bit for bit, at some cost."""
     allow_truncated_sampling: bool = False
     """Train although top-p or top-k bends the sampled distribution."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engine and trainer compute."""
-    placement: Literal["local"] = "local"
-    """`local`: engine and trainer in this process."""
+    placement: Literal["local", "processes"] = "local"
+    """`local`: engine and trainer in this process. `processes`: server, trainer and orchestrator as three processes of
+    this machine, each started again when it dies."""
     resume: str | None = None
     """`latest`, or the path of a checkpoint to go on from."""
 
@@ -140,6 +155,7 @@ class RunConfig(Section):
     record: Record = Record()
     recording: Recording = Recording()
     breaker: Breaker = Breaker()
+    failures: Failures = Failures()
 
     @field_validator("name")
     @classmethod
@@ -156,15 +172,22 @@ class RunConfig(Section):
         """Fill in what was left out, so that nobody looks twice later; then check what spans several keys."""
         if self.steps is None and self.epochs is None:
             self.steps = DEFAULT_STEPS
-        if self.max_inflight is None:
-            self.max_inflight = (self.staleness + 1) * self.batch_size
         for env in self.env:
             self._resolve_environment(env)
+        if self.max_inflight is None:
+            self.max_inflight = (self.staleness + 1) * self.batch_size + self.extra
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
             raise ValueError("\n".join(problems))
         self._warn()
         return self
+
+    @property
+    def extra(self) -> int:
+        """Rollouts sampled beyond what a batch needs: whole groups."""
+        sizes = [env.group_size for env in self.env if env.group_size]
+        places = floor(self.oversample * self.batch_size + 1e-9)  # 0.29 of 100 is 29, whatever the product rounds to
+        return places - places % gcd(*sizes) if places >= min(sizes) else 0
 
     def _resolve_environment(self, env: EnvConfig) -> None:
         env.name = env.name or env.type
@@ -176,11 +199,19 @@ class RunConfig(Section):
         env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
 
     def _problems(self) -> Iterator[str]:
+        yield from secrets_in(self.model_dump())
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
         for name, count in Counter(env.name for env in self.env).items():
             if count > 1:
                 yield f"{count} environments are named `{name}`: give each its own `name`"
+        if self.oversample and self.deterministic:
+            yield "with oversample the first to finish decide what trains: leave it out where deterministic = true"
+        if self.cancel_stale and self.on_stale != "drop":
+            yield (
+                f'cancel_stale cancels what would be dropped, and on_stale = "{self.on_stale}" trains it: set '
+                'on_stale = "drop", or leave cancel_stale out'
+            )
         if self.trainer.stream and self.deterministic:
             yield "trainer.stream adds gradients in the order groups finish: leave it out where deterministic = true"
         if self.sampling.temperature == 0:
@@ -231,6 +262,13 @@ class RunConfig(Section):
         sizes = [env.group_size for env in self.env if env.group_size]
         if idle := self.replay.idle(self.staleness, self.batch_size, sizes):
             warnings.warn(idle, ConfigWarning, stacklevel=2)
+        if self.oversample and not self.extra:
+            warnings.warn(
+                f"oversample = {self.oversample} has no effect: of a batch of {self.batch_size} that is less than one "
+                f"group of {min(sizes)}; raise oversample or batch_size, or remove it",
+                ConfigWarning,
+                stacklevel=2,
+            )
         if self.length.buffer > self.sampling.max_tokens:
             warnings.warn(
                 f"length.buffer = {self.length.buffer} is more than sampling.max_tokens = {self.sampling.max_tokens}, "

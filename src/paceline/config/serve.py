@@ -21,7 +21,7 @@ class Serve(Section):
     """Address to listen on; anything but loopback needs an API key."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free port."""
-    api_key: str | None = Field(default=None, min_length=1)
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
     """Clients must send it as `Authorization: Bearer KEY`."""
     name: str | None = Field(default=None, min_length=1)
     """The model's name for clients; the name it was loaded by when left out."""

@@ -5,7 +5,7 @@ from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.clock import Clock, DeadlineError, RealClock
 from paceline.orchestrator.course import Course, lay_out, opened
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.loop import Conductor, Parts
+from paceline.orchestrator.loop import Conductor, Parts, RollBack
 
 __all__ = [
     "Breaker",
@@ -18,6 +18,7 @@ __all__ = [
     "Gate",
     "Parts",
     "RealClock",
+    "RollBack",
     "RunStopped",
     "lay_out",
     "opened",

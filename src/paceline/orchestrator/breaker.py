@@ -5,13 +5,16 @@ from collections import deque
 from paceline.config import Breaker as Config
 from paceline.errors import PacelineError
 
+MEND = ". Mend that, or let [breaker] allow more"
+
 
 class RunStopped(PacelineError):
     """The run cannot go on, as a sentence for the user."""
 
 
 class Breaker:
-    """Opens after n failures in a row, or when half of the latest rollouts failed. Names the first cause."""
+    """Opens after n failures in a row, or when half of the latest rollouts failed. Names the first cause. What was
+    tried again and came to a good end is no failure."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -32,8 +35,8 @@ class Breaker:
         self._first = self._first or cause
         failed = self._recent.count(False)
         if self._row >= self._config.consecutive:
-            raise RunStopped(f"{self._row} rollouts failed in a row; the first cause: {self._first}")
+            raise RunStopped(f"{self._row} rollouts failed in a row; the first cause: {self._first}{MEND}")
         if len(self._recent) == self._config.window and 2 * failed >= self._config.window:
             raise RunStopped(
-                f"{failed} of the last {self._config.window} rollouts failed; the first cause: {self._first}"
+                f"{failed} of the last {self._config.window} rollouts failed; the first cause: {self._first}{MEND}"
             )

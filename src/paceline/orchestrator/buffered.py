@@ -64,6 +64,8 @@ class _Turn(msgspec.Struct, array_like=True):
     tools: list[dict] | None
     text: str
     said: dict | None
+    weights: dict[int, str] = {}
+    """Not in files of earlier versions."""
 
 
 class _Rollout(msgspec.Struct, array_like=True):
@@ -214,6 +216,7 @@ def _wired_turn(turn: Turn) -> _Turn:
         tools=turn.tools,
         text=turn.text,
         said=turn.said,
+        weights=dict(turn.weights),
     )
 
 
@@ -262,6 +265,7 @@ def _turn(wired: _Turn) -> Turn:
         tools=wired.tools,
         text=wired.text,
         said=wired.said,
+        weights=wired.weights,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from paceline.orchestrator.breaker import RunStopped
+from paceline.waits import waiting
 
 LATEST = "latest"
 STATE = "state.json"
@@ -34,7 +35,8 @@ class Checkpoints:
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            await trainer(draft)
+            with waiting("writing a checkpoint"):
+                await trainer(draft)
             (draft / STATE).write_text(state, encoding="utf-8")
             _flush(draft)
             self._swap_in(draft, final)

@@ -5,11 +5,11 @@ import time
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
+from paceline.waits import DeadlineError, within
+
+__all__ = ["Clock", "DeadlineError", "RealClock"]
+
 T = TypeVar("T")
-
-
-class DeadlineError(TimeoutError):
-    """Something took longer than it may, and here is what."""
 
 
 class Clock(Protocol):
@@ -21,7 +21,7 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None: ...
 
-    async def within(self, seconds: float, what: str, work: Awaitable[T]) -> T:
+    def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
         """The result of `work`, or a `DeadlineError` that names what was waited for."""
         ...
 
@@ -35,11 +35,5 @@ class RealClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def within(self, seconds: float, what: str, work: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return await work
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise DeadlineError(f"{what} took longer than {seconds:g} s") from error
+    def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
+        return within(seconds, what, work)

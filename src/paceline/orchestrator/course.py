@@ -2,15 +2,18 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.algorithms import Algorithm, Means, credit_for
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
+from paceline.config.failures import Failures
 from paceline.config.reference import ModelRef
 from paceline.data import Draws, Row, Ticket, decontaminate, order_of
 from paceline.envs import EnvError, Environment, build_environment
+from paceline.failures import USUAL, Policy, policy
 from paceline.inference.frozen import FrozenPool, attach
+from paceline.orchestrator.failures import Policies, policies
 from paceline.rollout import Voice
 
 
@@ -26,8 +29,14 @@ class Course:
     cursor: Draws
     draws: int | None = None
     """Tickets to draw in all; None is no end."""
+    late: int = 0
+    """Groups of it that were dropped because they came too late for any batch."""
     note: str = ""
     """Something about the rows that the user should hear of."""
+    policies: Policies = field(default_factory=lambda: policies(Failures()))
+    """What becomes of a failed episode, by kind of failure."""
+    teacher: Policy = USUAL
+    """What becomes of a sample that a reference could not score."""
 
     @property
     def name(self) -> str:
@@ -44,8 +53,10 @@ class Course:
 
     @property
     def share(self) -> float:
-        """Places drawn so far over the weight: the environment with the least is next."""
-        return self.cursor.draws * self.group_size / self.config.weight
+        """Places drawn so far over the weight: the environment with the least is next. What came too late was nobody's
+        gain, so a slow environment draws it again and has its share of what trains. What was filtered counts: an
+        environment without a signal must not keep the others waiting."""
+        return (self.cursor.draws - self.late) * self.group_size / self.config.weight
 
     def draw(self, number: int) -> Ticket:
         epoch, draw, row = self.cursor.draw()
@@ -74,7 +85,7 @@ async def opened(courses: Mapping[str, Course], voice: Voice) -> AsyncGenerator[
 
     try:
         for course in courses.values():
-            await course.algorithm.begin(Means(course.name, course.rows, voice, connect))
+            await course.algorithm.begin(Means(course.name, course.rows, voice, connect, course.teacher))
         yield
     finally:
         for pool in pools.values():
@@ -100,4 +111,6 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
         cursor=order_of(rows, config.seed, env.name, env.curriculum),
         draws=None if config.epochs is None else config.epochs * len(rows),
         note=note,
+        policies=policies(config.failures),
+        teacher=policy(config.failures.teacher, config.failures.tries),
     )

@@ -1,52 +1,52 @@
-"""Keeps the sampler riding: draws tickets while the gate has room, and judges what comes back.
+"""Keeps the sampler riding: draws tickets while the gate has room, has them judged, and ships batches.
 
     ticket -> group in flight -> credit -> filters -> buffer -> batch
-                                                                 |
-                                  remembered groups, replayed ---+
+                   |                                   |         |
+                   +-- called off    replayed groups --+---------+--> left over
 
 Refill happens whenever something completes, also while the trainer is busy, because completion runs on the event loop
 and training does not.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.config import RunConfig
-from paceline.data import Ledger, Sample, State, Ticket
-from paceline.orchestrator.breaker import Breaker, RunStopped
+from paceline.data import Ledger, State, Ticket
+from paceline.orchestrator.breaker import RunStopped
+from paceline.orchestrator.buffer import Buffer, Finished, places
 from paceline.orchestrator.buffered import Held
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import Player
-from paceline.orchestrator.filters import USERS, Filters
 from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.judge import Judge, without_signal
 from paceline.orchestrator.replay import Replay, Replayed
-from paceline.orchestrator.staleness import fresh_enough
+from paceline.orchestrator.tally import Tally
 from paceline.rollout import Group
+from paceline.waits import waiting
 
-PATIENCE = 4
-"""Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
+__all__ = ["Ahead", "Dispatcher", "Tally", "without_signal"]
 
+STALE, OVERSAMPLED = "stale", "oversampled"
+"""Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
+the slow ones would get less than their weight."""
+SHUNNED = "shunned"
+FAREWELL_SECONDS = 30.0
+"""What cancelled episodes get to clean up in."""
 
 Ahead = Callable[[list[Group]], Awaitable[None]]
 """Begins the work on part of a batch."""
 
 
 @dataclass(slots=True)
-class Tally:
-    """What happened since the last batch shipped."""
+class Flight:
+    """A group being played."""
 
-    resolved: list[Group] = field(default_factory=list)
-    """Groups that finished, before any filter."""
-    past: list[Group] | None = None
-    """Of those, what led to the batch that shipped, once somebody has asked."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Groups, by reason."""
-    failed_rollouts: int = 0
-    stale_samples: int = 0
-    lost_samples: Counter[str] = field(default_factory=Counter)
-    """Samples an algorithm could not finish when their batch shipped, by reason."""
+    task: "asyncio.Task[Group]"
+    course: Course
+    since: int
+    """The version at which it started: none of its tokens can be older."""
 
 
 class Dispatcher:
@@ -65,65 +65,94 @@ class Dispatcher:
         self._courses = courses
         self._player = player
         self._gate = gate
+        gate.extra = config.extra
         self._ledger = ledger
         self._warn = warn
-        self._breaker = Breaker(config.breaker)
-        self._filters = Filters(config)
-        self._drops_in_a_row = 0
-        self._next_warning = PATIENCE * config.batch_size // self._smallest()
-        self._aged_at = gate.version
+        self._judge = Judge(config, courses, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
-        self._chosen_at = gate.version
-        self._tasks: set[asyncio.Task[Group]] = set()
-        self._buffer: dict[Ticket, Group] = {}
-        self._promised: set[Ticket] = set()
-        """Of those in the buffer: what the next batch has begun to train on."""
-        self._young_until: dict[Ticket, int] = {}
-        """The last version at which all of a buffered group may train, so that few are looked at again."""
+        """What the batch being filled replays."""
+        self._met = self._aged_at = gate.version
+        """The versions that drawing and shipping have taken note of."""
+        self._flights: dict[Ticket, Flight] = {}
+        self._leaving: set[asyncio.Task[Group]] = set()
+        """Called off, and not gone yet."""
         self._early: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
+        self._buffer = Buffer()
+        self._smallest = min(course.group_size for course in courses.values())
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopped = False
-        self.tally = Tally()
+        self.shunned: frozenset[tuple[str, int]] = frozenset()
+        """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
     def refill(self) -> None:
         """Start groups while the gate has room."""
-        self._choose_replays()
+        if self._met != self._gate.version:
+            self._meet_version()
         while not self._stopped and (course := self._next_course()) is not None:
             if not self._ledger.waiting:
                 self._ledger.draw(course.draw(self._ledger.drawn))
             ticket = self._ledger.start()
+            if self.shunned and (ticket.env, ticket.draw) in self.shunned:
+                self._drop(ticket, SHUNNED)
+                continue
             self._gate.start(course.group_size)
             task = asyncio.create_task(self._player.group(course, ticket), name=f"ticket {ticket.number}")
-            self._tasks.add(task)
+            self._flights[ticket] = Flight(task, course, self._gate.version)
             task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
 
     def _next_course(self) -> Course | None:
         """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""
         room = self._gate.capacity
+        if room < self._smallest:
+            return None
         if self._ledger.waiting:
             course = self._courses[self._ledger.waiting[0].env]
             return course if course.group_size <= room else None
         fits = [c for c in self._courses.values() if c.group_size <= room and not c.exhausted]
         return min(fits, key=lambda c: c.share, default=None)
 
+    def _meet_version(self) -> None:
+        """New weights: settle who goes and what their batch replays, before fresh groups take the places."""
+        self._met = self._gate.version
+        if self._config.cancel_stale:
+            self._call_off_stale()
+        self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
+        self._gate.replay(places(self._replays))
+
+    # -- calling off ------------------------------------------------------------------------------------------------
+
+    def _call_off_stale(self) -> None:
+        """What started too long ago for the next batch. Where somebody else speaks for the policy nothing grows old."""
+        oldest = self._gate.version - self._config.staleness
+        for ticket, flight in list(self._flights.items()):
+            if flight.since < oldest and flight.course.algorithm.voice is None:
+                self._call_off(ticket, STALE)
+        self._judge_early()
+
+    def _call_off(self, ticket: Ticket, reason: str) -> None:
+        """Cancel a group in flight. Its books are closed at once, however long its episodes take to go."""
+        flight = self._flights.pop(ticket)
+        self._leaving.add(flight.task)
+        flight.task.cancel()
+        self._gate.reject(flight.course.group_size)
+        self._drop(ticket, reason)
+
+    def _drop(self, ticket: Ticket, reason: str) -> None:
+        self._ledger.drop(ticket, reason)
+        self.tally.dropped[reason] += 1
+        if reason in (STALE, OVERSAMPLED):
+            self._courses[ticket.env].late += 1
+
     # -- replaying --------------------------------------------------------------------------------------------------
 
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
         self._replay.remember([group for group in batch if group.samples()])
-
-    def _choose_replays(self) -> None:
-        """A new version: settle what its batch replays before fresh groups take the places."""
-        if self._chosen_at == self._gate.version:
-            return
-        self._chosen_at = self._gate.version
-        self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
-        self._gate.replay(places(self._replays))
 
     def _forgo_replays(self) -> None:
         """Replay fills batches up; it does not stand in for the fresh groups that a batch lacks."""
@@ -140,170 +169,113 @@ class Dispatcher:
         self._replays = []
         return entered
 
-    # -- judging ----------------------------------------------------------------------------------------------------
+    # -- landing ----------------------------------------------------------------------------------------------------
 
     def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
-        self._tasks.discard(task)
+        if self._flights.pop(ticket, None) is None:  # called off: whatever it still said, nobody listens
+            self._leaving.discard(task)
+            _ = task.cancelled() or task.exception()
+            return
         if task.cancelled():
             if not self._stopped:
                 self._failure = self._failure or RunStopped(f"ticket {ticket.number} was cancelled from outside")
             self._changed.set()
             return
         try:
-            self._judge_in_turn(task.result())
+            group = task.result()  # bounded: it is done
+            if self._config.deterministic:
+                self._early[ticket] = group
+                self._judge_early()
+            else:
+                self._settle(group)
             self.refill()
         except Exception as error:
             self._failure = self._failure or error
         self._changed.set()
 
-    def _judge_in_turn(self, group: Group) -> None:
+    def _judge_early(self) -> None:
         """Where a run must repeat itself, credit goes by ticket and not by who came first: a moving baseline hangs on
         the order. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
-        if not self._config.deterministic:
-            return self._judge(group)
-        self._early[group.ticket] = group
-        while (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
-            self._judge(self._early.pop(first))
+        while self._early and (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
+            self._settle(self._early.pop(first))
 
-    def _judge(self, group: Group) -> None:
-        self._count_failures(group)
-        self.tally.resolved.append(group)
-        course = self._courses[group.ticket.env]
-        reason = self._why_not(group, course)
-        if reason is not None:
+    def _settle(self, group: Group) -> None:
+        """Judged, it waits for a batch or gives its places back."""
+        verdict = self._judge.verdict(group, self._gate.version)
+        if isinstance(verdict, Finished):
+            self._gate.accept(group.places)
+            self._ledger.buffer(group.ticket)
+            self._buffer.put(verdict)
+        else:
             self._gate.reject(group.places)
-            self._ledger.drop(group.ticket, reason)
-            self.tally.dropped[reason] += 1
-            self._count_drop(reason)
-            return
-        self._drops_in_a_row = 0
-        self._gate.accept(group.places)
-        self._ledger.buffer(group.ticket)
-        self._buffer[group.ticket] = group
-        ages = [sample.oldest_version for sample in group.samples()]
-        self._young_until[group.ticket] = min((v for v in ages if v is not None), default=0) + self._config.staleness
-
-    def _count_drop(self, reason: str) -> None:
-        """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
-        self._drops_in_a_row += 1
-        if self._drops_in_a_row == self._next_warning:
-            self._next_warning *= 2
-            mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
-            mend = "look at what filters.group asks for" if reason == USERS else mend
-            self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
-
-    def _why_not(self, group: Group, course: Course) -> str | None:
-        """Credit the group; the reason if it must not train."""
-        assert course.config.min_group_size is not None
-        if group.members < course.config.min_group_size:
-            return "group_too_small"
-        self._filters.before_credit(group)
-        course.algorithm.assign(group)
-        self._filters.after_credit(group)
-        if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
-            return "zero_advantage"
-        if not self._filters.keeps(group):
-            return USERS
-        return None if self._age(group) else "stale"
-
-    def _age(self, group: Group) -> bool:
-        """Drop or mask what is too old by now; False if nothing is left."""
-        limit, how, version = self._config.staleness, self._config.on_stale, self._gate.version
-        for rollout in group.rollouts:
-            aged = [fresh_enough(sample, version, limit, how) for sample in rollout.samples]
-            self.tally.stale_samples += aged.count(None)
-            rollout.samples = [sample for sample in aged if sample is not None]
-        return any(rollout.samples for rollout in group.rollouts)
-
-    def _count_failures(self, group: Group) -> None:
-        self.tally.failed_rollouts += len(group.failed)
-        for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
-            if rollout.error is None:
-                self._breaker.success()
-            elif not rollout.dropped:
-                self._breaker.failure(rollout.error)
+            self._drop(group.ticket, verdict)
 
     # -- shipping ---------------------------------------------------------------------------------------------------
 
     async def next_batch(self, ahead: Ahead | None = None) -> list[Group] | None:
         """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `ahead`
         is given groups that will be part of it, as soon as they are there."""
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            self._drop_stale()
-            self.refill()
-            batch = self._oldest()
-            full = places([*batch, *self._replays]) + self._smallest() > self._config.batch_size
-            if not (full or self._tasks) and self._replays:
-                self._forgo_replays()
-                continue
-            if full or not self._tasks:
-                return self._ship(batch) if batch else None
-            if self._stopped:
-                return None
-            if ahead is not None and (early := [group for group in batch if group.ticket not in self._promised]):
-                self._promised |= {group.ticket for group in early}
-                await ahead(early)
-                continue
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _oldest(self) -> list[Group]:
-        """Buffered groups in ticket order, those promised before, as many as fit into a batch beside what it
-        replays."""
-        batch, room = [], self._config.batch_size - places(self._replays)
-        for ticket in sorted(self._buffer, key=lambda ticket: (ticket not in self._promised, ticket)):
-            group = self._buffer[ticket]
-            if group.places <= room:
-                batch.append(group)
-                room -= group.places
-        return batch
-
-    def _smallest(self) -> int:
-        return min(course.group_size for course in self._courses.values())
+        with waiting("a batch that fills up", on=("an episode of", "the preparation of")):
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                self._drop_stale()
+                self.refill()
+                batch = self._buffer.oldest(self._config.batch_size - places(self._replays))
+                full = places([*batch, *self._replays]) + self._smallest > self._config.batch_size
+                if not (full or self._flights) and self._replays:
+                    self._forgo_replays()
+                    continue
+                if full or not self._flights:
+                    return self._ship(batch) if batch else None
+                if self._stopped:
+                    return None
+                if ahead is not None and (early := self._buffer.promise(batch)):
+                    await ahead(early)
+                    continue
+                self._changed.clear()
+                await self._changed.wait()  # bounded: each episode has a timeout
 
     def _drop_stale(self) -> None:
         """Look again at what waits in the buffer, but only when a new version has made it older."""
         if self._aged_at == self._gate.version:
             return
         self._aged_at = self._gate.version
-        for ticket, group in list(self._buffer.items()):
-            if self._gate.version > self._young_until.get(ticket, -1) and not self._age(group):
-                del self._buffer[ticket]
-                self._young_until.pop(ticket, None)
-                self._gate.give_back(group.places)
-                self._ledger.drop(ticket, "stale")
-                self.tally.dropped["stale"] += 1
+        for group in self._buffer.ageing(self._gate.version):
+            if not self._judge.age(group, self._gate.version):
+                self._let_go(group, STALE)
+
+    def _let_go(self, group: Group, reason: str) -> None:
+        self._buffer.take([group])
+        self._gate.give_back(group.places)
+        self._drop(group.ticket, reason)
 
     def _ship(self, batch: list[Group]) -> list[Group]:
-        self._promised.clear()
-        for group in batch:
-            del self._buffer[group.ticket]
-            self._young_until.pop(group.ticket, None)
+        self._buffer.take(batch)
+        if self._gate.extra and not self._config.staleness:
+            # At the next version all of it is too old.
+            for group in self._buffer.groups():
+                self._let_go(group, OVERSAMPLED)
+            for ticket in list(self._flights):
+                self._call_off(ticket, OVERSAMPLED)
         batch = [*batch, *self._enter_replays()]
-        # A batch that groups could not fill exactly still counts as a whole one, or the gate would drift open.
-        self._gate.accepted += self._config.batch_size - places(batch)
+        self._gate.ship(places(batch))
         return batch
+
+    @property
+    def tally(self) -> Tally:
+        """What happened since the last batch was reported."""
+        return self._judge.tally
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
         """What led to this batch: groups drawn after its last ticket are left for the next one."""
-        past = self.resolved_by(batch)
-        tally, self.tally = self.tally, Tally()
-        taken = {group.ticket.number for group in past}
-        self.tally.resolved = [group for group in tally.resolved if group.ticket.number not in taken]
-        tally.resolved = past
+        tally, self._judge.tally = self.tally, self.tally.cut(batch)
         return tally
 
     def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
-        """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Whoever asks
-        again gets the same answer; a straggler that has landed since is the next batch's."""
-        if self.tally.past is None:
-            last = max(group.ticket.number for group in batch if not isinstance(group, Replayed))
-            past = [group for group in self.tally.resolved if group.ticket.number <= last]
-            self.tally.past = sorted(past, key=lambda group: group.ticket.number)
-        return self.tally.past
+        """Groups that led to this batch, in ticket order."""
+        return self.tally.resolved_by(batch)
 
     def stop(self) -> None:
         """Draw nothing more and wake whoever waits for a batch."""
@@ -313,26 +285,30 @@ class Dispatcher:
     async def close(self) -> None:
         """Cancel what is in flight; its tickets wait for a resume."""
         self._stopped = True
-        for task in self._tasks:
+        tasks = {*self._leaving, *(flight.task for flight in self._flights.values())}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not tasks:
+            return
+        _, left = await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
+        if left:
+            names = ", ".join(sorted(task.get_name() for task in left)[:4])
+            self._warn(
+                f"{len(left)} groups ({names}) were cancelled {FAREWELL_SECONDS:g} s ago and still play: their "
+                "environment holds on to asyncio.CancelledError, which it must pass on"
+            )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> Held:
         """What a checkpoint keeps. Groups in flight are not in it: their tickets wait for a resume."""
-        tally = self.tally
+        late = {course.name: course.late for course in self._courses.values()}
         return Held(
-            buffered=[self._buffer[ticket] for ticket in sorted(self._buffer)],
-            resolved=list(tally.resolved),
+            buffered=self._buffer.groups(),
+            resolved=list(self.tally.resolved),
             remembered=self._replay.state(),
             chosen=list(self._replays),
-            counts={
-                "dropped": dict(tally.dropped),
-                "lost_samples": dict(tally.lost_samples),
-                "failed_rollouts": tally.failed_rollouts,
-                "stale_samples": tally.stale_samples,
-            },
+            counts=self.tally.counts() | {"late": late},
         )
 
     def load(self, held: Held) -> list[Ticket]:
@@ -346,39 +322,17 @@ class Dispatcher:
         self._replay.load(held.remembered)
         self._replays = self._replay.still(held.chosen, version, self._gate.replayable)
         self._gate.replay(places(self._replays))
-        self._chosen_at, self._aged_at = version, -1
-        self._buffer, self._young_until, self._early, self._promised = {}, {}, {}, set()
+        self._met, self._aged_at = version, -1
+        self._buffer, self._early = Buffer(), {}
         for group in held.buffered:
             course = self._courses.get(group.ticket.env)
-            if course is not None and group.places == course.group_size <= self._gate.capacity:
+            fits = course is not None and group.places == course.group_size <= self._gate.capacity
+            if fits and (group.ticket.env, group.ticket.draw) not in self.shunned:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
-                self._buffer[group.ticket] = group
+                self._buffer.put(Finished.of(group, self._config.staleness))
         held = held.without(group.ticket for group in held.buffered if group.ticket not in self._buffer)
-        counts = held.counts
-        self.tally = Tally(
-            resolved=held.resolved,
-            dropped=Counter(counts.get("dropped")),
-            lost_samples=Counter(counts.get("lost_samples")),
-            failed_rollouts=counts.get("failed_rollouts", 0),
-            stale_samples=counts.get("stale_samples", 0),
-        )
-        return list(self._buffer)
-
-
-def places(groups: Sequence[Group]) -> int:
-    """What the groups count in a batch."""
-    return sum(group.places for group in groups)
-
-
-def without_signal(group: Group) -> bool:
-    """No sample of the group would move a weight: where rl trains every advantage is zero, and nothing else trains."""
-    return not any(map(_moves, group.samples()))
-
-
-def _moves(sample: Sample) -> bool:
-    if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
-        return True
-    # Credit that is not there yet comes from a critic, or when the batch ships.
-    pending = sample.advantages is None or sample.rewards is not None
-    return bool((sample.rl if pending else sample.rl * sample.advantages).any())
+        self._judge.tally = Tally.of(held.resolved, held.counts)
+        for course in self._courses.values():
+            course.late = held.counts.get("late", {}).get(course.name, 0)
+        return [group.ticket for group in self._buffer.groups()]

@@ -40,7 +40,7 @@ async def _course(course: Course, player: Player, config: Eval, progress: Callab
         """All episodes on one row, which is prepared once for all of them."""
         ticket = Ticket(index, course.name, 0, index, index)
         try:
-            async with places:
+            async with places:  # bounded: each episode before it has a timeout
                 row = await player.prepare(course, rows[index])
         except EpisodeLost as lost:
             return [Rollout(ticket=ticket, member=k, actor=mine, error=str(lost)) for k in range(config.samples)]
@@ -49,7 +49,7 @@ async def _course(course: Course, player: Player, config: Eval, progress: Callab
 
     async def one(row: Row, ticket: Ticket, member: int) -> list[Rollout]:
         nonlocal done
-        async with places:
+        async with places:  # bounded: each episode before it has a timeout
             played = await player.episode(course, row, ticket, member, -1)
         done += 1
         progress(f"evaluating {course.name} {done}/{len(rows) * config.samples}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Gate:
     """Counts rollouts so that none is trained more than `staleness` versions after it started.
 
-        capacity = min(max_inflight - running, (S + version + 1) * B - S * reserve - (accepted + running))
+        capacity = min(max_inflight - running, (S + version + 1) * B - S * reserve + extra - (accepted + running))
 
     The batch that a rollout started at version v can join at the latest has index v + S, because at most
     (S + v + 1) * B rollouts are let in before version v + 1 exists. With S = 0 the gate closes when one batch is full
@@ -16,6 +16,10 @@ class Gate:
     Where groups are replayed, `reserve` places of every batch to come are kept for them. What the batch being filled
     really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay shrinks
     fresh sampling by the places it fills, and never pushes a fresh rollout past the last batch it may join.
+
+    `extra` rollouts are let in beyond that as long as a batch is still to be filled, so that it fills from whoever
+    comes first. Those may come too late for their last batch: counting alone no longer keeps the limit, and whoever
+    ships a batch looks at ages.
 
     >>> gate = Gate(batch=8, staleness=0, max_inflight=100)
     >>> gate.start(8); gate.capacity
@@ -32,6 +36,9 @@ class Gate:
     running: int = 0
     accepted: int = 0
     reserve: int = 0
+    extra: int = 0
+    shipped: int = 0
+    """Batches that are full: as many as versions, or one more while it is trained."""
 
     @property
     def capacity(self) -> int:
@@ -50,7 +57,8 @@ class Gate:
         if self.total is not None:
             batches = min(batches, self.total)
         kept = max(0, batches - self.version - 1) * self.reserve
-        return batches * self.batch - kept - (self.accepted + self.running)
+        extra = self.extra if self.shipped < batches else 0
+        return batches * self.batch - kept + extra - (self.accepted + self.running)
 
     def start(self, places: int) -> None:
         """A group enters, whole."""
@@ -77,5 +85,12 @@ class Gate:
         """A buffered group was dropped before it shipped; its places are free again."""
         self.accepted -= places
 
+    def ship(self, places: int) -> None:
+        """A batch is full. One that groups could not fill exactly still counts as a whole one, or the gate would drift
+        open."""
+        self.accepted += self.batch - places
+        self.shipped += 1
+
     def publish(self, version: int) -> None:
-        self.version = version
+        """New weights are there: as many batches have been trained as their version says."""
+        self.version = self.shipped = version

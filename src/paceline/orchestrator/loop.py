@@ -12,9 +12,11 @@ from pathlib import Path
 from paceline.arena.together import together
 from paceline.config import RunConfig
 from paceline.data import Ledger, Sample, Ticket, encode, learn
+from paceline.errors import PacelineError
 from paceline.inference import Pool
 from paceline.inference.past import PoolWithPast
 from paceline.monitor import Monitor
+from paceline.orchestrator.breaker import RunStopped
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.clock import Clock
@@ -47,10 +49,22 @@ class Parts:
     """The pool once more, where an environment has a league."""
 
 
-class Conductor:
-    """Leads one run."""
+class RollBack(PacelineError):
+    """A batch must be undone: the run has to go back to its newest checkpoint, and train it never."""
 
-    def __init__(self, config: RunConfig, parts: Parts) -> None:
+    def __init__(self, cause: str, batch: Sequence[Group]) -> None:
+        super().__init__(cause)
+        tickets = [group.ticket for group in batch if not isinstance(group, Replayed)]
+        self.draws = frozenset((ticket.env, ticket.draw) for ticket in tickets)
+
+
+class Conductor:
+    """Leads one run, or what of it lies between two roll-backs.
+
+    Draws that are `shunned` are dropped instead of trained: an earlier life of this run found that they break it.
+    """
+
+    def __init__(self, config: RunConfig, parts: Parts, shunned: frozenset[tuple[str, int]] = frozenset()) -> None:
         self._config = config
         self._p = parts
         self._ticket_records: list[dict] = []
@@ -58,8 +72,9 @@ class Conductor:
         assert config.max_inflight is not None
         reserve = config.replay.places(config.batch_size, [course.group_size for course in parts.courses.values()])
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
-        player = Player(parts.voice, parts.clock, config.seed)
-        self._dispatcher = Dispatcher(config, parts.courses, player, self._gate, self._ledger, parts.monitor.note)
+        self._player = Player(parts.voice, parts.clock, config.seed)
+        self._dispatcher = Dispatcher(config, parts.courses, self._player, self._gate, self._ledger, parts.monitor.note)
+        self._dispatcher.shunned = shunned
         self._past = Past(parts.courses, parts.past, parts.monitor.note)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._scored: set[Ticket] = set()
@@ -84,9 +99,11 @@ class Conductor:
                     samples = await self._score(batch)
                 with self._watch.phase("train"):
                     report = await self._p.trainer.step(samples)
+                if report.roll_back:
+                    raise RollBack(f"step {self.step + 1}: {report.trouble}", batch)
                 self._learn(batch, report)
                 with self._watch.phase("publish"):
-                    await self._publish()
+                    await self._publish(self.step + 1)
                 await self._settle(batch, samples, report)
             await self._save()
         finally:
@@ -109,11 +126,18 @@ class Conductor:
     def _finished(self) -> bool:
         return self._stopping or (self._config.steps is not None and self.step >= self._config.steps)
 
+    @property
+    def _may_go_back(self) -> bool:
+        """Whether a checkpoint may be needed before the first one is due."""
+        return self._config.placement != "local" or self._config.trainer.on_bad_step == "roll_back"
+
     async def _begin(self) -> None:
         await self.restore()
         for note in (*self._notes, *(course.note for course in self._p.courses.values() if course.note)):
             self._p.monitor.note(note)
-        await self._publish()
+        if self._may_go_back and self._saved_at is None:
+            await self._save()
+        await self._publish(self.step)
         if self._config.eval.every and self.step == 0:
             metrics = await self._evaluate()
             self._p.monitor.step(0, metrics)
@@ -147,9 +171,11 @@ class Conductor:
         if not report.skipped:  # what broke one gradient must not come back to break another
             self._dispatcher.remember(batch)
 
-    async def _publish(self) -> None:
-        """Hand the engine the trainer's weights; the gate opens for the next version."""
+    async def _publish(self, trained: int) -> None:
+        """Hand the engine the weights of so many trained batches; the gate opens for the next version."""
         update = await self._p.trainer.weights()
+        if update.version != trained:
+            raise RunStopped(f"the trainer has trained {update.version} batches, and the run {trained}: resume it")
         await self._p.pool.load_weights(update)
         await self._past.offer(update)
         self._gate.publish(update.version)
@@ -169,9 +195,10 @@ class Conductor:
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
         if self._config.replay.share:
             metrics |= replay_metrics(batch, self._gate.version - 1)
+        metrics |= self._player.metrics()
         metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
-            self._p.monitor.note(f"step {self.step}: a gradient was not finite; its optimizer step was left out")
+            self._p.monitor.note(f"step {self.step}: {report.trouble}")
         last = self._config.steps == self.step
         if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
             metrics |= await self._evaluate()
@@ -221,6 +248,7 @@ class Conductor:
             "cursors": {course.name: course.cursor.state() for course in courses},
             "algorithms": {course.name: course.algorithm.state() for course in courses},
             "environments": {course.name: course.environment.state() for course in courses},
+            "shunned": sorted(self._dispatcher.shunned),
             "leagues": [member.course.name for member in self._past.members],
         }
 
@@ -249,6 +277,7 @@ class Conductor:
             )
         await self._p.trainer.load(path)
         self.step = self._saved_at = state["step"]
+        self._dispatcher.shunned |= {(env, draw) for env, draw in state.get("shunned", ())}
         # Whole batches, as the gate counts them: the batch size may have changed since.
         self._gate.publish(self._p.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size

@@ -9,6 +9,7 @@ from paceline.orchestrator.filters import unfined
 from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.staleness import staleness
 from paceline.rollout import Group, Rollout
+from paceline.rollout.assemble import rewritten
 
 
 def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, version: int) -> dict[str, float]:
@@ -21,6 +22,7 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
         **_rewards("reward", sampled or trained, spread=True),
         **_rewards("reward_trained", trained, spread=False),
         **_lengths(sampled or trained),
+        **_mismatch(trained),
         "staleness/mean": fmean(ages),
         "staleness/max": float(max(ages)),
         "batch/rollouts": float(len(trained)),
@@ -29,6 +31,8 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
         "dropped/failed_rollouts": float(tally.failed_rollouts),
         "dropped/stale_samples": float(tally.stale_samples),
     }
+    if tally.stale_samples:  # to be seen beside `length`
+        metrics["stale_length"] = tally.stale_tokens / tally.stale_samples
     for reason in dict.fromkeys(("zero_advantage", "group_too_small", "stale", *sorted(tally.dropped))):
         metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
     for reason, count in tally.lost_samples.items():
@@ -59,6 +63,24 @@ def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str
             for name in sorted({name for rollout in of_env for name in rollout.metrics}):
                 out[f"metric/{env}/{name}"] = fmean(r.metrics[name] for r in of_env if name in r.metrics)
     return out
+
+
+def _mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What sampler and trainer disagree about before any number is compared, over all that was sampled for the batch.
+
+    `mask`: top-p and top-k sample from q = p / Z on the tokens they keep, the trainer computes p over all; the mean of
+    -log Z is KL(q || p). `template`: the share of turns whose prompt rewrote what was recorded (`rewritten`).
+    """
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    cut = sum(-sum(turn.log_z) for turn in turns if turn.log_z)
+    tokens = sum(len(turn.completion_ids) for turn in turns) if cut else 1
+    changed = sum(rewritten(rollout.turns) for rollout in rollouts if len(rollout.turns) > 1 and not _whole(rollout))
+    return {"mismatch/mask": cut / max(1, tokens), "mismatch/template": changed / max(1, len(turns))}
+
+
+def _whole(rollout: Rollout) -> bool:
+    """Whether all turns are in one sample, so that each went on from the one before; most are."""
+    return len(rollout.samples) == 1 and len(rollout.samples[0].spans) == len(rollout.turns)
 
 
 def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from paceline.arena import ArenaEnvironment, League
 from paceline.arena.league import name_of
 from paceline.data import Row, Ticket
 from paceline.inference.past import PoolWithPast
+from paceline.model.saving import write_tensors
 from paceline.model.weights import Adapter, WeightUpdate
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.orchestrator.course import Course
@@ -65,7 +65,7 @@ class Past:
             try:
                 path.hardlink_to(same[-1])
             except (IndexError, OSError):
-                save_file(dict(kept.update.tensors), path, metadata=kept.notes)
+                write_tensors(kept.update.tensors, path, kept.notes)
 
     async def load(self, folder: Path) -> None:
         """Bring back those the restored leagues name."""

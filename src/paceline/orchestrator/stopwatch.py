@@ -5,8 +5,18 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from paceline.orchestrator.clock import Clock
+from paceline.waits import beat, waiting
 
 PHASES = ("sample", "score", "train", "publish")
+
+DOING = {
+    "sample": ("sampling a batch", ("an episode", "the preparation")),
+    "score": ("scoring the batch", ()),
+    "train": ("training on the batch", ()),
+    "publish": ("publishing the weights", ()),
+    "eval": ("evaluating", ()),
+}
+"""How a phase is called among the waits, and the waits that must end before it can."""
 
 
 class Stopwatch:
@@ -29,7 +39,14 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time spent in a phase within this one counts there alone."""
+        """Time spent in a phase within this one counts there alone. To the watchdog a phase is what the run waits for,
+        and the beginning of one is progress."""
+        what, on = DOING.get(name, (name, ()))
+        beat()
+        with waiting(what, on):
+            yield from self._timed(name)
+
+    def _timed(self, name: str) -> Generator[None]:
         outer, self._inner = self._inner, (0.0, 0.0)
         start, busy = self._clock.now(), self._engine_busy()
         try:

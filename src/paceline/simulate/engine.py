@@ -64,7 +64,11 @@ class SimulatedEngine:
         if len(self._running) < self._slots:
             self._advance()
             self._admit()
-        return await answer
+        try:
+            return await answer  # bounded: by the pool's deadline, in virtual time
+        except asyncio.CancelledError:
+            self._leave(answer)
+            raise
 
     async def load_weights(self, update: WeightUpdate) -> float:
         """The weights travel while decoding goes on; it stands still while they are put in place."""
@@ -126,6 +130,15 @@ class SimulatedEngine:
             if not answer.cancelled():
                 heapq.heappush(self._running, Running(self._reached + length, number, length, answer))
         self._set_pace()
+
+    def _leave(self, answer: "asyncio.Future[Completion]") -> None:
+        """Nobody waits for it any more: its slot is free. One that had none is passed over when its turn comes."""
+        left = [one for one in self._running if one.answer is not answer]
+        if len(left) < len(self._running):
+            self._advance()
+            self._running[:] = left
+            heapq.heapify(self._running)
+            self._admit()
 
     def _set_pace(self) -> None:
         if self._timer is not None:

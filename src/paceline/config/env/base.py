@@ -35,7 +35,7 @@ class EnvBase(Section):
     contamination: bool = False
     """Leave out training rows that share thirteen words in a row with a held-out one."""
     timeout: float = Field(default=120.0, gt=0)
-    """Seconds an episode may take before it counts as failed."""
+    """Seconds an episode may take before it counts as failed; one that is played again has them again."""
 
     @property
     def credits(self) -> list[tuple[str, AlgorithmConfig]]:
