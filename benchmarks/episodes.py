@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from bars import Row, arguments, finish
-from paceline.cluster.local import Local, local
+from paceline.cluster.local import Placed, local
 from paceline.config import RunConfig
 from paceline.config.env import CustomEnv
 from paceline.data import Ticket
@@ -74,7 +74,7 @@ class SlowTools(Environment):
         return Outcome.solo(1.0)
 
 
-async def crowd(here: Local, voice: Voice, options: argparse.Namespace) -> dict[str, float]:
+async def crowd(here: Placed, voice: Voice, options: argparse.Namespace) -> dict[str, float]:
     player = Player(voice, RealClock(), seed=0)
     course = here.courses["slow"]
     ends, turns = Counter(), 0

@@ -15,6 +15,7 @@ from paceline.inference import (
     EngineError,
     GenerateRequest,
     HttpEngine,
+    Mismatch,
     Overloaded,
     Pool,
     RequestError,
@@ -22,7 +23,8 @@ from paceline.inference import (
     Unreachable,
     noise_key,
 )
-from paceline.model import Adapter, WeightUpdate, load_model
+from paceline.model import Adapter, Canary, Head, WeightUpdate, load_model
+from paceline.model.canary import make_canary
 
 KEY = "secret"
 ROOM = (
@@ -113,6 +115,12 @@ def requests(count: int, **more) -> list[GenerateRequest]:
 def weights(config, change: float) -> dict[str, torch.Tensor]:
     model = load_model(config.model, "cpu")
     return {name: parameter.detach() + change for name, parameter in model.named_parameters()}
+
+
+def canary(config, tensors: dict[str, torch.Tensor]) -> Canary:
+    model = load_model(config.model, "cpu")
+    model.load_state_dict(tensors, strict=False)
+    return make_canary(model, Head(model))
 
 
 def test_tokens_are_those_of_an_engine_in_this_process(config, connect):
@@ -238,11 +246,16 @@ def test_new_weights_reach_both_and_show_in_every_token(config, connect, folder)
     async def push(*engines):
         pool = Pool(engines)
         before = await asyncio.gather(*(pool.generate(request) for request in requests(8)))
-        sent = WeightUpdate(5, full)
-        assert await pool.load_weights(WeightUpdate(5, full, expected=sent.fingerprint())) > 0
+        mark, right = WeightUpdate(5, full).fingerprint(), canary(config, full)
+        with pytest.raises(Mismatch, match="version 4 failed its canary"):
+            await pool.load_weights(WeightUpdate(4, weights(config, 0.0), canary=right))
+        with pytest.raises(EngineError, match="version 4 failed its canary"):
+            await pool.generate(requests(1)[0])
+        assert await pool.load_weights(WeightUpdate(5, full, expected=mark, canary=right)) > 0
         after = await asyncio.gather(*(pool.generate(request) for request in requests(8)))
         assert {version for answer in before for version in answer.versions} == {0}
         assert {version for answer in after for version in answer.versions} == {5}
+        assert all(answer.weights == {5: mark} for answer in after)
         assert [p.version for p in await pool.policies()] == [5, 5]
         assert len({p.fingerprint for p in await pool.policies()}) == 1
         await pool.load_weights(WeightUpdate(6, full))

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
+from paceline.config.secret import in_address
+from paceline.errors import PacelineError
 from paceline.inference import Engine, EngineError, HttpEngine, Pool
 from paceline.model import load_tokenizer
 from paceline.model.loading import resolve
@@ -50,7 +52,14 @@ class Address:
     url: str
     model: str | None = None
     """The model's name there; the first it lists when left out."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """The address is in every sentence about the server; a secret must not be."""
+        if told := in_address(self.url):
+            raise PacelineError(
+                f"the address has {told}, where others may read it: give the key with --api-key instead"
+            )
 
 
 @contextmanager

@@ -22,18 +22,18 @@ from paceline.orchestrator import Course, lay_out
 from paceline.orchestrator.past import members
 from paceline.rollout import Recorder, Renderer, Voice
 from paceline.rollout.known import make_renderer
-from paceline.trainer import TorchTrainer
+from paceline.trainer import TorchTrainer, Trainer
 
 SMALL_MODEL = 20_000_000
 """Parameters below which one core decodes as fast as several."""
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """Engine and trainer with separate module trees and, under LoRA, one frozen base between them."""
+class Placed:
+    """A run's parts, wherever they live."""
 
     pool: Pool
-    trainer: TorchTrainer
+    trainer: Trainer
     tokenizer: PreTrainedTokenizerBase
     courses: dict[str, Course]
     voice: Callable[[Sampling], Voice]
@@ -46,8 +46,9 @@ class Local:
 @contextmanager
 def local(
     config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
-) -> Generator[Local]:
-    """Build the parts, and take them down again whatever happens."""
+) -> Generator[Placed]:
+    """Build the parts, and take them down again whatever happens: engine and trainer with separate module trees and,
+    under LoRA, one frozen base between them."""
     device = pick_device(config.device)
     phase("preparing environments")
     courses = lay_out(config, environments)
@@ -62,16 +63,7 @@ def local(
     ends = end_tokens(tokenizer, model)
     renderer = renderer_of(tokenizer, ends, config.model)
 
-    def make(served: PreTrainedModel) -> EmbeddedEngine:
-        return EmbeddedEngine(
-            served,
-            config.engine,
-            deterministic=config.deterministic,
-            fp32_head=config.model.fp32_head,
-            lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
-        )
-
-    engine = make(served)
+    engine = engine_for(served, config)
     try:
         trainer = TorchTrainer(
             model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
@@ -79,7 +71,7 @@ def local(
     except BaseException:
         engine.close()  # it holds memory of the device already
         raise
-    with_past = PoolWithPast([engine], lambda: make(engine_twin(model, config.model))) if past else None
+    with_past = PoolWithPast([engine], lambda: engine_for(engine_twin(model, config.model), config)) if past else None
     pool = with_past or Pool([engine])
     recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
 
@@ -89,11 +81,22 @@ def local(
     try:
         engine.start()
         with small_products(model.dtype), quick_handover():
-            yield Local(pool, trainer, tokenizer, courses, voice, device, parameters, with_past)
+            yield Placed(pool, trainer, tokenizer, courses, voice, device, parameters, with_past)
     finally:
         pool.close()
         engine.close()
         trainer.close()
+
+
+def engine_for(model: PreTrainedModel, config: RunConfig) -> EmbeddedEngine:
+    """An engine of this process that serves the run's model."""
+    return EmbeddedEngine(
+        model,
+        config.engine,
+        deterministic=config.deterministic,
+        fp32_head=config.model.fp32_head,
+        lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
+    )
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: Model) -> Renderer:

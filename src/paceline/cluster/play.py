@@ -45,7 +45,7 @@ class PlayOptions:
     """Base URL of an OpenAI-compatible server that plays the others; the model in this process when left out."""
     model: str | None = None
     """Its name there; or, in this process, a folder, a hub name or a checkpoint in place of the run's own model."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     reveal: bool = False
     """After each game, show what the others heard and said."""
 

@@ -5,7 +5,7 @@ import copy
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, TextIO
 
@@ -49,7 +49,7 @@ class RolloutOptions:
     """Base URL of an OpenAI-compatible server; the run file's model in this process when left out."""
     endpoint_model: str | None = None
     """The model's name there; the first it lists when left out."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     concurrency: int = 8
     """Episodes played at once."""
 
@@ -124,7 +124,7 @@ async def play_some(
     prepared: dict[int, asyncio.Task[Row]] = {}
 
     async def one(ticket: Ticket, member: int) -> list[Record]:
-        async with gate:
+        async with gate:  # bounded: each episode before it has a timeout
             if ticket.number not in prepared:
                 row = ready(environment, options.split, rows[ticket.row], ticket, seed)
                 prepared[ticket.number] = asyncio.ensure_future(row)
@@ -135,13 +135,13 @@ async def play_some(
     found: list[Record] = []
     try:
         for task in tasks:
-            for record in await task:
+            for record in await task:  # bounded: by its episode's timeout
                 found.append(record)
                 show(record)
     finally:
         for task in (*tasks, *prepared.values()):
             task.cancel()
-        await asyncio.gather(*tasks, *prepared.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, *prepared.values(), return_exceptions=True)  # bounded: they are cancelled
         await house.close()
     return found
 
@@ -203,7 +203,8 @@ async def episode(
     outcome, error, began = None, None, time.perf_counter()
 
     async def play() -> Outcome | None:
-        return await environment.play(copy.deepcopy(await asyncio.shield(row)), table)
+        mine = copy.deepcopy(await asyncio.shield(row))  # bounded: by the episode's timeout
+        return await environment.play(mine, table)
 
     try:
         outcome = await RealClock().within(section.timeout, f"an episode of `{section.name}`", play())

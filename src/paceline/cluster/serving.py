@@ -1,6 +1,7 @@
 """Building model and engine for `paceline serve`: in this process, or in one of their own."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -99,7 +100,8 @@ def isolated(config: RunConfig) -> Generator[Served]:
             child.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even a killed one back
+                child.wait(CLOSE_SECONDS)
 
 
 def host_engine(descriptor: int, config: RunConfig) -> None:

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
-from paceline.cluster.local import Local, local
+from paceline.cluster.local import Placed, local
 from paceline.config import RunConfig, dump
 from paceline.envs import Environment
 from paceline.errors import PacelineError
@@ -28,9 +29,18 @@ from paceline.monitor import (
     plot_rewards,
     read_jsonl,
     summary,
+    watching,
 )
-from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, opened
+from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, RollBack, RunStopped, opened
 from paceline.rollout import Voice
+from paceline.trainer import TrainerLost
+
+MOST_RETURNS = 8
+"""Times in a row that a run may go back to the same checkpoint."""
+
+Given = dict[str, Environment] | None
+Placement = Callable[[RunConfig, Path, Callable[[str], None], Given], AbstractAsyncContextManager[Placed]]
+"""Builds the parts of a run, and takes them down again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +66,45 @@ def train(
 
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     """
+    if config.placement == "local":
+        return conduct(config, here, environments=environments, overwrite=overwrite, screen=screen)
+    if environments:
+        raise PacelineError(
+            f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
+            'in the run file, or set placement = "local"'
+        )
+    from paceline.cluster.processes.supervisor import supervised
+
+    return supervised(config, overwrite, screen)
+
+
+@asynccontextmanager
+async def here(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given) -> AsyncGenerator[Placed]:
+    """Everything in this process."""
+    with local(config, dumps, phase, given) as parts:
+        yield parts
+
+
+def conduct(
+    config: RunConfig,
+    placement: Placement,
+    *,
+    environments: Given = None,
+    overwrite: bool = False,
+    screen: TextIO | None = None,
+) -> RunResult:
+    """Lead a run whose parts are wherever the placement puts them."""
     path = Path(config.runs) / config.name
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         shown = [choose(screen)] if screen is not None else []
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
         monitor = stack.enter_context(Monitors(Recorder(path, keep_batches=config.record.batches), *shown, *exporters))
+        stack.enter_context(watching(monitor, path, config.record.watchdog_seconds))
         error: Exception | None = None
         try:
             with rarely_collected():
-                outcome = asyncio.run(_train(config, directory, monitor, environments))
+                outcome = asyncio.run(_train(config, placement, directory, monitor, environments))
         except PacelineError as failure:
             outcome, error = _failed(directory, config, failure), failure
         except OSError as failure:
@@ -79,53 +118,101 @@ def train(
             plot_rewards(metrics, directory.plot, config.name)
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
             monitor.end(outcome)
-        lines = summary(metrics, outcome, path)
-        with contextlib.suppress(OSError):
-            lines = [*lines, *(standings(path) if outcome.checkpoint else [])]
-        return RunResult(outcome, path, metrics, lines, error)
+        return _result(outcome, path, metrics, error)
+
+
+def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
+    """What a run that another process led has left behind."""
+    metrics = read_jsonl(directory.metrics_file) if directory.metrics_file.exists() else []
+    return _result(outcome, directory.root, metrics, PacelineError(outcome.message))
+
+
+def _result(
+    outcome: RunOutcome, path: Path, metrics: list[dict[str, Any]], error: Exception | None = None
+) -> RunResult:
+    lines = summary(metrics, outcome, path)
+    with contextlib.suppress(OSError):
+        lines = [*lines, *(standings(path) if outcome.checkpoint else [])]
+    return RunResult(outcome, path, metrics, lines, error if outcome.status == "failed" else None)
 
 
 async def _train(
-    config: RunConfig, directory: RunDirectory, monitor: Monitor, environments: dict[str, Environment] | None
+    config: RunConfig, placement: Placement, directory: RunDirectory, monitor: Monitor, environments: Given
 ) -> RunOutcome:
-    with local(config, directory.root / "dumps", monitor.phase, environments) as parts:
-        voice = parts.voice(config.sampling)
-        async with opened(parts.courses, voice):
-            return await _conduct(config, directory, monitor, parts, voice)
+    with _overheard(monitor):
+        async with placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
+            voice = parts.voice(config.sampling)
+            async with opened(parts.courses, voice):
+                return await _conduct(config, directory, monitor, parts, voice)
 
 
 async def _conduct(
-    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Local, voice: Voice
+    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: Voice
 ) -> RunOutcome:
-    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
-    conductor = Conductor(
-        config,
-        Parts(
-            pool=parts.pool,
-            trainer=parts.trainer,
-            voice=voice,
-            eval_voice=parts.voice(config.eval.sampling or config.sampling),
-            courses=parts.courses,
-            monitor=monitor,
-            checkpoints=checkpoints,
-            clock=RealClock(),
-            past=parts.past,
-        ),
+    given = Parts(
+        pool=parts.pool,
+        trainer=parts.trainer,
+        voice=voice,
+        eval_voice=parts.voice(config.eval.sampling or config.sampling),
+        courses=parts.courses,
+        monitor=monitor,
+        checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
+        clock=RealClock(),
+        past=parts.past,
     )
-    await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
-    directory.begin(dump(config))
-    monitor.begin(_plan(config, directory.root, parts, conductor.step))
-    with _stop_on_signals(conductor, monitor) as stopped:
-        await conductor.run()
-    if stopped:
-        message = "stopped by the user"
-        return RunOutcome("interrupted", conductor.step, message, conductor.checkpoint)
+    returns = Returns()
+    with _stop_on_signals(monitor) as stopping:
+        while True:
+            conductor = Conductor(config, given, shunned=returns.shunned)
+            try:
+                await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
+                if not directory.begun:
+                    directory.begin(dump(config))
+                    monitor.begin(_plan(config, directory.root, parts, conductor.step))
+                else:
+                    monitor.roll_back(conductor.step)
+                stopping.follow(conductor)
+                await conductor.run()
+                break
+            except (RollBack, TrainerLost) as cause:
+                if not directory.begun:
+                    raise
+                config = returns.back(config, given.checkpoints, cause, monitor)
+    if stopping.received:
+        return RunOutcome("interrupted", conductor.step, "stopped by the user", conductor.checkpoint)
     monitor.phase("exporting the model")
     await parts.trainer.export(directory.export, parts.tokenizer)
     return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
 
 
-def _plan(config: RunConfig, root: Path, parts: Local, start: int) -> RunPlan:
+@dataclass(slots=True)
+class Returns:
+    """How often a run went back to a checkpoint, and what must not be trained again."""
+
+    shunned: frozenset[tuple[str, int]] = frozenset()
+    """Draws that broke a gradient, by environment."""
+    _at: Path | None = None
+    _times: int = 0
+    _first: str = ""
+
+    def back(self, config: RunConfig, checkpoints: Checkpoints, cause: PacelineError, monitor: Monitor) -> RunConfig:
+        """The config to go on with; raises when going back once more would not help."""
+        newest = next(reversed(checkpoints.all()), None)
+        if newest is None:
+            raise cause
+        if newest != self._at:
+            self._at, self._times, self._first = newest, 0, str(cause)
+        self._times += 1
+        if self._times > MOST_RETURNS:
+            times = f"{MOST_RETURNS} times in a row"
+            raise RunStopped(f"the run went back to {newest} {times}; the first cause: {self._first}")
+        if isinstance(cause, RollBack):
+            self.shunned |= cause.draws
+        monitor.note(f"{cause}; going back to {newest.name}")
+        return config.model_copy(update={"resume": "latest"})
+
+
+def _plan(config: RunConfig, root: Path, parts: Placed, start: int) -> RunPlan:
     return RunPlan(
         name=config.name,
         directory=root,
@@ -138,19 +225,36 @@ def _plan(config: RunConfig, root: Path, parts: Local, start: int) -> RunPlan:
     )
 
 
+@dataclass(slots=True)
+class Stopping:
+    """Signals that came, and who is to hear of them."""
+
+    received: list[int] = field(default_factory=list)
+    _conductor: Conductor | None = None
+
+    def follow(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        if self.received:
+            conductor.stop()
+
+    def stop(self, number: int) -> None:
+        self.received.append(number)
+        if self._conductor is not None:
+            self._conductor.stop()
+
+
 @contextmanager
-def _stop_on_signals(conductor: Conductor, monitor: Monitor) -> Generator[list[int]]:
+def _stop_on_signals(monitor: Monitor) -> Generator[Stopping]:
     """The first Ctrl-C ends the run after the step under way; a second one ends it at once."""
     loop = asyncio.get_running_loop()
-    received: list[int] = []
+    stopping = Stopping()
 
     def stop(number: int) -> None:
-        received.append(number)
-        if len(received) > 1:
+        if stopping.received:
             loop.remove_signal_handler(number)
             signal.raise_signal(number)
         monitor.note("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
-        conductor.stop()
+        stopping.stop(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     try:
@@ -158,13 +262,39 @@ def _stop_on_signals(conductor: Conductor, monitor: Monitor) -> Generator[list[i
             loop.add_signal_handler(number, stop, number)
     except (ValueError, RuntimeError, NotImplementedError):
         # Signals belong to the main thread; a run inside another thread is stopped by whoever started it.
-        yield received
+        yield stopping
         return
     try:
-        yield received
+        yield stopping
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+class _Ear(logging.Handler):
+    """Hands what parts of the run have to say on to the monitor, in the event loop's own thread."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        super().__init__(logging.WARNING)
+        self._monitor, self._loop = monitor, asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            self._loop.call_soon_threadsafe(self._monitor.note, record.getMessage())
+
+
+@contextmanager
+def _overheard(monitor: Monitor) -> Generator[None]:
+    """Warnings of Paceline's own loggers are notes of the run while it lasts."""
+    ear, log = _Ear(monitor), logging.getLogger("paceline")
+    before = log.propagate
+    log.addHandler(ear)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(ear)
+        log.propagate = before
 
 
 def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) -> RunOutcome:

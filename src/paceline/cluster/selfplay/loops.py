@@ -22,11 +22,12 @@ async def training_loop(
 
     async def generator() -> None:
         for _ in range(num_steps):
-            await queue.put(await stage.step(concurrency=episode_concurrency))
+            batch = await stage.step(concurrency=episode_concurrency)
+            await queue.put(batch)  # unbounded: it is the trainer's turn, and its failure cancels this
 
     async def consumer() -> None:
         for _ in range(num_steps):
-            batch = await queue.get()
+            batch = await queue.get()  # unbounded: it is the sampler's turn, and its failure cancels this
             await trainer.accumulate(batch.records)
 
     await together([generator(), consumer()])

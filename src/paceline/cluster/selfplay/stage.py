@@ -57,7 +57,7 @@ class Stage:
         ticket = Ticket(number, self._course.name, 0, number, 0)
 
         async def one(member: int, request: EpisodeRequest) -> list[Rollout]:
-            async with places:
+            async with places:  # bounded: each episode before it has a timeout
                 row = {"split": "train", "request": request}
                 return await self._player.episode(self._course, row, ticket, member, number)
 

@@ -1,0 +1,92 @@
+"""The life of each child process.
+
+python -m paceline.cluster.processes.child server | trainer | orchestrator
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from paceline.cluster.local import make_room_for_adapters, pick_device, share_cores
+from paceline.cluster.processes.brief import Brief, Report, read_brief
+from paceline.cluster.processes.frames import Hello
+from paceline.cluster.processes.host import TrainerHost, life
+from paceline.cluster.serving import serve_model
+from paceline.cluster.session import conduct
+from paceline.config import RunConfig
+from paceline.config.env.arena import ArenaEnv as Arena
+from paceline.config.serve import Serve
+from paceline.errors import PacelineError
+from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, small_products
+from paceline.monitor import Monitors, watching
+from paceline.monitor.plain import PlainLines
+from paceline.trainer import TorchTrainer
+
+FATAL = 2
+"""Exit code of a child for which starting again would not help."""
+
+
+def server(brief: Brief) -> int:
+    """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
+    config = make_room_for_adapters(brief.run, _past(brief.run))
+    settings = Serve(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
+    serve_model(config, settings)
+    return 0
+
+
+def trainer(brief: Brief) -> int:
+    """One trainer, asked over a socket."""
+    config = brief.run
+    device = pick_device(config.device)
+    model = attach_lora(load_model(config.model, device), config.model, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    config = share_cores(config, parameters)
+    dumps = Path(config.runs) / config.name / "dumps"
+    own = TorchTrainer(model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps)
+    address = Path(brief.socket)
+    address.unlink(missing_ok=True)
+    tokenizer = load_tokenizer(config.model)
+    hello = Hello(life(), 0, parameters, device, end_tokens(tokenizer, model))
+    host = TrainerHost(own, tokenizer, brief.weights, hello)
+    with small_products(model.dtype):
+        asyncio.run(host.serve(address))
+    return 0
+
+
+def orchestrator(brief: Brief) -> int:
+    """The loop, with the other two where the brief says."""
+    from paceline.cluster.processes.connected import connected
+
+    result = conduct(
+        brief.run,
+        lambda config, dumps, phase, given: connected(config, brief, phase),
+        overwrite=brief.overwrite,
+        screen=sys.stdout if brief.screen else None,
+    )
+    os.write(brief.report, msgspec.json.encode(Report.of(result.outcome)))
+    return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
+
+
+def _past(config: RunConfig) -> int:
+    """Versions of the past that leagues keep in the server."""
+    leagues = [env.league for env in config.env if isinstance(env, Arena)]
+    return sum(league.size for league in leagues if league is not None)
+
+
+def main(role: str) -> int:
+    brief = read_brief()
+    try:
+        if role == "orchestrator":  # which watches over itself
+            return orchestrator(brief)
+        with watching(Monitors(PlainLines(sys.stderr)), Path(brief.folder).parent, 0, part=role):
+            return {"server": server, "trainer": trainer}[role](brief)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return FATAL
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

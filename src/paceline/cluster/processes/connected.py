@@ -1,0 +1,78 @@
+"""A run's parts as the orchestrator sees them: engine and trainer are elsewhere."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+from paceline.cluster.local import Placed, engine_for, pick_device, renderer_of, share_cores
+from paceline.cluster.processes.brief import Brief
+from paceline.cluster.processes.link import RemoteTrainer
+from paceline.config import RunConfig
+from paceline.config.inference import Sampling
+from paceline.inference import EmbeddedEngine, EngineError, HttpEngine, Pool
+from paceline.inference.past import PoolWithPast
+from paceline.model import load_model, load_tokenizer
+from paceline.orchestrator import lay_out
+from paceline.orchestrator.past import members
+from paceline.rollout import Recorder, Voice
+
+RETURN_SECONDS = 900.0
+"""How long a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
+WORD_SECONDS = 20.0
+LOOK_SECONDS = 0.25
+log = logging.getLogger("paceline.server")
+
+
+@asynccontextmanager
+async def connected(config: RunConfig, brief: Brief, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+    """Wait for server and trainer, and let go of them at the end."""
+    phase("preparing environments")
+    courses = lay_out(config)
+    tokenizer = load_tokenizer(config.model)
+    phase(f"waiting for a server and a trainer of {config.model.name}")
+    trainer = RemoteTrainer(brief.trainer_address)
+    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights)
+    recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+    past = sum(member.league.size for member in members(courses))
+    try:
+        hello = await trainer.meet()
+        await _up(engine)
+        config = share_cores(config, hello.parameters)
+
+        def twin() -> EmbeddedEngine:
+            """Who speaks for a past version that is a whole model: an engine of this process."""
+            model = load_model(config.model, pick_device(config.device))
+            return engine_for(model.requires_grad_(False), config)
+
+        with_past = PoolWithPast([engine], twin) if past else None
+        pool = with_past or Pool([engine])
+        renderer = renderer_of(tokenizer, hello.ends, config.model)
+
+        def voice(sampling: Sampling) -> Voice:
+            stops = frozenset((*hello.ends, *sampling.stop_token_ids))
+            return Voice(pool, renderer, sampling, stops, recorder)
+
+        try:
+            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)
+        finally:
+            pool.close()
+    finally:
+        await engine.aclose()
+        trainer.close()
+
+
+async def _up(engine: HttpEngine) -> None:
+    began, told = time.monotonic(), 0.0
+    while True:
+        try:
+            return await asyncio.to_thread(engine.start)
+        except EngineError as error:
+            waited = time.monotonic() - began
+            if waited > RETURN_SECONDS:
+                raise
+            if waited - told > WORD_SECONDS:
+                told = waited
+                log.warning("waiting for the server for %.0f s: %s", waited, error)
+        await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS

@@ -1,0 +1,122 @@
+"""The trainer's side: one trainer behind a socket."""
+
+import asyncio
+import contextlib
+import traceback
+import uuid
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.cluster.processes.frames import Alive, Call, Done, Failed, Hello, Sent, decode_call, framed
+from paceline.data import Sample, decode
+from paceline.errors import PacelineError
+from paceline.inference.frames import read_frame
+from paceline.inference.shelf import Shelf
+from paceline.inference.stored import StoredTensors
+from paceline.trainer import Trainer
+from paceline.waits import waiting
+
+PULSE_SECONDS = 5.0
+"""A caller that waits hears this often that we live."""
+KEPT_WEIGHTS = 3
+"""Files of weights that stay: an engine that comes back may ask for the last published."""
+
+
+class TrainerHost:
+    """Does what it is asked, once.
+
+    A connection may break at any moment, so whoever asks may ask again: the call of the same caller and number is not
+    done twice, its answer is given again. One caller speaks at a time; what a lost one had asked for is finished first,
+    since the trainer has one thread.
+    """
+
+    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: Path, hello: Hello) -> None:
+        self._trainer, self._tokenizer, self._hello = trainer, tokenizer, hello
+        self._shelf = Shelf(weights, KEPT_WEIGHTS)
+        self._shelf.adopt()
+        self._fed: list[Sample] = []
+        self._callers: set[asyncio.StreamWriter] = set()
+        self._last: tuple[str, int] | None = None
+        self._answer: asyncio.Future[Done | Failed] | None = None
+
+    async def serve(self, address: Path) -> None:
+        """Answer until the process ends."""
+        server = await asyncio.start_unix_server(self._meet, address)
+        try:
+            await server.serve_forever()  # unbounded: being asked is its job
+        finally:
+            for caller in self._callers:
+                caller.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._hello.version = self._trainer.version
+        writer.write(framed(self._hello))
+        self._callers.add(writer)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            while (body := await read_frame(reader)) is not None:
+                answer = self._once(decode_call(body))
+                while not (await asyncio.wait({answer}, timeout=PULSE_SECONDS))[0]:
+                    writer.write(framed(Alive()))
+                    await asyncio.wait_for(writer.drain(), PULSE_SECONDS)
+                writer.write(framed(answer.result()))  # bounded: it is done
+        self._callers.discard(writer)
+        writer.close()
+
+    def _once(self, call: Call) -> asyncio.Future[Done | Failed]:
+        if self._answer is None or self._last != (call.caller, call.number):
+            self._last = (call.caller, call.number)
+            self._answer = asyncio.ensure_future(self._do(call))
+        return self._answer
+
+    async def _do(self, call: Call) -> Done | Failed:
+        try:
+            with waiting(f"to {call.what}, as the orchestrator asked"):
+                return await getattr(self, f"_{call.what}")(call)
+        except OSError as error:
+            return Failed(call.number, error.strerror or str(error), error.errno)
+        except PacelineError as error:
+            return Failed(call.number, str(error))
+        except Exception as error:  # a bug keeps its name there, and its trace in the log here
+            traceback.print_exc()
+            return Failed(call.number, f"{type(error).__name__}: {error}")
+
+    def _done(self, call: Call, **fields: object) -> Done:
+        return Done(call.number, self._trainer.version, **fields)  # ty: ignore[invalid-argument-type]
+
+    async def _feed(self, call: Call) -> Done:
+        samples = decode(call.data)
+        await self._trainer.feed(samples)
+        self._fed += samples
+        return self._done(call)
+
+    async def _step(self, call: Call) -> Done:
+        new = iter(decode(call.data))
+        fed, self._fed = self._fed, []
+        report = await self._trainer.step([next(new) if at < 0 else fed[at] for at in call.order])
+        return self._done(call, report=report)
+
+    async def _weights(self, call: Call) -> Done:
+        update = await self._trainer.weights()
+        expected = await asyncio.to_thread(update.fingerprint)
+        stored = (await self._shelf.keep(update)).tensors
+        assert isinstance(stored, StoredTensors)
+        sent = Sent(update.version, str(stored.files[0]), update.adapter, expected, update.canary)
+        return self._done(call, sent=sent)
+
+    async def _save(self, call: Call) -> Done:
+        await self._trainer.save(Path(call.path))
+        return self._done(call)
+
+    async def _load(self, call: Call) -> Done:
+        self._fed = []
+        await self._trainer.load(Path(call.path))
+        return self._done(call)
+
+    async def _export(self, call: Call) -> Done:
+        await self._trainer.export(Path(call.path), self._tokenizer)
+        return self._done(call)
+
+
+def life() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,287 @@
+"""Starts the three processes of a run, and starts again whoever dies."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+import msgspec
+
+from paceline.cluster.processes.brief import Brief, Report
+from paceline.cluster.session import RunResult, result_of
+from paceline.config import RunConfig
+from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_jsonl
+from paceline.orchestrator import Checkpoints
+
+FATAL = 2
+MOST_DEATHS = 10
+"""Deaths of one process in a row, without a trained step between them, before the run stops."""
+LOOK_SECONDS = 0.1
+CLOSE_SECONDS = 10.0
+ROLES = ("server", "trainer", "orchestrator")
+ENDINGS = (0, 1, FATAL, 130)
+"""Exit codes by which the orchestrator says that the run is over."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One of the three, through all its lives."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    lives: int = 1
+    deaths: int = 0
+    """In a row."""
+    step: int = 0
+    """The run's, when it last died."""
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """The processes of one run.
+
+    `reach` gives the addresses under which the orchestrator finds server and trainer, where these are not the ones they
+    listen on: a proxy between them, say.
+    """
+
+    config: RunConfig
+    overwrite: bool = False
+    screen: TextIO | None = None
+    reach: Callable[[str], str] = lambda address: address
+    children: dict[str, Child] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
+    signals: list[int] = field(default_factory=list)
+    _ending: IO[bytes] | None = None
+    """Where the orchestrator tells how the run ended."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.config.runs) / self.config.name)
+
+    def run(self) -> RunResult:
+        """Until the orchestrator says that the run is over, or somebody dies too often."""
+        path = self.directory.root
+        RunDirectory.claim(path, bool(self.config.resume), self.overwrite).release()  # or say at once why not
+        with ExitStack() as stack:
+            brief = stack.enter_context(self._briefed())
+            stack.enter_context(self._listening())
+            stack.callback(self._end_all)
+            for role in ROLES:
+                self.children[role] = Child(role, self._start(role, brief))
+            while True:
+                for child in self.children.values():
+                    if (code := child.process.poll()) is None:
+                        continue
+                    if child.role == "orchestrator" and (code in ENDINGS or self.signals):
+                        for role in ROLES:  # whoever ended well waits for nothing any more
+                            (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
+                        return result_of(self.directory, self._report(child, code))
+                    if cause := self._hopeless(child, code):
+                        return self._failed(cause)
+                    brief = self._after_a_death(child, brief)
+                    _end(child.process)
+                    child.process = self._start(child.role, brief)
+                    child.lives += 1
+                time.sleep(LOOK_SECONDS)  # unbounded: watching is its job
+
+    # -- lives and deaths ---------------------------------------------------------------------------------------------
+
+    def _start(self, role: str, brief: Brief) -> subprocess.Popen[bytes]:
+        spoken = role == "orchestrator"
+        reader, writer = os.pipe() if spoken else (-1, -1)
+        if spoken:
+            brief = msgspec.structs.replace(brief, report=writer)
+            self._ending = os.fdopen(reader, "rb")
+        log = (Path(brief.folder) / f"{role}.log").open("ab")
+        out: Any = self._screen_of() if spoken else log
+        with log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.cluster.processes.child", role],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=log,
+                # Ctrl-C is the orchestrator's to hear: it ends the run in good order, and the others end with it.
+                start_new_session=not spoken,
+                pass_fds=[writer] if spoken else [],
+            )
+        if spoken:
+            os.close(writer)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(brief.line())
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # dead already: whoever looks next will see it
+        if process.stdout is not None:
+            threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
+        return process
+
+    def _hopeless(self, child: Child, code: int) -> str:
+        """Why starting it again would not help; empty if it may."""
+        said = self._last_word(child.role)
+        if code == FATAL and said:
+            return f"the {child.role} cannot start: {said}"
+        step = self._step()
+        child.deaths = child.deaths + 1 if step == child.step else 1
+        child.step = step
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if child.deaths >= MOST_DEATHS:
+            last = f": {said}" if said else ""
+            return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
+        self._tell(f"the {child.role} {how}; starting it again")
+        return ""
+
+    def _after_a_death(self, child: Child, brief: Brief) -> Brief:
+        """An orchestrator that comes back goes on from where its run directory stands."""
+        if child.role != "orchestrator":
+            return brief
+        directory = self.directory
+        if not (directory.config_file.exists() and directory.config_file.stat().st_mtime >= self.began):
+            return brief  # it died before the run had begun
+        if Checkpoints(directory.checkpoints, 1).all():
+            resumed = self.config.model_copy(update={"resume": "latest"})
+            return msgspec.structs.replace(brief, config=resumed.model_dump_json(), overwrite=False)
+        return msgspec.structs.replace(brief, overwrite=True)
+
+    def _failed(self, cause: str) -> RunResult:
+        """End everybody; the orchestrator cannot say any more why."""
+        self._end_all()
+        directory = self.directory
+        saved = next(reversed(Checkpoints(directory.checkpoints, 1).all()), None)
+        outcome = RunOutcome("failed", self._step(), cause, saved)
+        with contextlib.suppress(OSError):
+            Recorder(directory.root).end(outcome)
+        return result_of(directory, outcome)
+
+    def _report(self, child: Child, code: int) -> RunOutcome:
+        """How the orchestrator says that it ended; one that was told to stop at once says nothing."""
+        assert self._ending is not None
+        with self._ending as pipe:
+            said = pipe.read()
+        if said:
+            return msgspec.json.decode(said, type=Report).outcome()
+        saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
+        if self.signals:
+            return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
+        cause = self._last_word(child.role) or f"the orchestrator ended with code {code}"
+        return RunOutcome("failed", self._step(), cause, saved)
+
+    def _end_all(self) -> None:
+        for child in self.children.values():
+            _end(child.process)
+
+    # -- surroundings -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _briefed(self) -> Generator[Brief]:
+        """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
+        live = self.directory.live
+        weights = live / "weights"
+        shutil.rmtree(weights, ignore_errors=True)
+        weights.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(prefix="paceline-") as private, socket.socket() as door:
+            door.bind(("127.0.0.1", 0))
+            port, address = door.getsockname()[1], f"{private}/trainer.sock"
+            door.close()
+            try:
+                yield Brief(
+                    config=self.config.model_dump_json(),
+                    folder=str(live.resolve()),
+                    port=port,
+                    key=secrets.token_urlsafe(24),
+                    socket=address,
+                    url=self.reach(f"http://127.0.0.1:{port}"),
+                    trainer=self.reach(address),
+                    overwrite=self.overwrite,
+                    screen=self.screen is not None,
+                )
+            finally:
+                shutil.rmtree(weights, ignore_errors=True)
+
+    @contextmanager
+    def _listening(self) -> Generator[None]:
+        """A terminal's Ctrl-C reaches the orchestrator by itself; any other signal is handed on."""
+
+        def heard(number: int, frame: Any) -> None:
+            self.signals.append(number)
+            child = self.children.get("orchestrator")
+            if child is not None and (number == signal.SIGTERM or not _in_terminal()):
+                child.process.send_signal(number)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _screen_of(self) -> TextIO | int:
+        """Where the orchestrator prints: the very screen if it is a file, else a pipe to it."""
+        if self.screen is None:
+            return subprocess.DEVNULL
+        try:
+            self.screen.fileno()
+        except (OSError, ValueError, AttributeError):
+            return subprocess.PIPE
+        return self.screen
+
+    def _copy(self, pipe: Any) -> None:
+        assert self.screen is not None
+        for line in pipe:
+            self.screen.write(line.decode(errors="replace"))
+
+    def _tell(self, text: str) -> None:
+        if self.screen is not None:
+            print(f"note: {text}", file=self.screen, flush=True)
+        with contextlib.suppress(OSError), (self.directory.live / "supervisor.log").open("a") as log:
+            print(time.strftime("%H:%M:%S"), text, file=log)
+
+    def _step(self) -> int:
+        metrics = self.directory.metrics_file
+        return max((line["step"] for line in read_jsonl(metrics)), default=0) if metrics.exists() else 0
+
+    def _last_word(self, role: str) -> str:
+        """The last sentence for the user in a child's log."""
+        log = self.directory.live / f"{role}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return next((line.removeprefix("paceline: ") for line in reversed(lines) if line.startswith("paceline: ")), "")
+
+
+def supervised(config: RunConfig, overwrite: bool, screen: TextIO | None) -> RunResult:
+    """Run a run file with `placement = "processes"` to its end."""
+    return Supervisor(config, overwrite, screen).run()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(CLOSE_SECONDS)
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _in_terminal() -> bool:
+    """Whether a Ctrl-C reaches the whole group, us and the orchestrator, without our help."""
+    try:
+        return os.getpgrp() == os.tcgetpgrp(sys.stdin.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False

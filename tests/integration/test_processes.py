@@ -1,0 +1,149 @@
+"""`placement = "processes"`: the bits of `local`, whoever dies on the way. `benchmarks/chaos.py` does the same for
+hundreds of steps, with bad wires, lying graders and a full disk."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster import train
+from paceline.cluster.processes.supervisor import Supervisor
+from paceline.config import load
+from paceline.errors import PacelineError
+from paceline.monitor import read_jsonl
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+STEPS = 6
+RUN_FILE = f"""
+include = ["{{quickstart}}"]
+steps = {STEPS}
+batch_size = 32
+staleness = 0
+deterministic = true
+[eval]
+every = 3
+examples = 16
+[engine]
+max_running = 64
+max_context = 64
+[trainer]
+threads = 1
+[checkpoint]
+every = 2
+[record]
+batches = {STEPS}
+"""
+TIMED = ("time", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(quickstart=os.path.relpath(QUICKSTART, tmp_path)))
+    return "run.toml"
+
+
+def config_of(run_file: str, *overrides: str):
+    return load(run_file, overrides).config
+
+
+def steps(root: Path) -> list[dict]:
+    lines = read_jsonl(root / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
+
+
+def batches(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((root / "batches").iterdir())}
+
+
+class Killer(threading.Thread):
+    """Kills each of the three once, when a step is reached."""
+
+    def __init__(self, run: Supervisor, plan: dict[int, str]) -> None:
+        super().__init__(daemon=True)
+        self.run_, self.plan, self.killed = run, dict(plan), []
+
+    def run(self) -> None:
+        metrics = self.run_.directory.metrics_file
+        while self.plan:
+            step, role = next(iter(self.plan.items()))
+            done = max((line["step"] for line in read_jsonl(metrics)), default=-1) if metrics.exists() else -1
+            child = self.run_.children.get(role)
+            if done >= step and child is not None and child.process.poll() is None:
+                child.process.kill()
+                self.killed.append(role)
+                del self.plan[step]
+            time.sleep(0.02)
+
+
+@pytest.mark.timeout(600)
+def test_the_same_bits_as_local_whoever_is_killed(run_file):
+    """Server, trainer and orchestrator, each killed with SIGKILL in the middle of a run: losses, rewards, held-out
+    scores and every stream of every batch are those of an unbroken run in one process. No ticket ends twice."""
+    assert train(config_of(run_file, "--name", "whole")).outcome.status == "finished"
+    screen = io.StringIO()
+    run = Supervisor(config_of(run_file, "--name", "killed", "--placement", "processes"), screen=screen)
+    killer = Killer(run, {1: "trainer", 3: "server", 5: "orchestrator"})
+    killer.start()
+    result = run.run()
+    assert result.outcome.status == "finished", screen.getvalue()
+    assert killer.killed == ["trainer", "server", "orchestrator"]
+    killed, whole = Path("runs/killed"), Path("runs/whole")
+    assert steps(killed) == steps(whole)
+    assert batches(killed) == batches(whole)
+    assert len(batches(killed)) == STEPS
+    ends = [record["number"] for record in read_jsonl(killed / "tickets.jsonl") if record["state"] == "trained"]
+    assert len(ends) == len(set(ends))
+    said = screen.getvalue()
+    for role in killer.killed:
+        assert f"the {role} was killed by SIGKILL; starting it again" in said
+    assert "going back to step-000000" in said
+    assert (result.outcome.export / "model.safetensors").is_file()
+    assert not (killed / ".live" / "weights").exists()
+    assert [child.process.poll() is not None for child in run.children.values()] == [True] * 3
+
+
+def test_what_cannot_start_is_said_at_once(run_file, capfd):
+    run = train(config_of(run_file, "--name", "bad", "--placement", "processes", "--model.name", "./nowhere"))
+    assert run.outcome.status == "failed"
+    assert "no such folder" in run.outcome.message
+
+
+def test_objects_do_not_travel(run_file):
+    with pytest.raises(PacelineError, match="cannot go to another process"):
+        train(config_of(run_file, "--placement", "processes"), environments={"reverse-text": None})
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at processes by /proc")
+@pytest.mark.timeout(300)
+def test_ctrl_c_leaves_a_resumable_run_and_nobody_behind(run_file, tmp_path):
+    """The first signal ends the run after its step, with a checkpoint; all processes of the run end."""
+    command = [sys.executable, "-m", "paceline", "train", run_file, "--name", "stopped", "--placement", "processes"]
+    mark = {"PACELINE_TEST": str(tmp_path)}  # inherited by everybody the run starts
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | mark
+    ) as process:
+        said = next(line for line in process.stdout if line.startswith("step  1/"))
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert said
+    assert process.returncode == 130, rest
+    assert "interrupted at step" in rest
+    assert (tmp_path / "runs/stopped/checkpoints/latest/state.json").is_file()
+    assert not [pid for pid, environment in environments() if f"PACELINE_TEST={tmp_path}".encode() in environment]
+
+
+def environments() -> Iterator[tuple[str, bytes]]:
+    """Of all processes that we may look at."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield entry.name, (entry / "environ").read_bytes()
