@@ -62,7 +62,7 @@ def _age(file: Path) -> float:
         return time.time()
 
 
-def wrong_tickets(root: Path, steps: int, rows: int, seed: int, env: str) -> list[str]:
+def wrong_tickets(root: Path, steps: int, groups: int, rows: int, seed: int, env: str) -> list[str]:
     """Tickets lost, doubled, or drawn otherwise than an unbroken run draws them."""
     found = []
     records = lines(root / "tickets.jsonl")
@@ -83,15 +83,24 @@ def wrong_tickets(root: Path, steps: int, rows: int, seed: int, env: str) -> lis
     ]
     if len({record["draw"] for record in tickets.values()}) != len(tickets):
         found.append("one draw has two tickets")
-    trained = Counter(record["step"] for record in records if record["state"] == "trained")
-    groups = Counter(sample.ticket.number for step in _batches(root, steps) for sample in step)
-    found += [f"step {step} trained nothing" for step in range(1, steps + 1) if not trained[step]]
+    said = {record["number"]: {record["step"]} for record in records if record["state"] == "trained"}
+    seen: dict[int, set[int]] = {}
+    for step, samples in enumerate(_batches(root, steps), 1):
+        for sample in samples:
+            seen.setdefault(sample.ticket.number, set()).add(step)
     found += [
-        f"ticket {number} is in a batch and not in the books as trained"
-        for number in groups
-        if tickets.get(number, {}).get("state") != "trained"
+        f"ticket {number} is in the batches {seen.get(number)}, and in the books at {said.get(number)}"
+        for number in sorted(said.keys() | seen.keys())
+        if said.get(number) != seen.get(number)
     ]
+    sizes = Counter(step for its in said.values() for step in its)
+    found += [f"step {step} trained {sizes[step]} groups" for step in range(1, steps + 1) if sizes[step] != groups]
     return found
+
+
+def dropped(root: Path) -> dict[str, int]:
+    """Tickets that did not train, by reason."""
+    return Counter(record["reason"] for record in lines(root / "tickets.jsonl") if record["state"] == "dropped")
 
 
 def false_tokens(root: Path, steps: int, archive: Archive) -> dict[str, float]:
@@ -104,9 +113,10 @@ def false_tokens(root: Path, steps: int, archive: Archive) -> dict[str, float]:
                 by_version.setdefault(version, []).append(sample)
     counts = Counter({"tokens": 0, "false": 0, "seen if false": 0, "compared with the version before": 0})
     worst = 0.0
+    strange: list[dict] = []
     model = AutoModelForCausalLM.from_pretrained(resolve(QUICKSTART), dtype=torch.float32)
     for version, samples in sorted(by_version.items()):
-        apart = _apart(model, archive.file(version), samples, version)
+        apart = _apart(model, archive.file(version), samples, version, strange)
         counts["tokens"] += len(apart)
         counts["false"] += int((apart > CLOSE).sum())
         worst = max(worst, float(apart.max()))
@@ -114,10 +124,10 @@ def false_tokens(root: Path, steps: int, archive: Archive) -> dict[str, float]:
             control = _apart(model, archive.file(version - 1), samples, version)
             counts["compared with the version before"] += len(control)
             counts["seen if false"] += int((control > CLOSE).sum())
-    return {**counts, "largest difference": worst, "versions": len(by_version)}
+    return {**counts, "largest difference": worst, "versions": len(by_version), "strange": strange[:12]}
 
 
-def _apart(model, weights: Path, samples: list, version: int) -> torch.Tensor:
+def _apart(model, weights: Path, samples: list, version: int, strange: list | None = None) -> torch.Tensor:
     if not weights.exists():
         return torch.full((sum(int((s.versions == version).sum()) for s in samples),), float("inf"))
     model.load_state_dict(load_file(weights), strict=False)
@@ -132,6 +142,19 @@ def _apart(model, weights: Path, samples: list, version: int) -> torch.Tensor:
             ours = (logits[:-1] / temperature[:, None]).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             theirs = torch.as_tensor(sample.logprobs.copy())[1:]
             differences.append((ours - theirs).abs()[mask])
+            if strange is not None and bool((differences[-1] > CLOSE).any()):
+                strange.append(
+                    {
+                        "ticket": sample.ticket.number,
+                        "rollout": sample.rollout,
+                        "version": version,
+                        "versions": sample.versions.tolist(),
+                        "ids": sample.token_ids.tolist(),
+                        "ours": [round(value, 4) for value in ours[mask].tolist()],
+                        "theirs": [round(value, 4) for value in theirs[mask].tolist()],
+                        "weights": weights.name,
+                    }
+                )
     return torch.cat(differences)
 
 

@@ -8,6 +8,7 @@ Open waits stand in a registry that the watchdog reads from its own thread. A wa
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Generator
@@ -18,6 +19,11 @@ from typing import Any, TypeVar
 from paceline.errors import PacelineError
 
 T = TypeVar("T")
+log = logging.getLogger("paceline.waits")
+AGAIN_SECONDS = 5.0
+"""Whoever is cancelled gets so long to clean up, and is then cancelled again: some swallow it and go on."""
+DEAF_SECONDS = 30.0
+"""Whoever has not gone by then is named."""
 
 
 class DeadlineError(PacelineError, TimeoutError):
@@ -27,7 +33,7 @@ class DeadlineError(PacelineError, TimeoutError):
 class Wait:
     """One open wait. It costs about a microsecond, for there is one for each episode."""
 
-    __slots__ = ("expired", "on", "parent", "seconds", "since", "what", "who")
+    __slots__ = ("cancels", "on", "parent", "seconds", "since", "timer", "what", "who")
 
     def __init__(
         self,
@@ -48,13 +54,29 @@ class Wait:
         self.on = on
         """Beginnings of the names of waits that must end before this one can."""
         self.parent: Wait | None = parent
-        self.expired = False
+        self.cancels = 0
+        """How often whoever waits was woken because the deadline is over."""
+        self.timer: asyncio.TimerHandle | None = None
+        """The next time, once it is over."""
 
     def expire(self) -> None:
-        """The deadline is over: whoever waits is woken."""
-        self.expired = True
+        """The deadline is over: whoever waits is woken, and woken again until they go."""
         assert isinstance(self.who, asyncio.Task)
+        self.timer = self.who.get_loop().call_later(AGAIN_SECONDS, self.expire)
+        if self.cancels == round(DEAF_SECONDS / AGAIN_SECONDS):
+            text = "%s does not let itself be cancelled, %g s after its %g s are over: pass asyncio.CancelledError on"
+            log.warning(text, self.what, DEAF_SECONDS, self.seconds)
+        self.cancels += 1
         self.who.cancel()
+
+    def uncancel(self) -> int:
+        """Take all of that back; answers with the cancellations that others asked for."""
+        assert isinstance(self.who, asyncio.Task)
+        for _ in range(self.cancels):
+            self.who.uncancel()
+        if self.timer is not None:
+            self.timer.cancel()
+        return self.who.cancelling()
 
 
 class Registry:
@@ -100,16 +122,16 @@ async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool =
     try:
         result = await work  # bounded: here is the bound
     except asyncio.CancelledError as error:
-        if wait.expired and task.uncancel() <= cancelling:
+        if wait.cancels and wait.uncancel() <= cancelling:
             raise DeadlineError(f"{what} took longer than {seconds:g} s") from error
         raise
     except BaseException:
-        if wait.expired:
-            task.uncancel()
+        if wait.cancels:
+            wait.uncancel()
         raise
     else:
-        if wait.expired:
-            task.uncancel()
+        if wait.cancels:
+            wait.uncancel()
         if moves:
             registry.moved += 1
         return result

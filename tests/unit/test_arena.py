@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from fractions import Fraction
 from itertools import permutations
 from pathlib import Path
@@ -445,6 +446,21 @@ def test_a_rubric_that_does_not_fit_is_a_sentence(play, func, sentence):
     arena.add_episode(Judged(2))
     with pytest.raises(Exception, match=sentence):
         play(arena, lambda prompt: "hi", EpisodeRequest("gossip", Artifact(0)))
+
+
+def test_a_rubric_keeps_away_from_the_threads_of_the_event_loop(play):
+    def where(state, arena):
+        return {"ann": float(threading.current_thread().name.startswith("asyncio"))}
+
+    class Judged(Gossip):
+        rubric = Rubric([where])
+
+    arena = Arena()
+    arena.add_actor(Actor("ann"))
+    arena.add_actor(Actor("bob"))
+    arena.add_episode(Judged(2))
+    rollouts, _ = play(arena, lambda prompt: "hi", EpisodeRequest("gossip", Artifact(0)))
+    assert {rollout.reward for rollout in rollouts} == {0.0}
 
 
 def test_weights_that_do_not_fit_are_a_sentence():

@@ -399,6 +399,65 @@ def test_a_run_stopped_by_a_failure_leaves_nobody_playing(tmp_path):
     assert seconds < 5
 
 
+def called_off(environment, seconds: float) -> tuple[float, Player]:
+    """When a group is really gone that is called off after so many seconds."""
+
+    async def run():
+        voice = Voice(Pool([Near()], jitter=lambda: 0.0), Mute(), Sampling(), frozenset({1}))
+        player = Player(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        course = lay_out(configured(failures=Failures(episode="retry")), {"coins": environment})["coins"]
+        task = asyncio.ensure_future(player.group(course, TICKET))
+        asyncio.get_running_loop().call_later(seconds, task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return asyncio.get_running_loop().time(), player
+
+    return leap(run())
+
+
+def test_a_group_that_is_called_off_waits_for_all_of_its_episodes():
+    times = iter([3, 6])
+
+    async def tidy():
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            await asyncio.sleep(next(times))
+            raise
+
+    seconds, _ = called_off(Coins(lambda row, time: tidy()), 10)
+    assert seconds == 16
+
+
+def test_an_environment_that_makes_a_failure_of_its_cancellation_is_not_played_again():
+    async def excuse():
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            raise ValueError("interrupted") from None
+
+    environment = Coins(lambda row, time: excuse())
+    seconds, player = called_off(environment, 10)
+    assert (seconds, environment.played, player.retried) == (10, {0: 2}, {})
+
+
+def test_what_an_agent_makes_of_a_lost_engine_is_the_engines_failure():
+    """It knows a URL only, and hears of it as an HTTP error."""
+
+    class Agent(Coins):
+        async def play(self, example, seats):
+            try:
+                async with asyncio.timeout(30):
+                    return await super().play(example, seats)
+            except TimeoutError:
+                raise OSError("the server answered 503") from None
+
+    done, _, _ = group(Agent(), Far(0, 1e6), failures=Failures(engine="drop"))
+    (lost, _) = done.failed
+    assert "OSError: the server answered 503, and no engine is left: http://far:1" in lost.error
+    assert "failures.engine" in lost.error
+
+
 # --- episodes
 
 FOREVER = 'coins: an episode of `coins` took longer than 120 s (failures.timeout = "drop")'

@@ -272,6 +272,18 @@ def test_at_staleness_zero_what_is_left_over_leaves_the_books_and_the_engine(tmp
     assert sum(metrics["dropped/oversampled"] for metrics in run.log.metrics) == len(dropped)
 
 
+def test_at_staleness_zero_what_may_still_train_is_kept(tmp_path):
+    """What somebody else says for the policy never grows old, and a mask leaves what the new weights said."""
+    keys = {"steps": 6, "staleness": 0, "oversample": 1.0}
+    for more in ({"somebody_else": True}, {"on_stale": "mask"}):
+        run = lead(tmp_path / next(iter(more)), {"task": Timed(lambda draw: 1 + draw % 5)}, **keys, **more)
+        assert len(run.trainer.done) == 6
+        assert "oversampled" not in run.reasons
+        first = {r["number"] for r in run.tickets("in flight")[: 2 * BATCH // GROUP]}
+        late = {r["number"] for r in run.tickets("trained") if r["step"] > 1}
+        assert "somebody_else" in more or first & late
+
+
 def test_a_cancelled_request_leaves_a_simulated_engine():
     """So that simulations tell what over-sampling costs."""
 
@@ -389,5 +401,9 @@ def test_what_contradicts_itself_is_refused():
         RunConfig(cancel_stale=True, on_stale="mask")
     with pytest.warns(ConfigWarning, match="oversample = 0.01 has no effect: of a batch of 128 that is less than one"):
         assert RunConfig(oversample=0.01).extra == 0
+    with pytest.warns(
+        ConfigWarning, match="oversample = 0.5 at staleness 0 drops whoever finishes late, and with `epoch"
+    ):
+        RunConfig(oversample=0.5, staleness=0, epochs=1)
     assert RunConfig(oversample=0.25, staleness=0).max_inflight == 128 + 32
     assert RunConfig(batch_size=100, group_size=1, oversample=0.29, algo={"type": "reward"}).extra == 29

@@ -316,6 +316,19 @@ def test_games_of_training_are_not_for_the_ratings_and_a_state_brings_all_back()
     assert other.payoff.games("v2", "v1") == 1
 
 
+def test_a_league_that_goes_back_forgets_what_was_under_way():
+    league = League(config.League(size=2, every=4, mirror=0), "chess")
+    league.admit(0)
+    league.admit(4)
+    then = json.loads(json.dumps(league.state()))
+    with league.playing("v4"):
+        assert league.admit(8) is None, "v4 is to leave"
+    league.report(Match("x", "v0"), game(1.0, -1.0), rated=True)
+    league.load(then)
+    assert {match.opponent for match in draws(league)} == {"v0", "v4"}
+    assert league.enter(4) == 0
+
+
 # --- the past speaks
 
 

@@ -449,6 +449,22 @@ class TestScreen:
         assert "step 12/40" in text
         assert f"{metrics(12)['reward/reverse-text/mean']:.3f}" in text
 
+    @pytest.mark.parametrize("back", [0, 12])
+    def test_a_run_that_goes_back_shows_what_is_left(self, tmp_path: Path, back: int) -> None:
+        screen = Screen(Console(width=80, file=io.StringIO()))
+        with screen, Monitors(Recorder(tmp_path), screen) as monitors:
+            monitors.begin(plan(tmp_path))
+            for step in range(15):
+                monitors.step(step, metrics(step))
+            monitors.roll_back(back)
+            history = screen._view.history
+            assert history.step == back
+            assert [step for step, _ in history.rewards["reverse-text"]] == list(range(1, back + 1))
+            assert [step for step, _ in history.exact.get("reverse-text", [])] == ([0, 10] if back else [])
+            assert history.dropped.total() == 2 * back
+            monitors.step(back + 1, metrics(back + 1))
+            assert history.step == back + 1
+
     @pytest.mark.parametrize("way_out", ["end", "exception", "exit"])
     def test_the_terminal_is_given_back(self, tmp_path: Path, way_out: str) -> None:
         code = """
@@ -571,6 +587,17 @@ class TestTensorBoard:
     def test_a_roll_back_undoes_what_came_later(self, tmp_path: Path) -> None:
         self.run(tmp_path, range(7))
         self.run(tmp_path, range(4, 6), start_step=3)
+        assert [event.step for event in self.events(tmp_path).Scalars("tokens/s")] == [1, 2, 3, 4, 5]
+
+    def test_so_does_one_within_the_run(self, tmp_path: Path) -> None:
+        pytest.importorskip("tensorboard")
+        with exporter("tensorboard", "paceline") as monitor:
+            monitor.begin(plan(tmp_path))
+            for step in range(7):
+                monitor.step(step, metrics(step))
+            monitor.roll_back(3)
+            for step in (4, 5):
+                monitor.step(step, metrics(step))
         assert [event.step for event in self.events(tmp_path).Scalars("tokens/s")] == [1, 2, 3, 4, 5]
 
     def test_it_needs_no_torch(self, tmp_path: Path) -> None:

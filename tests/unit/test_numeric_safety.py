@@ -249,6 +249,13 @@ def test_a_dump_is_replayed_by_number_and_by_path(run_directory, capsys):
     assert [finding.sample.ticket.number for finding in result.findings if finding.broken] == [3]
 
 
+def test_samples_of_a_dump_are_cut_as_the_trainer_cuts_them(run_directory):
+    settings = RunConfig.model_validate({"device": "cpu", "trainer": {"max_sample_tokens": 12}})
+    result = replay_dump(run_directory, "2", settings)
+    assert max(map(len, result.samples)) > 12
+    assert max(len(finding.sample) for finding in result.findings) == 12
+
+
 def test_what_cannot_be_replayed_is_said(run_directory, capsys):
     with pytest.raises(PacelineError, match=r"no bad batch 7 in .*those kept are of steps 2"):
         replay_dump(run_directory, "7", RunConfig())

@@ -478,3 +478,20 @@ def test_scores_go_to_the_least_loaded_and_survive_its_death():
         pool.close()
 
     play(run())
+
+
+def test_a_bug_of_an_engine_in_this_process_is_raised_as_it_is():
+    """Only what came over a wire can be an answer that cannot be read."""
+
+    async def bug(request, listener=None):
+        raise KeyError("a bug of ours")
+
+    near = Fake()
+    near.generate = bug
+    del near.name  # and it has no `keep`
+    with pytest.raises(KeyError, match="a bug of ours"):
+        play(Pool([near]).generate(request()))
+    far = Far()
+    far.generate = bug
+    with pytest.raises(EngineError, match="answered what cannot be read"):
+        play(Pool([far]).generate(request()))

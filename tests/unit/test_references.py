@@ -13,6 +13,7 @@ from paceline.algorithms import AlgorithmError
 from paceline.algorithms.opd import pulled
 from paceline.algorithms.references import MOST_EMPTY, Reference, Setting
 from paceline.config.reference import ModelRef
+from paceline.inference import EngineError
 from paceline.inference.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
@@ -159,6 +160,22 @@ def test_an_endpoint_that_has_too_much_to_do_is_asked_again(status):
             await pool.aclose()
 
     assert asyncio.run(ask()) == [[0.0, -0.5]]
+
+
+def test_a_key_that_is_said_back_is_hidden_also_where_the_answer_is_cut():
+    key = "sk-2f9c1d7e5b"
+    engine = CompletionsEngine("http://there/v1", "big", key)
+    said = httpx.Response(401, text="x" * 190 + key)
+    engine._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: said))
+
+    async def ask():
+        try:
+            await engine.policy()
+        finally:
+            await engine.aclose()
+
+    with pytest.raises(EngineError, match=r"x\*\*\*$"):
+        asyncio.run(ask())
 
 
 VLLM = [None, {"5": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -0.1}}, {"6": {"logprob": -2.0}}]

@@ -191,6 +191,47 @@ def test_a_key_by_its_name_is_refused_wherever_it_stands():
     assert in_address("train@hub/name") is in_address("mail me@home: http://host") is None
 
 
+def kwargs(**entries) -> list[str]:
+    return list(secrets_in({"kwargs": entries}))
+
+
+NAMES = "api_key apiKey OPENAI_API_KEY openai_apikey x-api-key hf_token hfToken token client_secret db_password"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), "aws_secret_access_key", "Authorization", "api_keys"])
+def test_a_name_tells_by_its_end(name):
+    assert kwargs(**{name: KEY})
+    assert kwargs(**{name: ["MY_VARIABLE", KEY]})
+    for harmless in ("MY_VARIABLE", "none", "Dummy", "not-needed", "EMPTY", "local", "", None, 7, [1, 2], True):
+        assert not kwargs(**{name: harmless}), harmless
+
+
+def test_names_that_only_sound_like_a_secret_pass():
+    names = "max_tokens stop_token_ids tokens eos_token tokenizer key api_key_env api_key_variable password_file"
+    assert not kwargs(**dict.fromkeys(names.split(), KEY))
+    assert not kwargs(token="<|endoftext|>")
+
+
+def test_addresses_of_every_kind():
+    secret = [
+        "postgres://me:s3cret@host/rows",
+        "redis://:s3cret@host",
+        f"git+https://{KEY}@host/repository",
+        "https://host/file?X-Amz-Date=1&X-Amz-Signature=0a1b",
+        "postgres://host/rows?password=hunter",
+        "http://host?key=a1b2",
+        "http://host?token=abcdefgh",
+    ]
+    harmless = [
+        "ssh://git@host/repository",
+        "s3://bucket/a@b",
+        "http://host?key=train&x=1",
+        "http://host?api_key=EMPTY",
+    ]
+    assert [address for address in secret if in_address(address) is None] == []
+    assert [address for address in harmless if in_address(address)] == []
+
+
 def test_whatever_holds_a_key_does_not_show_it():
     holders = [
         Address("http://host", api_key=KEY),

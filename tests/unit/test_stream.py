@@ -200,6 +200,15 @@ def test_feeding_counts_as_training_not_as_waiting():
     assert watch.lap(0)["overlap_ratio"] == 0.5
 
 
+def test_an_engine_that_was_started_again_has_not_worked_less_than_nothing():
+    now, busy = [0.0], [100.0]
+    watch = Stopwatch(SimpleNamespace(now=lambda: now[0]), lambda: busy[0])
+    with watch.phase("train"):
+        now[0], busy[0] = 10.0, 3.0
+    lap = watch.lap(0)
+    assert (lap["overlap_ratio"], lap["busy/sampler"]) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

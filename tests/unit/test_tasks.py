@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain
@@ -517,6 +518,19 @@ def test_exact_tokens_reach_the_policy_and_equality_pays_one(tmp_path):
         outcome, speaker = play(environment, row, said)
         assert speaker.prompts == [[5, 0, 12]]
         assert outcome.rewards[POLICY] == outcome.metrics["correct"] == reward
+
+
+def where(row: dict, text: str) -> float:
+    return float(threading.current_thread().name.startswith("asyncio"))
+
+
+def test_a_scorer_keeps_away_from_the_threads_of_the_event_loop(tmp_path):
+    """Weights are published on those: one that hangs must not hold them."""
+    hook = {"import_path": f"{__file__}:where"}
+    path = write(tmp_path, [{"input_token_ids": [5]}])
+    environment = TokenIn(config.TokenIn.model_validate({"dataset": path, "scorer": hook}))
+    (row,) = environment.examples("train")
+    assert pays(environment, row, "yes") == 0.0
 
 
 def test_a_scorer_of_the_users_own_judges_instead(tmp_path):

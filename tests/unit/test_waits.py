@@ -26,6 +26,7 @@ from paceline.monitor.waitgraph import chain, graph
 from paceline.monitor.watchdog import Watchdog, stalled_file, waits_file, watching
 from paceline.orchestrator import DeadlineError, RealClock
 from paceline.orchestrator.stopwatch import Stopwatch
+from paceline.simulate import leap
 from paceline.waits import registry, waiting, within
 
 ROOT = Path(__file__).parent.parent.parent
@@ -169,6 +170,61 @@ def test_progress_is_what_comes_to_a_good_end_unless_it_is_only_a_poll():
         return counted, registry.moved - before
 
     assert asyncio.run(run()) == (1, 1)
+
+
+class Stubborn:
+    """Swallows so many cancellations, then goes, or says something after all."""
+
+    def __init__(self, swallows, end=forever):
+        self.swallows, self.end = swallows, end
+
+    async def __call__(self):
+        for _ in range(self.swallows):
+            with contextlib.suppress(asyncio.CancelledError):
+                await forever()
+        return await self.end()
+
+
+@pytest.mark.parametrize(("swallows", "told"), [(1, False), (5, False), (20, True)])
+def test_whoever_swallows_a_cancellation_is_cancelled_again_and_named_in_the_end(swallows, told, caplog):
+    async def run():
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        with pytest.raises(DeadlineError, match="an episode of `code` took longer than 60 s"):
+            await within(60, "an episode of `code`", Stubborn(swallows)())
+        gone = loop.time()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1000):  # nothing is left that would wake us
+                await forever()
+        return gone, loop.time() - gone, task.cancelling()
+
+    assert leap(run()) == (60 + 5 * swallows, 1000, 0)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == told * [
+        "an episode of `code` does not let itself be cancelled"
+    ]
+    assert not registry.open
+
+
+@pytest.mark.parametrize("end", [answers, own_timeout])
+def test_however_a_stubborn_one_ends_its_cancellations_are_taken_back(end):
+    async def run():
+        try:
+            result = await within(60, "it", Stubborn(3, end)())
+        except TimeoutError as error:
+            result = str(error)
+        return result, asyncio.current_task().cancelling()
+
+    assert leap(run()) == ({answers: "soon", own_timeout: "its own"}[end], 0)
+
+
+def test_a_stubborn_one_that_others_cancel_too_stays_cancelled():
+    async def run():
+        task = asyncio.create_task(within(60, "it", Stubborn(3)()))
+        asyncio.get_running_loop().call_later(75, task.cancel)  # together with the fourth time
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return task.cancelled()
+
+    assert leap(run())
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------
@@ -415,6 +471,21 @@ def test_a_watchdog_that_is_to_be_silent_still_leaves_its_snapshot(tmp_path):
 def test_a_full_disk_silences_the_watchdog_and_no_more(tmp_path):
     dog = Dog(tmp_path / "missing").after(61)
     assert not dog.ear.notes
+
+
+def test_a_watchdog_that_stumbles_says_so_once_and_watches_on(tmp_path, monkeypatch, caplog):
+    looks = threading.Semaphore(0)
+
+    def stumble(self):
+        looks.release()
+        raise RuntimeError("dictionary changed size")
+
+    monkeypatch.setattr(Watchdog, "look", stumble)
+    with watching(Monitors(Ear()), tmp_path, seconds=0.02):
+        assert all(looks.acquire(timeout=10) for _ in range(3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the watchdog stumbled, and watches on; this is told once"
+    ]
 
 
 # -- the doctor -------------------------------------------------------------------------------------------------------

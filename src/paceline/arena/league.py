@@ -183,9 +183,11 @@ class League:
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._places = dict(state["places"])
+        self._arriving = self._leaving = None
         self._version = state["version"]
         self._form.load(state["form"])
         self._news = [(number, opponent, taken) for number, opponent, taken in state["news"]]
+        self._rated = []
         self.payoff.load(state["payoff"])
 
 

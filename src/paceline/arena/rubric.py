@@ -1,7 +1,5 @@
 """Who earned what: weighted functions over a finished episode."""
 
-import asyncio
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING
 from paceline.arena.together import together
 from paceline.arena.types import ArenaError
 from paceline.envs.base import number
+from paceline.envs.offloop import run_user_code
 
 if TYPE_CHECKING:
     from paceline.arena.arena import Arena
@@ -40,19 +39,12 @@ class Rubric:
         """Each actor's reward, and each function's own scores as metrics."""
         rewards = dict.fromkeys(state.actors, 0.0)
         metrics: dict[str, float] = {}
-        answers = await together([_ask(func, state, arena) for func in self._funcs])
+        answers = await together([run_user_code(func, state, arena) for func in self._funcs])
         for func, weight, scores in zip(self._funcs, self._weights, answers, strict=True):
             for actor, value in _checked(func, scores, state).items():
                 rewards[actor] += weight * value
                 metrics[_name(func) if len(state.actors) == 1 else f"{_name(func)}/{actor}"] = value
         return rewards, metrics
-
-
-async def _ask(func: RubricFunction, state: "EpisodeState", arena: "Arena") -> object:
-    if inspect.iscoroutinefunction(func):
-        return await func(state, arena)
-    answer = await asyncio.to_thread(func, state, arena)
-    return await answer if inspect.isawaitable(answer) else answer  # bounded: by the episode's timeout
 
 
 def _checked(func: RubricFunction, scores: object, state: "EpisodeState") -> dict[str, float]:

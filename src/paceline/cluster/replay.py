@@ -24,6 +24,7 @@ from paceline.monitor import RunDirectory, read_jsonl
 from paceline.orchestrator import Checkpoints
 from paceline.trainer import TorchTrainer
 from paceline.trainer.findings import Finding, broken_weights, examine, verdict
+from paceline.trainer.gae import cut
 
 TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
 """What a step reports besides what it computed."""
@@ -72,7 +73,8 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> Replayed:
     step, samples = _number(path), _read(path)
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
-        broken, findings = broken_weights(trainer.learner), examine(trainer.learner, samples, trainer.version)
+        short = [cut(sample, trainer.max_tokens) for sample in samples]
+        broken, findings = broken_weights(trainer.learner), examine(trainer.learner, short, trainer.version)
         now = _step(trainer, samples)
     return Replayed(step, samples, weights, exact, _recorded(directory, step), now, findings, verdict(findings, broken))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
@@ -104,7 +105,7 @@ def conduct(
         error: Exception | None = None
         try:
             with rarely_collected():
-                outcome = asyncio.run(_train(config, placement, directory, monitor, environments))
+                outcome = run_to_the_end(_train(config, placement, directory, monitor, environments))
         except PacelineError as failure:
             outcome, error = _failed(directory, config, failure), failure
         except OSError as failure:
@@ -173,16 +174,16 @@ async def _conduct(
                     monitor.roll_back(conductor.step)
                 stopping.follow(conductor)
                 await conductor.run()
-                break
+                if stopping.received:
+                    return RunOutcome("interrupted", conductor.step, "stopped by the user", conductor.checkpoint)
+                monitor.phase("exporting the model")
+                await parts.trainer.export(directory.export, parts.tokenizer)
+                return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
             except (RollBack, TrainerLost) as cause:
-                if not directory.begun:
+                newest = conductor.checkpoint if directory.begun else None
+                if directory.begun and newest is None:
                     raise
-                config = returns.back(config, given.checkpoints, cause, monitor)
-    if stopping.received:
-        return RunOutcome("interrupted", conductor.step, "stopped by the user", conductor.checkpoint)
-    monitor.phase("exporting the model")
-    await parts.trainer.export(directory.export, parts.tokenizer)
-    return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
+                config = returns.back(config, newest, cause, monitor)
 
 
 @dataclass(slots=True)
@@ -195,19 +196,21 @@ class Returns:
     _times: int = 0
     _first: str = ""
 
-    def back(self, config: RunConfig, checkpoints: Checkpoints, cause: PacelineError, monitor: Monitor) -> RunConfig:
-        """The config to go on with; raises when going back once more would not help."""
-        newest = next(reversed(checkpoints.all()), None)
-        if newest is None:
-            raise cause
+    def back(self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor) -> RunConfig:
+        """The config to go on with, from the newest checkpoint, or as the run was to begin; raises when going back once
+        more would not help."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1
         if self._times > MOST_RETURNS:
             times = f"{MOST_RETURNS} times in a row"
-            raise RunStopped(f"the run went back to {newest} {times}; the first cause: {self._first}")
+            where = newest or config.resume
+            raise RunStopped(f"the run went back to {where} {times}; the first cause: {self._first}")
         if isinstance(cause, RollBack):
             self.shunned |= cause.draws
+        if newest is None:
+            monitor.note(f"{cause}; loading {config.resume} once more")
+            return config
         monitor.note(f"{cause}; going back to {newest.name}")
         return config.model_copy(update={"resume": "latest"})
 

@@ -126,7 +126,8 @@ class RunConfig(Section):
     oversample: float = Field(default=0.0, ge=0, le=10)
     """Share of a batch that is sampled beyond what the batch needs, so that it fills from whoever finishes first and
     one long episode holds nobody up. What is left over trains later, as far as `staleness` allows; at staleness 0 it
-    is cancelled and dropped when the batch ships. Whoever finishes first is on average shorter, so the batch is too."""
+    is cancelled and dropped when the batch ships, unless `on_stale` lets it train. Whoever finishes first is on
+    average shorter, so the batch is too."""
     max_inflight: int | None = Field(default=None, ge=1)
     """Most rollouts played at once; (staleness + 1) batches and what is sampled beyond them when left out."""
     deterministic: bool = False
@@ -266,6 +267,13 @@ class RunConfig(Section):
             warnings.warn(
                 f"oversample = {self.oversample} has no effect: of a batch of {self.batch_size} that is less than one "
                 f"group of {min(sizes)}; raise oversample or batch_size, or remove it",
+                ConfigWarning,
+                stacklevel=2,
+            )
+        if self.extra and self.epochs and not self.staleness and self.on_stale == "drop":
+            warnings.warn(
+                f"oversample = {self.oversample} at staleness 0 drops whoever finishes late, and with `epochs` their "
+                "rows do not come again: give `steps` instead, or raise staleness",
                 ConfigWarning,
                 stacklevel=2,
             )

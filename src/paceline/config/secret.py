@@ -8,17 +8,27 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-NAMES = {"api_key", "apikey", "password", "passwd", "secret", "secret_key", "authorization"}
-NAMES |= {"access_token", "auth_token", "bearer_token"}
-"""Keys that say what they hold."""
-_LOGIN = re.compile(r"\s*https?://[^/?#\s]*@", re.IGNORECASE)
+_NAME = re.compile(
+    r"(?:.*_)?(?:api_?keys?|(?:secret|access|private|auth)_?keys?|passwords?|passwd|secrets?|authorization|token)"
+)
+"""Keys that say what they hold, by how they end."""
+_WORD = re.compile(r"(?:.*_)?(?:bos|eos|pad|sep|cls|unk|mask|stop|start|begin|end|image|audio|video|special)_token")
+"""Keys whose token is a word of a vocabulary."""
+_PASSES = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|(?i:none|null|dummy|not[-_]needed|unused|empty|local|)")
+"""What stands where no key is needed, or the name of an environment variable."""
+_OPAQUE = re.compile(r"(?:Bearer )?[\w.~+/=:|-]{8,}", re.IGNORECASE | re.ASCII)
+"""What a token that opens doors is made of; one of a vocabulary is shorter, or has brackets or spaces."""
+_SCHEME = r"\s*[a-z][a-z0-9+.:-]*://"
+_LOGIN = re.compile(rf"(?:\s*(?:[a-z0-9.]+\+)?https?://[^/?#\s]*|{_SCHEME}[^/?#\s:@]*:[^/?#\s]+)@", re.IGNORECASE)
+"""Over HTTP whatever stands before the @ may be a key; elsewhere (`ssh://git@host`) a name without a password is none.
+"""
 _QUERY = re.compile(
-    r"\s*https?://[^\s#]*[?&;](?:(?:api|access|secret)?[_-]?key|(?:access|auth)?[_-]?token|password|passwd|secret|sig"
-    r"|signature)=[^&;\s]",
+    rf"{_SCHEME}[^\s#]*[?&;](?:(?:(?:api|access|secret)[_-]?key|(?:access|auth)[_-]?token|password|passwd|secret|sig"
+    r"|(?:x-(?:amz|goog)-)?signature|x-amz-security-token)=(?!(?:none|dummy|not-needed|empty|local)?(?:[&;#\s]|$))"
+    r"|(?:key|token)=(?![a-z]{0,7}(?:[&;#\s]|$)))",
     re.IGNORECASE,
 )
-_PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*|")
-"""`EMPTY`, or the name of an environment variable."""
+"""A key or token may also be that of a table: a short plain word is no secret."""
 
 
 def in_address(address: str) -> str | None:
@@ -28,6 +38,8 @@ def in_address(address: str) -> str | None:
     'a login before the @'
     >>> in_address("https://host/v1?limit=3&api-key=s3cret")
     'a key behind the ?'
+    >>> in_address("postgres://me:s3cret@host/rows")
+    'a login before the @'
     >>> in_address("http://host:8000/v1")
     """
     if _LOGIN.match(address):
@@ -45,8 +57,7 @@ def secrets_in(value: Any, at: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for key, entry in value.items():
             place = f"{at}.{key}" if at else str(key)
-            plain = str(key).lower().replace("-", "_")
-            if plain in NAMES and isinstance(entry, str) and not _PLACEHOLDER.fullmatch(entry):
+            if _holds_secret(str(key), entry):
                 yield (
                     f"{place} is a secret, and a run file is kept with the run: put it into an environment variable, "
                     "give the variable's name here and read it in your code"
@@ -60,6 +71,17 @@ def secrets_in(value: Any, at: str = "") -> Iterator[str]:
             yield from secrets_in(entry, f"{at}.{number}")
     elif isinstance(value, str):
         yield from _address(value, at)
+
+
+def _holds_secret(key: str, entry: Any) -> bool:
+    """Whether a string, or one of a list of them, is what the key's name says."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_")
+    if not _NAME.fullmatch(name) or _WORD.fullmatch(name):
+        return False
+    texts = [text for text in (entry if isinstance(entry, list | tuple) else [entry]) if isinstance(text, str)]
+    if name.endswith("token"):
+        texts = [text for text in texts if _OPAQUE.fullmatch(text)]
+    return not all(map(_PASSES.fullmatch, texts))
 
 
 def _address(text: str, at: str) -> Iterator[str]:

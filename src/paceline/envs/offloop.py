@@ -17,6 +17,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from paceline.envs.base import EnvError
@@ -46,6 +47,8 @@ async def run_user_code(function: Callable[..., Any], *args: Any, timeout: float
 
 def name_of(function: Callable[..., Any]) -> str:
     """What its author calls it."""
+    if isinstance(function, partial):
+        return name_of(function.func)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 

@@ -1,8 +1,7 @@
 """Prompts as exact tokens: for base models, prompts another program made, or templates of one's own."""
 
-import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.config.env.tasks import TokenIn as Config
@@ -11,6 +10,7 @@ from paceline.data.importing import import_object
 from paceline.envs.answers import normalised, wanted
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
+from paceline.envs.offloop import run_user_code
 from paceline.rollout import Seat
 
 
@@ -42,10 +42,7 @@ class TokenIn(Environment):
         hook = self._config.scorer
         assert hook is not None
         assert self._scorer is not None
-        if inspect.iscoroutinefunction(self._scorer):
-            judged = await self._scorer(example, text, **hook.kwargs)
-        else:
-            judged = await asyncio.to_thread(self._scorer, example, text, **hook.kwargs)
+        judged = await run_user_code(partial(self._scorer, **hook.kwargs), example, text)
         if judged is None or isinstance(judged, Outcome):
             return judged
         return Outcome.solo(number(judged, hook.import_path))

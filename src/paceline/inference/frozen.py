@@ -250,7 +250,8 @@ class CompletionsEngine:
             answer = None
         if response.status_code == 200 and answer is not None:
             return answer
-        told = answer.get("error", answer) if isinstance(answer, dict) else response.text[:200]
+        # The key goes before the rest: cut in two, it would not be found.
+        told = answer.get("error", answer) if isinstance(answer, dict) else hidden(response.text, self._key)[:200]
         told = hidden(str(told.get("message", told) if isinstance(told, dict) else told), self._key)
         raise _kind(response.status_code)(f"{self.name}{path} answered {response.status_code}: {told}")
 

@@ -63,6 +63,7 @@ class HttpEngine:
         self._settings: dict[str, Any] = {
             "base_url": self.name,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+            "trust_env": False,  # a proxy that the environment names must not get our key
             "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
         }
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
@@ -74,7 +75,8 @@ class HttpEngine:
 
     def start(self) -> None:
         """Check that a server answers at this address, takes our key and has an engine that lives."""
-        with httpx.Client(**self._settings) as client:
+        quick: dict[str, Any] = {**self._settings, "timeout": CONNECT_SECONDS}
+        with httpx.Client(**quick) as client:
             for path in ("/health", "/limits"):
                 try:
                     _read(client.get(path))
@@ -302,7 +304,7 @@ def _error(response: httpx.Response, answer: Any) -> EngineError:
         return Mismatch(message)
     if code == "model_not_found":
         return UnknownModel(message)
-    if code == "shutting_down":
+    if code in ("shutting_down", "engine_unavailable"):
         return Unreachable(message)
     if status == 429:
         return Overloaded(message)

@@ -15,9 +15,10 @@ from paceline.inference.base import (
     GenerateRequest,
     Overloaded,
     RequestError,
+    UnknownModel,
     Unreachable,
 )
-from paceline.inference.roster import Roster
+from paceline.inference.roster import Remote, Roster
 from paceline.inference.routing import Homes, Member, choose
 from paceline.model.weights import Policy, WeightUpdate
 from paceline.seldom import Seldom
@@ -29,7 +30,7 @@ MOST_BROKEN = 2
 MOST_LOST = 4
 """Connections to a healthy engine that may break under a request."""
 SHAPES = (LookupError, TypeError, ValueError, AttributeError)
-"""What comes of reading an answer that is none."""
+"""What comes of reading an answer that is none, from an engine behind a wire."""
 LONG_SECONDS = 20.0
 """A request that has waited this long is worth a word."""
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class Errand:
     what: str
     length: int
     """Tokens an engine's context must hold."""
+    model: str = ""
     weight: int = 1
     full: set[Member] = field(default_factory=set)
     """Those that had no room in this round."""
@@ -73,7 +75,7 @@ class Pool:
         """One completion, within `deadline` seconds."""
         prompt = request.prompt_ids
         what = f"the request of {len(prompt)} prompt tokens, order {request.order}, noise {request.noise}"
-        errand = Errand(what, len(prompt) + 1)
+        errand = Errand(what, len(prompt) + 1, request.model)
 
         def route(candidates: list[Member]) -> Member:
             if len(candidates) == 1:
@@ -103,7 +105,7 @@ class Pool:
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
         errand = Errand(
-            f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), len(sequences)
+            f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), model, len(sequences)
         )
         return await self._run(
             errand, choose, lambda member: member.engine.score(sequences, temperature, model), deadline
@@ -179,6 +181,9 @@ class Pool:
                     return await ask(member)
                 finally:
                     member.unanswered -= errand.weight
+            except UnknownModel as error:
+                if not self._roster.forgot(member, errand.model, error):
+                    raise
             except RequestError:
                 raise
             except Overloaded as error:
@@ -187,6 +192,8 @@ class Pool:
             except EngineError as error:
                 await self._weigh(errand, member, error)
             except SHAPES as error:
+                if not isinstance(member.engine, Remote):
+                    raise  # nothing came over a wire: it is a bug, and its traceback says where
                 garbled = EngineError(f"{member.name} answered what cannot be read ({type(error).__name__}: {error})")
                 garbled.__cause__ = error
                 await self._weigh(errand, member, garbled)

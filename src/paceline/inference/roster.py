@@ -97,6 +97,13 @@ class Roster:
             return True
         return False
 
+    def forgot(self, member: Member, model: str, error: EngineError) -> bool:
+        """Whether an engine that does not know a model has been given it: then it was restarted, and is set aside."""
+        if model not in self._updates or not isinstance(member.engine, Remote):
+            return False
+        self._set_aside(member, error)
+        return True
+
     def floor(self, model: str) -> int:
         """The oldest version a request sent now may be answered with."""
         return self._published.get(model, 0)

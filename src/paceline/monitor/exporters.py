@@ -72,14 +72,17 @@ class TensorBoard(Monitor):
 
     def begin(self, plan: RunPlan) -> None:
         self._writer = self._writing.EventFileWriter(str(plan.directory / "tensorboard"))
-        # A session start makes readers forget what an undone part of the run wrote at later steps.
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._write(plan.start_step + 1, session_log=start)
+        self.roll_back(plan.start_step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
         values = [value(tag=tag, simple_value=number) for tag, number in _finite(metrics).items()]
         self._write(step, summary=self._summaries.Summary(value=values))
+
+    def roll_back(self, step: int) -> None:
+        """A session start makes readers forget what an undone part of the run wrote at later steps."""
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(step + 1, session_log=start)
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

@@ -39,10 +39,7 @@ class Screen(Monitor):
             return self._view.draw(self._console.width, self._console.height)
 
     def begin(self, plan: RunPlan) -> None:
-        # A resumed run shows its whole curve; what lies past the checkpoint is undone.
-        lines = read_jsonl(RunDirectory(plan.directory).metrics_file) if plan.start_step else []
-        history = History.of((line for line in lines if line["step"] <= plan.start_step), plan.envs)
-        history.step = plan.start_step
+        history = _until(plan, plan.start_step)
         self._show(lambda: self._view.begin(plan, history))
 
     def phase(self, text: str) -> None:
@@ -56,6 +53,11 @@ class Screen(Monitor):
             self._console.print(Text(f"! {text}", "yellow"))
             return
         self._show(lambda: self._view.notes.append(text))
+
+    def roll_back(self, step: int) -> None:
+        if (plan := self._view.plan) is not None:
+            history = _until(plan, step)
+            self._show(lambda: self._view.roll_back(history))
 
     def end(self, outcome: RunOutcome) -> None:
         self._show(lambda: self._view.end(outcome))
@@ -73,6 +75,14 @@ class Screen(Monitor):
         if not self._closed and not self._live.is_started:
             atexit.register(self.close)
             self._live.start(refresh=True)
+
+
+def _until(plan: RunPlan, step: int) -> History:
+    """A run that goes on from a checkpoint shows its whole curve; what lies past the checkpoint is undone."""
+    lines = read_jsonl(RunDirectory(plan.directory).metrics_file) if step else []
+    history = History.of((line for line in lines if line["step"] <= step), plan.envs)
+    history.step = step
+    return history
 
 
 def choose(stream: TextIO) -> Monitor:

@@ -54,6 +54,11 @@ class View:
         else:  # the evaluation before training says nothing about how long a step takes
             self._finished_steps = deque([self._now()], maxlen=self._finished_steps.maxlen)
 
+    def roll_back(self, history: History) -> None:
+        """The curves as they were then. Time spent is spent, but what a step takes is measured anew."""
+        self.history = history
+        self._finished_steps = deque([self._now()], maxlen=self._finished_steps.maxlen)
+
     def end(self, outcome: RunOutcome) -> None:
         self.outcome = outcome
         self._ended = self._now()

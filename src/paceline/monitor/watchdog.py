@@ -9,6 +9,7 @@ also after a crash.
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -24,6 +25,7 @@ from paceline.monitor.text import seconds
 from paceline.monitor.waitgraph import Node, chain, graph, label, place, stack_of, tasks, threads
 from paceline.waits import registry
 
+log = logging.getLogger("paceline.watchdog")
 SNAPSHOT_SECONDS = 3.0
 """Between two looks at the wait graph for `waits.json`."""
 _SHARE = 200
@@ -107,6 +109,10 @@ class Watchdog(Monitor):
         self._step, self._phase = step, ""
         self._show()
 
+    def roll_back(self, step: int) -> None:
+        self._step = step
+        self._show()
+
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         self.beat()
 
@@ -145,8 +151,14 @@ class Watchdog(Monitor):
             waits_file(self._directory, self._part).unlink(missing_ok=True)
 
     def _run(self) -> None:
+        failed = False
         while not self._stop.is_set():
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                if not failed:
+                    failed = True
+                    log.exception("the watchdog stumbled, and watches on; this is told once")
             self._stop.wait(min(_TICK, max(0.05, self._patience / 10)) if self._patience else _TICK)
 
     def look(self) -> None:

@@ -253,15 +253,20 @@ class Dispatcher:
 
     def _ship(self, batch: list[Group]) -> list[Group]:
         self._buffer.take(batch)
-        if self._gate.extra and not self._config.staleness:
-            # At the next version all of it is too old.
-            for group in self._buffer.groups():
-                self._let_go(group, OVERSAMPLED)
-            for ticket in list(self._flights):
-                self._call_off(ticket, OVERSAMPLED)
+        if self._gate.extra and not self._config.staleness and self._config.on_stale == "drop":
+            self._drop_left_over()
         batch = [*batch, *self._enter_replays()]
         self._gate.ship(places(batch))
         return batch
+
+    def _drop_left_over(self) -> None:
+        """At the next version it is too old, but for what somebody else said in the policy's place."""
+        for group in self._buffer.groups():
+            if self._courses[group.ticket.env].algorithm.voice is None:
+                self._let_go(group, OVERSAMPLED)
+        for ticket, flight in list(self._flights.items()):
+            if flight.course.algorithm.voice is None:
+                self._call_off(ticket, OVERSAMPLED)
 
     @property
     def tally(self) -> Tally:

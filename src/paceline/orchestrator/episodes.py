@@ -74,9 +74,10 @@ class Player:
         tasks = [asyncio.ensure_future(self.episode(course, row, ticket, m, ticket.number)) for m in members]
         try:
             episodes = await asyncio.gather(*tasks)  # bounded: each episode has a timeout
-        except Exception:  # the end of the run: nobody is to play on without being heard
+        except BaseException:  # called off, or the end of the run: nobody is to play on without being heard
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # twice would cut short how it cleans up
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
             raise
         alive: list[Rollout] = []
@@ -129,6 +130,9 @@ class Player:
 
     async def _once_more(self, course: Course, losses: Sequence[EpisodeLost]) -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError  # the environment made a failure of it, and nobody waits for another try
         first, last, failed = losses[0], losses[-1], len(losses)
         match policy := course.policies[last.kind]:
             case Fail():
@@ -163,7 +167,11 @@ class Player:
                 raise
             raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
         except (Exception, SystemExit) as error:  # `sys.exit` in an environment ends its episode, not the run
-            raise EpisodeLost(f"{course.name}: {told(error)}", kind_of(error)) from error
+            kind, trouble = kind_of(error), voice.pool.trouble
+            if kind != "episode" or trouble is None:
+                raise EpisodeLost(f"{course.name}: {told(error)}", kind) from error
+            # An agent behind a URL hears of a lost engine as an HTTP error like any other.
+            raise EpisodeLost(f"{course.name}: {told(error)}, and {trouble}", "engine") from error
 
 
 async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:

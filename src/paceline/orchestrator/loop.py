@@ -135,7 +135,8 @@ class Conductor:
         await self.restore()
         for note in (*self._notes, *(course.note for course in self._p.courses.values() if course.note)):
             self._p.monitor.note(note)
-        if self._may_go_back and self._saved_at is None:
+        if self._may_go_back and not self._p.checkpoints.all():
+            self._saved_at = None  # what it resumed from is another run's
             await self._save()
         await self._publish(self.step)
         if self._config.eval.every and self.step == 0:

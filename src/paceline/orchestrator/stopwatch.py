@@ -52,10 +52,14 @@ class Stopwatch:
         try:
             yield
         finally:
-            seconds, engine = self._clock.now() - start, self._engine_busy() - busy
+            seconds, engine = self._clock.now() - start, self._busy_since(busy)
             self._seconds[name] += seconds - self._inner[0]
-            self._busy_in[name] += engine - self._inner[1]
+            self._busy_in[name] += max(0.0, engine - self._inner[1])
             self._inner = (outer[0] + seconds, outer[1] + engine)
+
+    def _busy_since(self, then: float) -> float:
+        """A server that was started again counts from zero: what it did before is not known any more."""
+        return max(0.0, self._engine_busy() - then)
 
     def seconds(self, phase: str) -> float:
         return self._seconds[phase]
@@ -71,5 +75,5 @@ class Stopwatch:
             "wait_time_ratio": wait / max(wait + train, 1e-9),
             "overlap_ratio": min(1.0, self._busy_in["train"] / max(train, 1e-9)),
             "busy/trainer": train / total,
-            "busy/sampler": min(1.0, (self._engine_busy() - self._busy_start) / total),
+            "busy/sampler": min(1.0, self._busy_since(self._busy_start) / total),
         }

@@ -56,7 +56,8 @@ class TorchTrainer:
         self._fed_seconds = 0.0
         self.version = 0
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-        self._max_tokens = min(c.max_sample_tokens or limit, limit)
+        self.max_tokens = min(c.max_sample_tokens or limit, limit)
+        """What is left of a longer sample."""
         if c.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._set_threads)
@@ -95,14 +96,14 @@ class TorchTrainer:
     def _feed(self, samples: Sequence[Sample]) -> None:
         start = time.perf_counter()
         self._fed |= {id(sample): sample for sample in samples}  # held, so that no other sample gets its id
-        self.learner.feed([cut(sample, self._max_tokens) for sample in samples], self.version)
+        self.learner.feed([cut(sample, self.max_tokens) for sample in samples], self.version)
         self._fed_seconds += time.perf_counter() - start
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
         start = time.perf_counter() - self._fed_seconds
         if lost := self._fed.keys() - {id(sample) for sample in batch}:
             raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
-        samples = [cut(sample, self._max_tokens) for sample in batch if id(sample) not in self._fed]
+        samples = [cut(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
         metrics, trouble = self.learner.learn(samples, self.version)
         self._fed, self._fed_seconds = {}, 0.0
         if trouble:
@@ -111,7 +112,7 @@ class TorchTrainer:
             self._bad_steps = 0
         self.version += 1
         seconds = time.perf_counter() - start
-        metrics["train_tokens/s"] = sum(min(len(sample), self._max_tokens) for sample in batch) / seconds
+        metrics["train_tokens/s"] = sum(min(len(sample), self.max_tokens) for sample in batch) / seconds
         metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
         return StepReport(metrics, bool(trouble), trouble, roll_back)

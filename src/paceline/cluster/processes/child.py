@@ -20,6 +20,7 @@ from paceline.config import RunConfig
 from paceline.config.env.arena import ArenaEnv as Arena
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
+from paceline.inference import EngineError
 from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, small_products
 from paceline.monitor import Monitors, watching
 from paceline.monitor.plain import PlainLines
@@ -33,7 +34,11 @@ def server(brief: Brief) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
     config = make_room_for_adapters(brief.run, _past(brief.run))
     settings = Serve(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
-    serve_model(config, settings)
+    try:
+        serve_model(config, settings)
+    except EngineError as error:  # the engine is lost: another may live
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

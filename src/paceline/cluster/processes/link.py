@@ -17,6 +17,7 @@ from paceline.inference.frames import HEAD
 from paceline.inference.stored import StoredTensors
 from paceline.model.weights import WeightUpdate
 from paceline.trainer import StepReport, TrainerError, TrainerLost
+from paceline.waits import beat
 
 SILENT_SECONDS = 60.0
 """A trainer at work says every few seconds that it lives; after this long without a word it does not."""
@@ -47,6 +48,8 @@ class RemoteTrainer:
         self._name = uuid.uuid4().hex
         self._numbers = count(1)
         self._life = ""
+        self._used = False
+        """Whether the trainer of this life knows anything that another one would not."""
         self._speaking: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._fed: dict[int, tuple[int, Sample]] = {}
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
@@ -58,13 +61,14 @@ class RemoteTrainer:
         return self.hello
 
     async def feed(self, samples: Sequence[Sample]) -> None:
+        self._used = True
         await self._call("feed", data=encode(samples))
         self._fed |= {id(sample): (len(self._fed) + i, sample) for i, sample in enumerate(samples)}
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         known = [self._fed.get(id(sample), (-1, sample))[0] for sample in batch]
         new = [sample for sample, at in zip(batch, known, strict=True) if at < 0]
-        self._fed = {}
+        self._fed, self._used = {}, True
         done = await self._call("step", data=encode(new), order=known)
         assert done.report is not None
         return done.report
@@ -79,8 +83,9 @@ class RemoteTrainer:
 
     async def load(self, folder: Path) -> None:
         self._hang_up()
-        self._life, self._fed = "", {}  # whoever is there now will do
+        self._life, self._fed, self._used = "", {}, False  # whoever is there now will do
         await self._call("load", path=folder)
+        self._used = True
 
     async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """The other side has a tokenizer of its own."""
@@ -120,6 +125,7 @@ class RemoteTrainer:
             await writer.drain()
         while True:
             answer = await self._word(reader)
+            beat()  # whoever works over there moves the run
             if isinstance(answer, Done | Failed) and answer.number == call.number:
                 return answer
             if not isinstance(answer, Alive):
@@ -161,7 +167,7 @@ class RemoteTrainer:
             delay = min(MOST_DELAY, 2 * delay)
         else:
             raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}")
-        if self._life and self._life != hello.life:
+        if self._used and self._life and self._life != hello.life:
             self._hang_up()
             raise TrainerLost("the trainer's process ended and was started again")
         self._life, self.hello = hello.life, hello

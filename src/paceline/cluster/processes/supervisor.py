@@ -1,6 +1,7 @@
 """Starts the three processes of a run, and starts again whoever dies."""
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -22,6 +23,7 @@ import msgspec
 from paceline.cluster.processes.brief import Brief, Report
 from paceline.cluster.session import RunResult, result_of
 from paceline.config import RunConfig
+from paceline.errors import PacelineError
 from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_jsonl
 from paceline.orchestrator import Checkpoints
 
@@ -41,6 +43,9 @@ class Child:
 
     role: str
     process: subprocess.Popen[bytes]
+    log: Path
+    heard: int = 0
+    """How long its log was when its present life began."""
     lives: int = 1
     deaths: int = 0
     """In a row."""
@@ -61,8 +66,9 @@ class Supervisor:
     screen: TextIO | None = None
     reach: Callable[[str], str] = lambda address: address
     children: dict[str, Child] = field(default_factory=dict)
-    began: float = field(default_factory=time.time)
     signals: list[int] = field(default_factory=list)
+    _found: tuple[int, int] | None = None
+    """The run file that lay in the directory before."""
     _ending: IO[bytes] | None = None
     """Where the orchestrator tells how the run ended."""
 
@@ -74,24 +80,29 @@ class Supervisor:
         """Until the orchestrator says that the run is over, or somebody dies too often."""
         path = self.directory.root
         RunDirectory.claim(path, bool(self.config.resume), self.overwrite).release()  # or say at once why not
+        self._found = _stamp(self.directory.config_file)
         with ExitStack() as stack:
             brief = stack.enter_context(self._briefed())
             stack.enter_context(self._listening())
             stack.callback(self._end_all)
             for role in ROLES:
-                self.children[role] = Child(role, self._start(role, brief))
+                log = self.directory.live / f"{role}.log"
+                log.write_bytes(b"")
+                self.children[role] = Child(role, self._start(role, brief), log)
             while True:
                 for child in self.children.values():
                     if (code := child.process.poll()) is None:
                         continue
                     if child.role == "orchestrator" and (code in ENDINGS or self.signals):
-                        for role in ROLES:  # whoever ended well waits for nothing any more
+                        self._end_all()
+                        for role in ROLES:  # nobody waits any more
                             (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
                         return result_of(self.directory, self._report(child, code))
                     if cause := self._hopeless(child, code):
                         return self._failed(cause)
                     brief = self._after_a_death(child, brief)
                     _end(child.process)
+                    child.heard = child.log.stat().st_size
                     child.process = self._start(child.role, brief)
                     child.lives += 1
                 time.sleep(LOOK_SECONDS)  # unbounded: watching is its job
@@ -112,8 +123,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=log,
-                # Ctrl-C is the orchestrator's to hear: it ends the run in good order, and the others end with it.
-                start_new_session=not spoken,
+                start_new_session=True,  # a Ctrl-C is ours to hear, and to hand on to the orchestrator alone
                 pass_fds=[writer] if spoken else [],
             )
         if spoken:
@@ -130,35 +140,41 @@ class Supervisor:
 
     def _hopeless(self, child: Child, code: int) -> str:
         """Why starting it again would not help; empty if it may."""
-        said = self._last_word(child.role)
-        if code == FATAL and said:
+        said = self._last_word(child)
+        if code == FATAL and child.lives == 1:
             return f"the {child.role} cannot start: {said}"
         step = self._step()
-        child.deaths = child.deaths + 1 if step == child.step else 1
-        child.step = step
+        child.deaths = 1 if step > child.step else child.deaths + 1
+        child.step = max(step, child.step)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if child.deaths >= MOST_DEATHS:
             last = f": {said}" if said else ""
             return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
-        self._tell(f"the {child.role} {how}; starting it again")
+        self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {said})" if code > 0 else ""))
         return ""
 
     def _after_a_death(self, child: Child, brief: Brief) -> Brief:
         """An orchestrator that comes back goes on from where its run directory stands."""
-        if child.role != "orchestrator":
+        if child.role != "orchestrator" or not self._begun:
             return brief
-        directory = self.directory
-        if not (directory.config_file.exists() and directory.config_file.stat().st_mtime >= self.began):
-            return brief  # it died before the run had begun
-        if Checkpoints(directory.checkpoints, 1).all():
+        if Checkpoints(self.directory.checkpoints, 1).all():
             resumed = self.config.model_copy(update={"resume": "latest"})
             return msgspec.structs.replace(brief, config=resumed.model_dump_json(), overwrite=False)
-        return msgspec.structs.replace(brief, overwrite=True)
+        # It began, and died before it had kept anything: it begins again, or resumes again from elsewhere.
+        fresh = self.config.model_copy(update={"resume": None}) if self.config.resume == "latest" else self.config
+        return msgspec.structs.replace(brief, config=fresh.model_dump_json(), overwrite=not fresh.resume)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether the run's directory is this run's by now, and not an older one's."""
+        return _stamp(self.directory.config_file) != self._found
 
     def _failed(self, cause: str) -> RunResult:
         """End everybody; the orchestrator cannot say any more why."""
         self._end_all()
         directory = self.directory
+        if not self._begun:  # what lies there is an older run's
+            return RunResult(RunOutcome("failed", 0, cause), directory.root, [], [], PacelineError(cause))
         saved = next(reversed(Checkpoints(directory.checkpoints, 1).all()), None)
         outcome = RunOutcome("failed", self._step(), cause, saved)
         with contextlib.suppress(OSError):
@@ -168,6 +184,7 @@ class Supervisor:
     def _report(self, child: Child, code: int) -> RunOutcome:
         """How the orchestrator says that it ended; one that was told to stop at once says nothing."""
         assert self._ending is not None
+        os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
         with self._ending as pipe:
             said = pipe.read()
         if said:
@@ -175,8 +192,7 @@ class Supervisor:
         saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
         if self.signals:
             return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
-        cause = self._last_word(child.role) or f"the orchestrator ended with code {code}"
-        return RunOutcome("failed", self._step(), cause, saved)
+        return RunOutcome("failed", self._step(), f"the orchestrator failed: {self._last_word(child)}", saved)
 
     def _end_all(self) -> None:
         for child in self.children.values():
@@ -189,9 +205,14 @@ class Supervisor:
         """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
         live = self.directory.live
         weights = live / "weights"
-        shutil.rmtree(weights, ignore_errors=True)
-        weights.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(prefix="paceline-") as private, socket.socket() as door:
+        live.mkdir(parents=True, exist_ok=True)
+        with (
+            _locked(live / "supervisor.lock"),
+            tempfile.TemporaryDirectory(prefix="paceline-") as private,
+            socket.socket() as door,
+        ):
+            shutil.rmtree(weights, ignore_errors=True)
+            weights.mkdir(parents=True)
             door.bind(("127.0.0.1", 0))
             port, address = door.getsockname()[1], f"{private}/trainer.sock"
             door.close()
@@ -212,12 +233,12 @@ class Supervisor:
 
     @contextmanager
     def _listening(self) -> Generator[None]:
-        """A terminal's Ctrl-C reaches the orchestrator by itself; any other signal is handed on."""
+        """Signals are handed on to the orchestrator, which ends the run in good order; the others end with it."""
 
         def heard(number: int, frame: Any) -> None:
             self.signals.append(number)
             child = self.children.get("orchestrator")
-            if child is not None and (number == signal.SIGTERM or not _in_terminal()):
+            if child is not None:
                 child.process.send_signal(number)
 
         if threading.current_thread() is not threading.main_thread():
@@ -243,7 +264,8 @@ class Supervisor:
     def _copy(self, pipe: Any) -> None:
         assert self.screen is not None
         for line in pipe:
-            self.screen.write(line.decode(errors="replace"))
+            with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
+                self.screen.write(line.decode(errors="replace"))
 
     def _tell(self, text: str) -> None:
         if self.screen is not None:
@@ -255,11 +277,37 @@ class Supervisor:
         metrics = self.directory.metrics_file
         return max((line["step"] for line in read_jsonl(metrics)), default=0) if metrics.exists() else 0
 
-    def _last_word(self, role: str) -> str:
-        """The last sentence for the user in a child's log."""
-        log = self.directory.live / f"{role}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return next((line.removeprefix("paceline: ") for line in reversed(lines) if line.startswith("paceline: ")), "")
+    def _last_word(self, child: Child) -> str:
+        """What a child said last in this life: a sentence for the user, or else its last line and where the rest is."""
+        if not child.log.exists():
+            return "nothing"
+        with child.log.open("rb") as log:
+            log.seek(child.heard)
+            lines = log.read().decode(errors="replace").splitlines()
+        spoken = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
+        said = next((line for line in reversed(spoken) if not line.startswith(("serving ", "stopped"))), "")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        return said or f"{last} (all of it is in {child.log})"
+
+
+@contextmanager
+def _locked(file: Path) -> Generator[None]:
+    """Between two lives of the orchestrator nobody holds the run directory's own lock."""
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            root = file.parent.parent
+            raise PacelineError(f"{root} is in use by another run: wait for it, or choose another --name") from None
+        yield
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def supervised(config: RunConfig, overwrite: bool, screen: TextIO | None) -> RunResult:
@@ -274,14 +322,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(CLOSE_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSE_SECONDS)
     if process.stdin is not None:
-        process.stdin.close()
-
-
-def _in_terminal() -> bool:
-    """Whether a Ctrl-C reaches the whole group, us and the orchestrator, without our help."""
-    try:
-        return os.getpgrp() == os.tcgetpgrp(sys.stdin.fileno())
-    except (OSError, ValueError, AttributeError):
-        return False
+        with contextlib.suppress(OSError):  # what it never read
+            process.stdin.close()
