@@ -21,7 +21,6 @@ QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 ALONE = ["--trainer.threads", "1"]
 """Threads that wait for each other by spinning starve on cores that other tests use too."""
 SMALL = ["--batch-size", "32", "--eval.every", "0", "--engine.max-running", "32", "--engine.max-context", "64", *ALONE]
-REPEATABLE = ["--staleness", "0", "--deterministic"]
 
 
 def command(*arguments: str) -> list[str]:
@@ -63,47 +62,6 @@ def test_the_quickstart_learns_and_overlaps_only_when_it_may(tmp_path, here, sta
     assert (run / "rewards.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "export" / "model.safetensors").is_file()
     assert (run / "export" / "tokenizer.json").is_file()
-
-
-MORTAL = """
-import os, signal
-from pathlib import Path
-from paceline.config.env import ReverseText
-from paceline.envs import build_environment
-
-class Mortal(type(build_environment(ReverseText()))):
-    \"\"\"Kills its process in its 32 * 4 + 20th episode, the one time it finds the fuse.\"\"\"
-
-    def __init__(self):
-        super().__init__(ReverseText())
-        self.episodes = 0
-
-    async def play(self, example, seats):
-        self.episodes += 1
-        if self.episodes == 32 * 4 + 20 and Path("fuse").exists():
-            Path("fuse").unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await super().play(example, seats)
-"""
-
-
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, here):
-    """kill -9 in the fifth step, resume: the same rows in the same order, and on one machine the very same losses."""
-    (tmp_path / "mortal.py").write_text(MORTAL)
-    (tmp_path / "mortal.toml").write_text(
-        f"include = ['{os.path.relpath(QUICKSTART, tmp_path)}']\n"
-        "[[env]]\ntype = 'custom'\nname = 'reverse-text'\nimport_path = 'mortal.py:Mortal'\n"
-    )
-    arguments = ["train", "mortal.toml", *SMALL, *REPEATABLE, "--steps", "6", "--checkpoint.every", "3"]
-    assert here(*arguments, "--name", "whole").returncode == 0
-    (tmp_path / "fuse").touch()
-    assert paceline(tmp_path, *arguments).returncode == -signal.SIGKILL
-    assert 3 <= len(metrics(tmp_path)) <= 4
-    done = here(*arguments, "--resume", "latest")
-    assert done.returncode == 0, done.stderr
-    assert trained(tmp_path) == trained(tmp_path, "whole")
-    for ours, theirs in zip(metrics(tmp_path), metrics(tmp_path, "whole"), strict=True):
-        assert [ours[k] for k in ("step", "loss", "grad_norm")] == [theirs[k] for k in ("step", "loss", "grad_norm")]
 
 
 def test_a_resume_that_is_refused_costs_nothing(tmp_path, here):

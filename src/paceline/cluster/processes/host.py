@@ -37,7 +37,7 @@ class TrainerHost:
         self._shelf.adopt()
         self._fed: list[Sample] = []
         self._callers: set[asyncio.StreamWriter] = set()
-        self._last: tuple[str, int] | None = None
+        self._last = ("", 0)
         self._answer: asyncio.Future[Done | Failed] | None = None
 
     async def serve(self, address: Path) -> None:
@@ -64,9 +64,11 @@ class TrainerHost:
         writer.close()
 
     def _once(self, call: Call) -> asyncio.Future[Done | Failed]:
-        if self._answer is None or self._last != (call.caller, call.number):
+        caller, number = self._last
+        if self._answer is None or caller != call.caller or call.number > number:
             self._last = (call.caller, call.number)
             self._answer = asyncio.ensure_future(self._do(call))
+        # An older question, from a wire that was cut, gets an answer that nobody waits for.
         return self._answer
 
     async def _do(self, call: Call) -> Done | Failed:
