@@ -38,8 +38,8 @@ class Scheduler:
         self._leaving: set[Sequence] = set()
         self._leaders: dict[tuple[Family, tuple[int, ...]], Sequence] = {}
         """Who computes a prompt that others may soon share."""
-        self._prompting: set[Sequence] = set()
-        """Whose prompts the step being put together computes."""
+        self._prompting: set[tuple[Family | None, tuple[int, ...]]] = set()
+        """Prompts that the step being put together computes."""
 
     @property
     def waiting(self) -> int:
@@ -92,13 +92,16 @@ class Scheduler:
             self._queue(sequence)
 
     def _computing_now(self, sequence: Sequence) -> bool:
-        """Another sequence is computing the same prompt just now: better wait a step and share it."""
+        """Another sequence is computing the same prompt just now: better wait a step and share it. What is computed in
+        this very step must not be copied before it, whoever computes it: that need not be the leader."""
         assert sequence.family is not None
-        leader = self._leaders.get((sequence.family, sequence.request.prompt_ids))
-        if leader is None or sequence.scores is not None:
+        prompt = (sequence.family, sequence.request.prompt_ids)
+        if sequence.scores is not None:
             return False
-        this_step = leader in self._prompting and not self._cache.shares_at_once
-        return this_step or leader.computed < len(sequence.request.prompt_ids) - 1
+        if not self._cache.shares_at_once and {prompt, (sequence.family, tuple(sequence.tokens))} & self._prompting:
+            return True
+        leader = self._leaders.get(prompt)
+        return leader is not None and leader.computed < len(sequence.request.prompt_ids) - 1
 
     def _begin(self, sequence: Sequence) -> None:
         self.running[sequence.slot] = sequence
@@ -142,7 +145,7 @@ class Scheduler:
         sequence.in_flight += 1
         sequence.flying += samples
         if start < len(sequence.request.prompt_ids):
-            self._prompting.add(sequence)
+            self._prompting.add((sequence.family, sequence.request.prompt_ids))
             self._cache.advance(sequence)
         return length
 
