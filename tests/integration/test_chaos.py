@@ -1,5 +1,5 @@
-"""A short training under fire: `benchmarks/chaos.py` in small. Every kind of process is killed, the disk runs full if
-one may be mounted, wires are cut and garbled, graders lie."""
+"""A short training under fire: `benchmarks/chaos.py` in small. Every kind of process is killed, wires are cut and
+garbled, graders lie. The disk runs full in the benchmark and in test_faults.py."""
 
 import json
 import os
@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds workers by /proc")
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_under_fire(tmp_path):
-    command = [sys.executable, str(BENCHMARK), "--steps", "12", "--kills", "4", "--fills", "1", "--alone"]
+    command = [sys.executable, str(BENCHMARK), "--steps", "8", "--kills", "4", "--fills", "0", "--alone"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "chaos.json")],
         cwd=BENCHMARK.parent,
@@ -27,6 +27,6 @@ def test_nothing_is_lost_under_fire(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     result = json.loads((tmp_path / "chaos.json").read_text())
     assert set(result["kills"]) == {"orchestrator", "trainer", "server", "worker"}
-    assert result["tokens"]["tokens"] > 1000
+    assert result["tokens"]["tokens"] > 500
     assert result["tokens"]["false"] == 0
     assert result["wrong_tickets"] == []
