@@ -298,7 +298,9 @@ def _read(response: httpx.Response) -> Any:
 def _error(response: httpx.Response, answer: Any) -> EngineError:
     told = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(told, dict):
-        return EngineError(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
+        # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
+        kind = Unreachable if response.status_code == 200 or response.status_code >= 500 else EngineError
+        return kind(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
     message, code, status = str(told.get("message")), told.get("code"), response.status_code
     if code == MISMATCH:
         return Mismatch(message)
