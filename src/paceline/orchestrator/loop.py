@@ -238,6 +238,7 @@ class Conductor:
 
     async def _save(self) -> None:
         if self._saved_at == self.step:
+            self._flush_tickets()  # groups may have been dropped since, with no step to tell of them
             return
         self._p.monitor.phase("saving checkpoint")
         courses = self._p.courses.values()

@@ -14,6 +14,9 @@ import msgspec
 from paceline.config import RunConfig
 from paceline.monitor import RunOutcome
 
+FATAL = 2
+"""Exit code of a child for which starting again would not help."""
+
 
 class Report(msgspec.Struct):
     """How a run ended."""
@@ -62,10 +65,6 @@ class Brief(msgspec.Struct):
     @property
     def weights(self) -> Path:
         return Path(self.folder) / "weights"
-
-    @property
-    def trainer_address(self) -> Path:
-        return Path(self.trainer)
 
     def __repr__(self) -> str:
         return f"Brief({self.url}, {self.trainer})"  # the key is nobody's business

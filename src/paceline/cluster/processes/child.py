@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.local import make_room_for_adapters, pick_device, share_cores
-from paceline.cluster.processes.brief import Brief, Report, read_brief
+from paceline.cluster.processes.brief import FATAL, Brief, Report, read_brief
 from paceline.cluster.processes.frames import Hello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.serving import serve_model
@@ -25,9 +25,6 @@ from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, 
 from paceline.monitor import Monitors, watching
 from paceline.monitor.plain import PlainLines
 from paceline.trainer import TorchTrainer
-
-FATAL = 2
-"""Exit code of a child for which starting again would not help."""
 
 
 def server(brief: Brief) -> int:

@@ -5,10 +5,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from paceline.cluster.local import Placed, engine_for, pick_device, renderer_of, share_cores
 from paceline.cluster.processes.brief import Brief
-from paceline.cluster.processes.link import RemoteTrainer
+from paceline.cluster.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
 from paceline.inference import EmbeddedEngine, EngineError, HttpEngine, Pool
@@ -18,9 +19,6 @@ from paceline.orchestrator import lay_out
 from paceline.orchestrator.past import members
 from paceline.rollout import Recorder, Voice
 
-RETURN_SECONDS = 900.0
-"""How long a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
-WORD_SECONDS = 20.0
 LOOK_SECONDS = 0.25
 log = logging.getLogger("paceline.server")
 
@@ -32,7 +30,7 @@ async def connected(config: RunConfig, brief: Brief, phase: Callable[[str], None
     courses = lay_out(config)
     tokenizer = load_tokenizer(config.model)
     phase(f"waiting for a server and a trainer of {config.model.name}")
-    trainer = RemoteTrainer(brief.trainer_address)
+    trainer = RemoteTrainer(Path(brief.trainer))
     engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights)
     recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
     past = sum(member.league.size for member in members(courses))

@@ -22,8 +22,9 @@ from paceline.waits import beat
 SILENT_SECONDS = 60.0
 """A trainer at work says every few seconds that it lives; after this long without a word it does not."""
 RETURN_SECONDS = 900.0
-"""How long a trainer may take to come up: it loads the model, perhaps from a slow disk."""
+"""How long a trainer or a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
 WORD_SECONDS = 20.0
+"""Whoever waits for one says so this often."""
 FIRST_DELAY, MOST_DELAY = 0.05, 1.0
 LARGEST = 1 << 36
 log = logging.getLogger("paceline.trainer")

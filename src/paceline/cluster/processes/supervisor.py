@@ -20,14 +20,13 @@ from typing import IO, Any, TextIO
 
 import msgspec
 
-from paceline.cluster.processes.brief import Brief, Report
+from paceline.cluster.processes.brief import FATAL, Brief, Report
 from paceline.cluster.session import RunResult, result_of
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_jsonl
 from paceline.orchestrator import Checkpoints
 
-FATAL = 2
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
 LOOK_SECONDS = 0.1
