@@ -1,5 +1,6 @@
 """Samples, packing, rows, and the books that account for them."""
 
+from paceline.data.balance import Cost, balanced, imbalance, local, lockstep
 from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
@@ -18,6 +19,7 @@ __all__ = [
     "Address",
     "BadRow",
     "ContaminationReport",
+    "Cost",
     "Curriculum",
     "Cursor",
     "DataError",
@@ -36,13 +38,17 @@ __all__ = [
     "State",
     "Ticket",
     "WireError",
+    "balanced",
     "count",
     "decode",
     "decontaminate",
     "encode",
     "first_fit_decreasing",
     "fold",
+    "imbalance",
     "learn",
+    "local",
+    "lockstep",
     "minibatches",
     "open_dataset",
     "open_mixture",

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample
 from paceline.data.scales import Scales, owners
+
+Place = tuple[float, int, int]
+"""A bin by its key, its number and its room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +57,20 @@ class MicroBatch:
 
 
 def pack(
-    samples: Sequence[Sample], scales: Sequence[Scales], budget: int, prox: Sequence[NDArray | None] | None = None
+    samples: Sequence[Sample],
+    scales: Sequence[Scales],
+    budget: int,
+    prox: Sequence[NDArray | None] | None = None,
+    bins: Sequence[Sequence[int]] | None = None,
 ) -> list[MicroBatch]:
     """Pack by first-fit-decreasing. A sample longer than the budget gets a micro-batch of its own.
 
     Inside a micro-batch samples keep their order, so that tries of one example lie side by side. `prox` are the log
-    probabilities of each sample under the policy at the batch's start.
+    probabilities of each sample under the policy at the batch's start. `bins`, where ranks have agreed on them, are the
+    micro-batches themselves: none may be empty, for a rank with nothing to do runs a blank sample.
     """
-    bins = first_fit_decreasing([len(s) for s in samples], budget)
+    if bins is None:
+        bins = first_fit_decreasing([len(s) for s in samples], budget)
     return [_join(sorted(members), samples, scales, prox or [None] * len(samples)) for members in bins]
 
 
@@ -86,17 +96,72 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     [[1, 2], [3, 0]]
     """
     bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    places = Places(min(lengths, default=0))
+    for index in longest_first(lengths):
         length = lengths[index]
-        place = next((b for b, free in enumerate(room) if free >= length), None)
-        if place is None:
+        taken = places.first(length)
+        if taken is None:
+            places.add((len(bins), len(bins), budget - length))
             bins.append([index])
-            room.append(budget - length)
         else:
+            _, place, room = taken
             bins[place].append(index)
-            room[place] -= length
+            places.change((place, place, room - length))
     return bins
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """All indices; ties keep their order."""
+    return np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
+
+
+class Places:
+    """Bins, the least key first, for lengths that never grow and are never below `shortest`.
+
+    A bin too full for one length is set aside until lengths are down to its room; it then takes any that follows, until
+    something is put in. So a placement is a few heap operations, however many bins there are.
+    """
+
+    def __init__(self, shortest: int, bins: Iterable[Place] = ()) -> None:
+        self._shortest = shortest
+        self._open = list(bins)
+        self._aside: dict[int, list[Place]] = {}
+        self._rooms: list[int] = []
+        self._length = 0
+        heapify(self._open)
+
+    def first(self, length: int) -> Place | None:
+        """The first bin that has room for so much."""
+        opened, rooms = self._open, self._rooms
+        self._length = length
+        while rooms and -rooms[0] >= length:
+            for bin in self._aside.pop(-heappop(rooms)):
+                heappush(opened, bin)
+        while opened and opened[0][2] < length:
+            self._put_aside(heappop(opened))
+        return opened[0] if opened else None
+
+    def change(self, to: Place) -> None:
+        """What became of the bin that was found, now that it holds more."""
+        if to[2] >= self._length:
+            heapreplace(self._open, to)
+        else:
+            heappop(self._open)
+            self._put_aside(to)
+
+    def add(self, bin: Place) -> None:
+        if bin[2] >= self._length:
+            heappush(self._open, bin)
+        else:
+            self._put_aside(bin)
+
+    def _put_aside(self, bin: Place) -> None:
+        room = bin[2]
+        if room in self._aside:
+            self._aside[room].append(bin)
+        elif room >= self._shortest:
+            self._aside[room] = [bin]
+            heappush(self._rooms, -room)
 
 
 def _join(

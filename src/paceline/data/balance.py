@@ -1,0 +1,194 @@
+"""Micro-batches of equal work for ranks that run them in lockstep.
+
+Under FSDP no rank goes on to micro-batch k + 1 before all have done k, so a step lasts
+
+    sum over k of (max over ranks of cost)        and at best        sum of all costs / ranks
+
+Tokens alone do not tell the cost: attention grows with the square of a sequence. Samples go, the longest first, where
+most work is missing (longest processing time), and packs of like cost make up a row: one micro-batch of every rank.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.packing import Places, first_fit_decreasing, longest_first
+
+Bins = list[list[int]]
+
+
+class Pack(NamedTuple):
+    cost: float
+    members: list[int]
+
+
+Row = Sequence[Pack]
+"""One micro-batch of every rank."""
+_cost = attrgetter("cost")
+ALIKE = 0.02
+"""What rows of like packs may cost more than the cheapest rows found: they stay even where the cost is misjudged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Work of a sequence of n tokens: `linear * n + attention * n^2`. A pack's is the sum over its sequences.
+
+    A balance depends only on the ratio of the two.
+
+    >>> Cost(linear=1, attention=0.5)([2, 4])
+    16.0
+    """
+
+    linear: float
+    attention: float
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        return float(self.each(lengths).sum())
+
+    def each(self, lengths: Sequence[int]) -> NDArray:
+        n = np.asarray(lengths, np.float64)
+        return self.linear * n + self.attention * n * n
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        hidden: int,
+        layers: int,
+        intermediate: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        vocabulary: int = 0,
+        full_layers: int | None = None,
+    ) -> "Cost":
+        """Forward flops of a decoder with gated MLPs; backward multiplies both parts about alike.
+
+        Linear: 2 for each weight a token meets (queries and output, keys and values, the MLP's three matrices, the
+        head). Attention: 4 for each number of the heads and each pair of tokens, of which causality leaves half. With
+        experts `intermediate` is that of all experts a token visits. `full_layers` attend to every token; the windows
+        of the others are left out.
+        """
+        attended = heads * head_dim
+        weights = 2 * hidden * (attended + kv_heads * head_dim) + 3 * hidden * intermediate
+        full = layers if full_layers is None else full_layers
+        return cls(linear=2.0 * (layers * weights + hidden * vocabulary), attention=2.0 * full * attended)
+
+
+def balanced(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> list[Bins]:
+    """For each rank its micro-batches, as indices of samples: equally many on every rank, the costliest row first.
+
+    Each holds at most `budget` tokens, or one longer sample alone; they are as few as first-fit-decreasing needs. With
+    fewer samples than places some are empty: a rank runs a blank there. Ties keep their order, so the cut is a pure
+    function of the arguments.
+
+    >>> balanced([9, 1, 5, 4, 8, 2], ranks=2, budget=10, cost=Cost(1, 0))
+    [[[0], [3, 5]], [[4, 1], [2]]]
+    """
+    assert ranks > 0
+    assert budget > 0
+    lengths, costs = np.asarray(lengths, int).tolist(), cost.each(lengths)
+    rows = _in_order(_packs(first_fit_decreasing(lengths, budget), costs), ranks)
+    built = _built(lengths, costs, len(rows), ranks, budget)
+    if built is not None:
+        cheapest = min(rows, _in_order([pack for row in built for pack in row], ranks), key=_lockstep)
+        rows = built if _lockstep(built) <= (1 + ALIKE) * _lockstep(cheapest) else cheapest
+    return _dealt(rows, ranks)
+
+
+def local(bins: Sequence[Sequence[int]]) -> tuple[list[int], Bins]:
+    """What one rank holds, in order, and its bins in that numbering. Where one is empty it has the number after the
+    last: a blank sample belongs there.
+
+    >>> local([[7, 2], [], [5]])
+    ([2, 5, 7], [[2, 0], [3], [1]])
+    """
+    held = sorted(i for members in bins for i in members)
+    number = {index: n for n, index in enumerate(held)}
+    return held, [[number[i] for i in members] or [len(held)] for members in bins]
+
+
+def lockstep(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
+    """What a step costs when no rank goes ahead: in each row the costliest micro-batch."""
+    bins = [members for row in zip(*cut, strict=True) for members in row]
+    return _lockstep(_rows(_packs(bins, cost.each(lengths)), len(cut)))
+
+
+def imbalance(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
+    """The share by which a step in lockstep costs more than if all work were spread evenly: 0 at best."""
+    ideal = cost(lengths) / len(cut)
+    return lockstep(cut, lengths, cost) / ideal - 1 if ideal else 0.0
+
+
+def _built(lengths: Sequence[int], costs: NDArray, rows: int, ranks: int, budget: int) -> list[Row] | None:
+    """Rows filled together: the longest first, each into the bin that lacks most of what its row should cost. None
+    where one does not fit any more.
+
+    The longest `ranks` samples begin the first row, the next ones the second: packs of a row are alike in what they
+    hold, and so in cost even where the two numbers of `Cost` are off.
+    """
+    order = longest_first(lengths)
+    first, others = order[: rows * ranks], order[rows * ranks :]
+    work = costs.tolist()
+    targets = _targets([work[i] for i in first[::ranks]], rows, sum(work) / ranks)
+    bins: Bins = [[i] for i in first] + [[] for _ in range(rows * ranks - len(first))]
+    begun = ((work[i] - targets[place // ranks], place, budget - lengths[i]) for place, i in enumerate(first))
+    places = Places(lengths[order[-1]] if order else 0, begun)
+    for index in others:
+        taken = places.first(lengths[index])
+        if taken is None:
+            return None
+        lacks, place, room = taken
+        bins[place].append(index)
+        places.change((lacks + work[index], place, room - lengths[index]))
+    return _rows(_packs(bins, costs), ranks)
+
+
+def _targets(longest: Sequence[float], rows: int, share: float) -> list[float]:
+    """What each row should cost, all together a rank's `share`. Rows begin with `longest`, which falls: those that are
+    above the level of the others by that alone stay there."""
+    floors = [*longest, *[0.0] * (rows - len(longest))]
+    left = share
+    for done, floor in enumerate(floors):
+        level = left / (rows - done)
+        if floor <= level:
+            return [*floors[:done], *[level] * (rows - done)]
+        left -= floor
+    return floors
+
+
+def _in_order(packs: Sequence[Pack], ranks: int) -> list[Row]:
+    """Rows of packs next to each other in cost: no other rows of these packs are cheaper."""
+    empty = [Pack(0.0, []) for _ in range(-len(packs) % ranks)]
+    return _rows([*sorted(packs, key=_cost, reverse=True), *empty], ranks)
+
+
+def _rows(packs: Sequence[Pack], ranks: int) -> list[Row]:
+    return [packs[start : start + ranks] for start in range(0, len(packs), ranks)]
+
+
+def _dealt(rows: Iterable[Row], ranks: int) -> list[Bins]:
+    """The costliest of a row goes to the rank that has least so far: sums are even too, for ranks that do not wait."""
+    cut: list[Bins] = [[] for _ in range(ranks)]
+    totals = [0.0] * ranks
+    falling = (sorted(row, key=_cost, reverse=True) for row in rows)
+    for row in sorted(falling, key=lambda row: -row[0].cost):
+        for rank, pack in zip(sorted(range(ranks), key=totals.__getitem__), row, strict=True):
+            cut[rank].append(pack.members)
+            totals[rank] += pack.cost
+    return cut
+
+
+def _lockstep(rows: Iterable[Row]) -> float:
+    return sum(max(row, key=_cost).cost for row in rows)
+
+
+def _packs(bins: Sequence[list[int]], costs: NDArray) -> list[Pack]:
+    owners = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
+    members = np.fromiter(chain.from_iterable(bins), int, len(owners))
+    return list(map(Pack, np.bincount(owners, costs[members], len(bins)).tolist(), bins))
