@@ -1,6 +1,8 @@
 """However samples are spread over ranks, the update is the same. The ranks are real processes, joined by gloo."""
 
 import asyncio
+import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from conftest import tiny_model
+from launching import Launched
 from paceline.config import trainer as config
+from paceline.config.parallel import Parallel
 from paceline.model import trainable
 from paceline.trainer import TorchTrainer
 from samples import make_batch, near_policy, rewarded
@@ -47,7 +50,8 @@ def share(name: str, rank: int) -> list:
 
 def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, dict[str, float]]:
     model = tiny_model()
-    trainer = TorchTrainer(model, config.Trainer(threads=1, optimizer=FAST, **settings), group=group)
+    parallel = Parallel(ranks=1 if group is None else 2)
+    trainer = TorchTrainer(model, config.Trainer(threads=1, optimizer=FAST, parallel=parallel, **settings), group=group)
     reports = [asyncio.run(trainer.step(samples)) for _ in range(2)]
     trainer.close()
     assert not any(report.skipped for report in reports)
@@ -67,7 +71,11 @@ def rank_main(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(rank_main, (folder,), nprocs=2)
+    code = "import sys; from test_ranks import *; rank_main(int(sys.argv[1]), Path(sys.argv[2]))"
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    processes = [Launched([sys.executable, "-c", code, str(rank), str(folder)], env=environment) for rank in range(2)]
+    assert [process.wait(240) for process in processes] == [0, 0]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

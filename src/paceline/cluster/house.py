@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import torch
-from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.cluster.local import renderer_of
@@ -27,9 +26,10 @@ from paceline.model.weights import Adapter, WeightUpdate
 from paceline.rollout import Recorder, Table, Voice
 from paceline.rollout.endpoint import Endpoint, EndpointTable
 from paceline.rollout.table import Guests
+from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
+from paceline.trainer.checkpoint import masters
 
 ASK_SECONDS = 10.0
-CHECKPOINT, MASTER = "trainer.safetensors", "master/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,11 @@ def open_house(
         yield House(table, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
 
 
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / CHECKPOINT).is_file()
-
-
 def saved_weights(folder: Path, model: Model) -> WeightUpdate:
     """What a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
     version = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))["version"]
     dtype = getattr(torch, model.dtype)
-    with safe_open(folder / CHECKPOINT, "pt") as file:
-        masters = [name for name in file.keys() if name.startswith(MASTER)]  # noqa: SIM118 - no mapping
-        tensors = {name.removeprefix(MASTER): file.get_tensor(name).to(dtype) for name in masters}
+    tensors = {name: master.to(dtype) for name, master in masters(folder).items()}
     if model.lora is None:
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from paceline.config.base import Hook, Section
+from paceline.config.parallel import Parallel
 
 
 class DPPO(Section):
@@ -160,6 +161,8 @@ class Trainer(Section):
     """Leave out a sample with a larger share than this (say 0.3) of ratios outside 0.8 to 1.2; off when left out."""
     critic: Critic | None = None
     """A value model, needed by algorithms that give rewards instead of advantages; none when left out."""
+    parallel: Parallel = Parallel()
+    """Processes that train together, and how the model lies on them; one alone when left out."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 4096
     """Token budget of one packed forward pass. `auto` tries, when the first batch is here, what the GPU's memory has
     room for beside the engine; on a CPU it is 4096."""
@@ -199,4 +202,26 @@ class Trainer(Section):
             )
         if self.stream and self.critic is not None:
             raise ValueError("trainer.stream and trainer.critic do not go together: a critic judges whole batches")
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_step(self) -> "Trainer":
+        shard = self.parallel.shard
+        if shard == "none":
+            return self
+        if self.critic is not None:
+            raise ValueError(
+                f'trainer.critic is not sharded: its value model needs whole models, so write shard = "none" instead '
+                f'of "{shard}" in [trainer.parallel]'
+            )
+        if self.stream:
+            raise ValueError(
+                "trainer.stream runs a micro-batch when it comes, and ranks of a sharded model run each together: "
+                'leave stream out, or set shard = "none" in [trainer.parallel]'
+            )
+        if self.micro_batch_tokens == "auto":
+            raise ValueError(
+                'micro_batch_tokens = "auto" is tried on each rank for itself, and ranks of a sharded model compute '
+                "only together: give a number, such as 4096"
+            )
         return self

@@ -1,6 +1,7 @@
 """A short token sequence whose log probabilities show whether two parties compute with the same weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from transformers import PreTrainedModel
@@ -16,12 +17,18 @@ HALF_TOLERANCE = 0.1
 """Half precision rounds differently in every kernel; wrong weights are off by more than this."""
 
 
-def make_canary(model: PreTrainedModel, head: Head) -> Canary:
-    """Arbitrary tokens, always the same for a vocabulary, as this model sees them now."""
+def make_canary(
+    model: PreTrainedModel,
+    head: Head,
+    dtype: torch.dtype | None = None,
+    quiet: Callable[[], AbstractContextManager] = torch.inference_mode,
+) -> Canary:
+    """Arbitrary tokens, always the same for a vocabulary, as this model sees them now. `dtype` is what it computes in,
+    where it keeps its weights in another; `quiet` turns gradients off."""
     ids = tuple(mix_int(place) % head.vocabulary for place in range(LENGTH))
-    with torch.inference_mode():
+    with quiet():
         logprobs = sequence_logprobs(model, head, ids)
-    return Canary(ids, tuple(logprobs), TOLERANCE.get(model.dtype, HALF_TOLERANCE))
+    return Canary(ids, tuple(logprobs), TOLERANCE.get(dtype or model.dtype, HALF_TOLERANCE))
 
 
 def rounding(dtype: torch.dtype) -> float:

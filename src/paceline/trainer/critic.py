@@ -14,6 +14,7 @@ from paceline.data import MicroBatch, Sample, count, fold, pack
 from paceline.model import trainable, twin
 from paceline.trainer.forward import Forward
 from paceline.trainer.gae import gae, per_action
+from paceline.trainer.layout import Layout
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.tuning import SMALLEST
 from paceline.trainer.world import World
@@ -130,7 +131,7 @@ class Critic:
         self._model = ValueModel(self._policy, c.compile and self._policy.device.type == "cuda").eval()
         rate = c.optimizer.lr if self._config.lr is None else self._config.lr
         settings = c.optimizer.model_copy(update={"lr": rate})
-        self._optimizer = MasterAdamW(trainable(self._model), settings, self._total, self._policy.dtype)
+        self._optimizer = MasterAdamW(trainable(self._model), settings, self._total, Layout(self._policy.dtype))
 
     @property
     def _made(self) -> tuple[ValueModel, MasterAdamW, config.Critic]:
@@ -164,7 +165,7 @@ class Critic:
         model.train()
         losses = [self._backward(one, [lessons[i] for i in one.members]) for one in packs]
         model.eval()
-        self._world.sum_gradients(optimizer.masters.values())
+        self._world.sum_gradients(optimizer.unsummed)
         return self._world.sum(torch.stack(losses).sum()[None]).item(), optimizer.clip().item()
 
     def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson]) -> Tensor:

@@ -1,47 +1,56 @@
 """The trained policy as a Hugging Face folder that anything can load."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def export(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Weights, config and tokenizer. Adapters are merged into the weights and also saved beside them in peft's form."""
+def export(
+    model: PreTrainedModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Weights, config and tokenizer. Adapters are merged into the weights and also saved beside them in peft's form.
+
+    Of a sharded model the whole tensors must be given, with the type they are in."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted = hasattr(model, "peft_config")
-    state = merged_state(model) if adapted else model.state_dict()
+    state = model.state_dict() if state is None else state
+    state = merged_state(model, state) if adapted else state
     # Saving reads the module's config, which names Paceline's attention and the adapters: a copy forgets both.
     shell = copy.copy(model)
     shell.config = copy.deepcopy(model.config)
     shell._hf_peft_config_loaded = False
     shell.save_pretrained(folder, state_dict={name: t.detach().cpu().contiguous() for name, t in state.items()})
+    if dtype not in (None, model.dtype):
+        shell.config.dtype = dtype
+        shell.config.save_pretrained(folder)
     if adapted:
         _save_adapter(model, folder / "adapter")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict with base + scale * B A computed in float32 and rounded once."""
+def merged_state(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A whole state dict with base + scale * B A computed in float32 and rounded once."""
     from peft.tuners.lora.layer import LoraLayer
 
-    state = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if "lora_" not in name
-    }
+    state = {name.replace(".base_layer.", "."): t for name, t in whole.items() if "lora_" not in name}
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            base: Tensor = module.get_base_layer().weight
+            base = state[f"{path}.weight"]
             total = base.float()
             for adapter in module.active_adapters:
-                total = total + _delta(module.lora_A[adapter], module.lora_B[adapter], module.scaling[adapter])
+                a, b = (whole[f"{path}.lora_{half}.{adapter}.weight"].float() for half in "AB")
+                total = total + (b @ a) * module.scaling[adapter]
             state[f"{path}.weight"] = total.to(base.dtype)
     return state
-
-
-def _delta(a: nn.Linear, b: nn.Linear, scale: float) -> Tensor:
-    return (b.weight.float() @ a.weight.float()) * scale
 
 
 def _save_adapter(model: PreTrainedModel, folder: Path) -> None:

@@ -15,6 +15,7 @@ from paceline.model import PLAN, Head, PackedPlan, token_logprobs
 from paceline.model.attention import Plan
 from paceline.model.compiling import compile_blocks
 from paceline.model.varlen import VarlenPlan, can_varlen
+from paceline.trainer.layout import Layout
 from paceline.trainer.prefix import TreePlan, share_prefixes
 
 KEPT = 0.9
@@ -22,7 +23,7 @@ KEPT = 0.9
 
 
 class Forward:
-    """One model's forward pass over micro-batches."""
+    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type."""
 
     def __init__(
         self, model: PreTrainedModel, fp32_head: bool = False, compiled: bool = False, again: bool = False
@@ -32,6 +33,7 @@ class Forward:
         self._varlen = can_varlen(model)
         self._compile, self._again = compiled, again
         self.head = Head(model, fp32_head)
+        self.layout = Layout(model.dtype)
 
     def send(self, stream: NDArray) -> Tensor:
         """To the model's device. A GPU is not waited for: it is still busy with the micro-batch before."""
@@ -68,6 +70,11 @@ class Forward:
         """Log probabilities of the tokens at `places`, their entropy if asked for (with its gradient too), and a zero
         that hangs on the hidden states: added to a loss it gives every parameter a gradient even when no token trains.
         """
+        return self.layout.run(lambda: self._logprobs(micro_batch, places, entropy, entropy_grad))
+
+    def _logprobs(
+        self, micro_batch: MicroBatch, places: Tensor, entropy: bool, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         hidden, where = self.hidden(micro_batch)
         before = hidden.index_select(0, where.index_select(0, places - 1))
         targets, temperatures = (

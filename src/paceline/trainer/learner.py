@@ -18,9 +18,11 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, count, fold, minibatches, pack
-from paceline.model import trainable
+from paceline.data import MicroBatch, Sample, count, first_fit_decreasing, fold, minibatches, pack
+from paceline.model import Canary, trainable
+from paceline.model.canary import make_canary
 from paceline.trainer.base import TrainerError
+from paceline.trainer.blank import BLANK, filled_up
 from paceline.trainer.critic import Critic, Lesson
 from paceline.trainer.forward import Forward
 from paceline.trainer.loss import Loss, Sums, metrics
@@ -28,6 +30,7 @@ from paceline.trainer.norms import Norms, Outcome
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.reference import Reference, shaped
 from paceline.trainer.scoring import score
+from paceline.trainer.sharding import make_mesh, shard
 from paceline.trainer.stream import Stream
 from paceline.trainer.tokens import Tokens
 from paceline.trainer.tuning import tuned
@@ -35,8 +38,6 @@ from paceline.trainer.world import World
 
 STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs")
 SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
-BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
-"""What a rank without samples runs, so that every rank runs something. Nothing in it trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,19 @@ class Learner:
         self._model, self._config = model.eval(), c  # newly attached adapters come in training mode
         compiled = c.compile and model.device.type == "cuda"
         self.forward = Forward(model, fp32_head, compiled, again=c.stream)
+        if group is not None and c.parallel.shard != "none":
+            self.forward.layout = shard(model, make_mesh(group, model.device.type, c.parallel), c.parallel)
+        self.layout = self.forward.layout
         self._loss = Loss(c)
         self._found: int | None = None
         total = total_steps and total_steps * c.minibatches
         waiting = 0 if c.critic is None else c.critic.freeze_steps * c.minibatches
-        self.optimizer = MasterAdamW(trainable(model), c.optimizer, total and max(1, total - waiting), model.dtype)
-        self._world = World(group, model.device)
-        self._reference = Reference(model, c.kl) if c.kl is not None else None
-        self._critic = Critic(model, c, total, self._world) if c.critic is not None else None
+        self.optimizer = MasterAdamW(trainable(model), c.optimizer, total and max(1, total - waiting), self.layout)
+        self.world = World(group, model.device)
+        self._reference = Reference(model, c.kl, self.layout) if c.kl is not None else None
+        self._critic = Critic(model, c, total, self.world) if c.critic is not None else None
         self._stream: Stream | None = None
-        self._norms = Norms(c.spike, self._world)
+        self._norms = Norms(c.spike, self.world)
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
         """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
@@ -157,7 +161,18 @@ class Learner:
         parts = zip(work.samples, scales, work.prox, strict=True)
         return [pack([sample], [scale], self._budget, [prox])[0] for sample, scale, prox in parts]
 
+    def canary(self) -> Canary:
+        """What the weights of now say of a few tokens."""
+        # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
+        quiet = torch.no_grad if self.layout.lockstep else torch.inference_mode
+        with torch.no_grad():
+            return self.layout.run(lambda: make_canary(self._model, self.forward.head, self.layout.dtype, quiet))
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for what a checkpoint holds under a name of `tensors`: this rank's part of it."""
+        return self.layout.room(name.partition("/")[2], shape, dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.optimizer.tensors()
@@ -215,46 +230,71 @@ class Learner:
     def _prepare(self, samples: Sequence[Sample], lessons: dict[int, Lesson]) -> Prepared:
         c = self._config
         samples = list(samples)
-        prox: list[NDArray | None] = [None] * len(samples)
         shaping = c.kl is not None and c.kl.how == "advantage"
-        if c.proximal is not None:
-            # The first step needs none: it is taken from the batch's start itself.
-            later = [i for part in minibatches(samples, c.minibatches)[0 if shaping else 1 :] for i in part]
-            prox = self._scored(samples, [i for i in later if samples[i].rl.any()])
-        lacking = [i for i, s in enumerate(samples) if s.base_logprobs is None and s.rl.any()]
-        if self._reference is not None and lacking:
+        started, lacking, frozen = self._unscored(samples, shaping)
+        passes = self._passes(samples, started, lacking, frozen)
+        prox = self._scored(samples, started, passes[0])
+        if self._reference is not None and passes[1]:
             with self._reference.in_place():
-                scores = self._score([samples[i] for i in lacking])
-            for i, base in zip(lacking, scores, strict=True):
-                samples[i] = samples[i].with_streams(base_logprobs=base)
+                scores = self._scored(samples, lacking, passes[1])
+            for i in lacking:
+                samples[i] = samples[i].with_streams(base_logprobs=scores[i])
         if shaping and c.kl is not None:
-            known = [s.logprobs if p is None else p for s, p in zip(samples, prox, strict=True)]
-            frozen = iter(self._score([s for s, stream in zip(samples, known, strict=True) if stream is None]))
-            policy = [next(frozen) if stream is None else stream for stream in known]
+            own = self._scored(samples, frozen, passes[2])
+            known = zip(prox, [s.logprobs for s in samples], own, strict=True)
+            policy = [next(stream for stream in streams if stream is not None) for streams in known]
             samples = shaped(samples, policy, c.kl)
         return Prepared(samples, prox, lessons)
 
-    def _scored(self, samples: Sequence[Sample], chosen: Sequence[int]) -> list[NDArray | None]:
-        scores = dict(zip(chosen, self._score([samples[i] for i in chosen]), strict=True))
-        return [scores.get(i) for i in range(len(samples))]
+    def _unscored(self, samples: Sequence[Sample], shaping: bool) -> tuple[list[int], list[int], list[int]]:
+        """The samples that need scores: at the batch's start, by the reference, and by the policy for its KL shaping
+        where nobody else gave any."""
+        c = self._config
+        started: list[int] = []
+        if c.proximal is not None:
+            # The first step needs none: it is taken from the batch's start itself.
+            later = [i for part in minibatches(samples, c.minibatches)[0 if shaping else 1 :] for i in part]
+            started = [i for i in later if samples[i].rl.any()]
+        held = self._reference is not None
+        lacking = [i for i, s in enumerate(samples) if held and s.base_logprobs is None and s.rl.any()]
+        frozen = [i for i, s in enumerate(samples) if shaping and s.logprobs is None and i not in started]
+        return started, lacking, frozen
 
-    def _score(self, samples: Sequence[Sample]) -> list[NDArray]:
-        return score(self.forward, samples, self._budget)
+    def _passes(self, samples: Sequence[Sample], *chosen: Sequence[int]) -> list[int]:
+        """Micro-batches of each scoring pass; as many as the busiest rank's where all must keep step."""
+        own = [len(self._bins([samples[i] for i in some])) for some in chosen]
+        scores = self._config.proximal is not None or self._reference is not None
+        if not self.layout.lockstep or not scores:
+            return own
+        return self.world.each(torch.tensor(own)).amax(0).int().tolist()
+
+    def _bins(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """How this rank's samples are cut into micro-batches. The one place where a cut that all ranks have agreed on
+        (`paceline.data.balance`) would come in."""
+        return first_fit_decreasing([len(sample) for sample in samples], self._budget)
+
+    def _scored(self, samples: Sequence[Sample], chosen: Sequence[int], passes: int) -> list[NDArray | None]:
+        scores = score(self.forward, [samples[i] for i in chosen], self._budget, passes)
+        found = dict(zip(chosen, scores, strict=True))
+        return [found.get(i) for i in range(len(samples))]
 
     def _step(self, work: Prepared, members: Sequence[int], version: int, first: bool) -> Outcome | None:
-        """One optimizer step on all ranks' samples; None when no rank has any."""
+        """One optimizer step on all ranks' samples; None when no rank has any. The ranks meet once to agree on it: on
+        the normalisers, and on how many micro-batches each runs."""
         samples = [work.samples[i] for i in members]
-        counted = torch.from_numpy(np.append(count(samples).ravel(), len(samples)))
-        totals = self._world.sum(counted).cpu().numpy()
-        if not totals[-1] and self._config.minibatches > 1:
+        bins = self._bins(samples)
+        counted = torch.from_numpy(np.append(count(samples).ravel(), [len(samples), len(bins)]))
+        ranks = self.world.each(counted).cpu().numpy()
+        totals, number = ranks[:, :-2].sum(0), int(ranks[:, -2].sum())
+        if not number and self._config.minibatches > 1:
             return None
-        samples, prox = (samples, [work.prox[i] for i in members]) if samples else ([BLANK], [None])
-        scales = fold(samples, self._config.normalise, self._config.fixed_length, totals[:-1].reshape(-1, 2))
-        packs = pack(samples, scales, self._budget, prox)
+        scales = fold(samples, self._config.normalise, self._config.fixed_length, totals.reshape(-1, 2))
+        packs = pack(samples, scales, self._budget, [work.prox[i] for i in members], bins)
+        packs = filled_up(packs, max(1, int(ranks[:, -1].max()) if self.layout.lockstep else 1))
         outcome = self._gradient(packs, version, first)
         while not outcome.finite and self.optimizer.retreat(bool(outcome.sums.isfinite().all())):
             outcome = self._gradient(packs, version, first)
-        return self._take(outcome, bool(totals[:-1].any()))
+        return self._take(outcome, bool(totals.any()))
 
     def _take(self, outcome: Outcome, trains: bool) -> Outcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
@@ -278,10 +318,10 @@ class Learner:
         assert self._stream is not None
         stream, self._stream = self._stream, None
         self._run(stream, stream.rest(self._budget), version)
-        totals = self._world.sum(torch.from_numpy(count(stream.samples).ravel())).cpu().numpy().reshape(-1, 2)
+        totals = self.world.sum(torch.from_numpy(count(stream.samples).ravel())).cpu().numpy().reshape(-1, 2)
         sums = stream.finish(totals)
-        self._world.sum_gradients(self.optimizer.masters.values())
-        outcome = Outcome(self._world.sum(sums), float(self.optimizer.clip()), stream.micro_batches)
+        self.world.sum_gradients(self.optimizer.unsummed)
+        outcome = Outcome(self.world.sum(sums), float(self.optimizer.clip()), stream.micro_batches)
         if not outcome.finite:
             self.optimizer.zero()
             whole = Prepared(stream.samples, [None] * len(stream.samples), {})
@@ -294,8 +334,8 @@ class Learner:
         self._model.train()
         sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
         self._model.eval()
-        self._world.sum_gradients(self.optimizer.masters.values())
-        return Outcome(self._world.sum(Sums.total(sums)), float(self.optimizer.clip()), len(packs))
+        self.world.sum_gradients(self.optimizer.unsummed)
+        return Outcome(self.world.sum(Sums.total(sums)), float(self.optimizer.clip()), len(packs))
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
 """AdamW over float32 masters, gradient clipping, and the learning rate's shape."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.config import trainer as config
+from paceline.trainer.layout import Layout, local
 
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**16, 2.0**4
 PATIENCE = 100
@@ -18,7 +20,8 @@ class MasterAdamW:
 
     A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
     that sums over micro-batches are never rounded to the compute type. Offloaded, masters and all that hangs on them
-    live in the host's memory, and the model gets only the rounded result.
+    live in the host's memory, and the model gets only the rounded result. Of a sharded parameter all of this is this
+    rank's part.
 
     A float16 model is differentiated with its loss scaled up (arXiv 1710.03740): one token's share of a large batch is
     a gradient below what that type can hold.
@@ -29,18 +32,28 @@ class MasterAdamW:
         parameters: Mapping[str, nn.Parameter],
         c: config.Optimizer,
         total_steps: int | None,
-        dtype: torch.dtype = torch.float32,
+        layout: Layout | None = None,
     ) -> None:
         self._config = c
         self._total = total_steps
+        self._layout = layout or Layout(torch.float32)
         self._parameters = dict(parameters)
         self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
-        self._rounded = [(self.masters[name], p) for name, p in self._parameters.items() if self.masters[name] is not p]
+        pairs = [(self.masters[name], p) for name, p in self._parameters.items()]
+        self._apart = [(master, p) for master, p in pairs if master is not p]
+        """Masters whose gradients arrive elsewhere."""
+        self._rounded = [(master, local(p.detach())) for master, p in pairs if not _in_place(p, c.offload)]
+        """Masters whose values the model holds a copy of."""
         self.steps = 0
-        self.scale = LARGEST_SCALE if dtype == torch.float16 else 1.0
+        self.scale = LARGEST_SCALE if self._layout.dtype == torch.float16 else 1.0
         self._adam = torch.optim.AdamW(
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
+
+    @property
+    def unsummed(self) -> list[nn.Parameter]:
+        """Masters whose gradients are this rank's alone: a sharded parameter's come summed."""
+        return [self.masters[name] for name, p in self._parameters.items() if not isinstance(p, DTensor)]
 
     def backward(self, loss: Tensor, anchor: Tensor, again: bool = False) -> None:
         """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
@@ -76,11 +89,11 @@ class MasterAdamW:
     def gather(self) -> None:
         """Move fresh gradients into the masters'. Call after each backward pass."""
         begun: list[tuple[Tensor, Tensor]] = []
-        for master, parameter in self._rounded:
+        for master, parameter in self._apart:
             if parameter.grad is not None and master.grad is not None:
-                begun.append((master.grad, parameter.grad.to(master.device)))
+                begun.append((master.grad, local(parameter.grad).to(master.device)))
             elif parameter.grad is not None:
-                master.grad = parameter.grad.to(master)
+                master.grad = local(parameter.grad).to(master)
             parameter.grad = None
         if begun:
             sums, grads = zip(*begun, strict=True)
@@ -88,12 +101,23 @@ class MasterAdamW:
 
     def clip(self) -> Tensor:
         """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
-        loss's gradient gets its true size here."""
+        loss's gradient gets its true size here. All ranks must call it."""
         if self.scale != 1:
-            torch._foreach_div_(
-                [master.grad for master in self.masters.values() if master.grad is not None], self.scale
-            )
-        return nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm)
+            torch._foreach_div_(_gradients(self.masters.values()), self.scale)
+        norm = self._norm()
+        nn.utils.clip_grads_with_norm_(self.masters.values(), self._config.max_grad_norm, norm)
+        return norm
+
+    def _norm(self) -> Tensor:
+        """Of the whole gradient, wherever its parts are."""
+        if self._layout.shards is None:
+            return nn.utils.get_total_norm(_gradients(self.masters.values()))
+        whole = self.unsummed
+        known = {id(master) for master in whole}
+        parts = [master for master in self.masters.values() if id(master) not in known]
+        squares = [nn.utils.get_total_norm(_gradients(some)).double().square() for some in (whole, parts)]
+        everywhere = self._layout.shards.sum(squares[1].view(1))[0]
+        return (squares[0].to(everywhere.device) + everywhere).sqrt().float()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -126,10 +150,11 @@ class MasterAdamW:
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments by name, for a checkpoint."""
-        out = {f"master/{name}": master.detach() for name, master in self.masters.items()}
+        out = {f"master/{name}": self._layout.like(name, master.detach()) for name, master in self.masters.items()}
         for name, master in self.masters.items():
             state = self._adam.state.get(master, {})
-            out |= {f"{key}/{name}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+            held = [key for key in ("exp_avg", "exp_avg_sq") if key in state]
+            out |= {f"{key}/{name}": self._layout.like(name, state[key]) for key in held}
         return out
 
     @torch.no_grad()
@@ -139,18 +164,26 @@ class MasterAdamW:
         self.scale = scale if scale and self.scale != 1 else self.scale
         self._adam.state.clear()
         for name, master in self.masters.items():
-            master.copy_(tensors[f"master/{name}"])
-            self._parameters[name].copy_(master)
+            master.copy_(local(tensors[f"master/{name}"]))
+            local(self._parameters[name].detach()).copy_(master)
             if f"exp_avg/{name}" in tensors:
                 self._adam.state[master] = {
                     "step": torch.tensor(float(steps), device=master.device),
-                    "exp_avg": tensors[f"exp_avg/{name}"].to(master.device, copy=True),
-                    "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(master.device, copy=True),
+                    "exp_avg": local(tensors[f"exp_avg/{name}"]).to(master.device, copy=True),
+                    "exp_avg_sq": local(tensors[f"exp_avg_sq/{name}"]).to(master.device, copy=True),
                 }
 
 
+def _in_place(parameter: nn.Parameter, offload: bool) -> bool:
+    return parameter.dtype == torch.float32 and not offload
+
+
 def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
-    if parameter.dtype == torch.float32 and not offload:
-        return parameter
+    if _in_place(parameter, offload):
+        return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
     place = torch.device("cpu") if offload else parameter.device
-    return nn.Parameter(parameter.detach().to(place, torch.float32, copy=True))
+    return nn.Parameter(local(parameter.detach()).to(place, torch.float32, copy=True))
+
+
+def _gradients(masters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [master.grad for master in masters if master.grad is not None]

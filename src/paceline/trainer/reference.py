@@ -6,13 +6,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.data import Sample
-from paceline.model import fingerprint, trainable
+from paceline.model import trainable
 from paceline.trainer.base import TrainerError
+from paceline.trainer.layout import Layout, local
 from paceline.trainer.optimizer import MasterAdamW
 
 
@@ -20,12 +21,13 @@ class Reference:
     """The reference's values of the trainable tensors, put into the model for a forward pass and taken out again.
 
     The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept. Everything else is one
-    copy of the trainable tensors, on the CPU with `offload`; while it scores, the policy's own wait beside it.
+    copy of the trainable tensors, on the CPU with `offload`; while it scores, the policy's own wait beside it. Of a
+    sharded model all of this is this rank's part.
     """
 
-    def __init__(self, model: PreTrainedModel, c: config.KL) -> None:
-        self._config = c
-        self._parameters = trainable(model)
+    def __init__(self, model: PreTrainedModel, c: config.KL, layout: Layout) -> None:
+        self._config, self._layout = c, layout
+        self._parameters = {name: local(p.detach()) for name, p in trainable(model).items()}
         self._adapters = hasattr(model, "peft_config")
         self._tensors = {} if self._adapters_off else {name: self._copy(p) for name, p in self._parameters.items()}
 
@@ -58,18 +60,20 @@ class Reference:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
-        return {} if self._config.reference == "base" else dict(self._tensors)
+        if self._config.reference == "base":
+            return {}
+        return {name: self._layout.like(name, tensor) for name, tensor in self._tensors.items()}
 
     def base_fingerprint(self) -> str:
         """Names the tensors the run started from; empty where a checkpoint keeps them, or where they are frozen."""
-        return fingerprint(self._tensors.items()) if self._config.reference == "base" else ""
+        return self._layout.fingerprint(self._tensors) if self._config.reference == "base" else ""
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], base: str) -> None:
         """Back to a checkpoint's. One written without a reference starts it at the weights just loaded."""
         if self._config.reference != "base":
             for name, parameter in self._parameters.items():
-                self._tensors[name].copy_(tensors.get(name, parameter))
+                self._tensors[name].copy_(local(tensors.get(name, parameter)))
         elif base and base != self.base_fingerprint():
             raise TrainerError(
                 "the KL reference is the model this run started from, but model.name now holds other weights: "
@@ -90,12 +94,12 @@ class Reference:
             if ".lora_B." in name:
                 yield name, torch.zeros_like(parameter)
 
-    def _copy(self, parameter: nn.Parameter) -> Tensor:
-        mean = self._config.reference == "ema"
-        return self._aside(parameter).to(torch.float32 if mean and parameter.dtype.itemsize < 4 else parameter.dtype)
+    def _copy(self, parameter: Tensor) -> Tensor:
+        mean, dtype = self._config.reference == "ema", self._layout.narrow(parameter)
+        return self._aside(parameter).to(torch.float32 if mean and dtype.itemsize < 4 else dtype)
 
-    def _aside(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach().to("cpu" if self._config.offload else parameter.device, copy=True)
+    def _aside(self, parameter: Tensor) -> Tensor:
+        return parameter.to("cpu" if self._config.offload else parameter.device, copy=True)
 
 
 def shaped(samples: Sequence[Sample], policy: Sequence[NDArray], c: config.KL) -> list[Sample]:

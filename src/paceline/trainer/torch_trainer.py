@@ -1,7 +1,6 @@
 """The torch trainer: samples in, new weights out, all of it on a thread of its own."""
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,29 +8,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_world_size
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model import Adapter, WeightUpdate, trainable
 from paceline.model.adapters import trained_adapter
-from paceline.model.canary import make_canary
-from paceline.model.saving import write_tensors, writing
+from paceline.model.saving import writing
+from paceline.trainer import checkpoint
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
 from paceline.trainer.gae import cut
+from paceline.trainer.layout import local
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import Sums
+from paceline.trainer.noise import noise, restore_noise
 
 
 class TorchTrainer:
     """Trains a Hugging Face causal LM, or the adapters injected into it.
 
     All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains. With
-    a process group each rank brings samples of its own, or none, and all make the same update.
+    a process group each rank brings samples of its own, or none, and all make the same update; all must call the same
+    methods in the same order. What leaves the trainer, weights and exports, leaves from the first rank.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class TorchTrainer:
     ) -> None:
         self._model = model
         self._config = c
+        if group is not None and (size := get_world_size(group)) != c.parallel.ranks:
+            raise TrainerError(f"trainer.parallel.ranks is {c.parallel.ranks}, but {size} ranks have met")
         self.learner = Learner(model, c, total_steps, fp32_head, group)
         self._dumps = dumps
         self._bad_steps = 0
@@ -63,7 +66,9 @@ class TorchTrainer:
         self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._set_threads)
 
     def _set_threads(self) -> None:
-        if self._config.threads and self._model.device.type == "cpu":
+        if self._model.device.type == "cuda":
+            torch.cuda.set_device(self._model.device)  # each thread has its own idea of the current one
+        elif self._config.threads:
             torch.set_num_threads(self._config.threads)
 
     async def _run(self, work, *args):  # noqa: ANN001, ANN002, ANN202 - what work takes and gives
@@ -86,7 +91,7 @@ class TorchTrainer:
 
     async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         with writing():
-            await self._run(export, self._model, folder, tokenizer)
+            await self._run(self._export, folder, tokenizer)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -141,7 +146,8 @@ class TorchTrainer:
         """Write the batch for `paceline replay`; answers with where, as the end of a sentence."""
         if self._dumps is None:
             return ""
-        path = self._dumps / f"bad-batch-{step:06d}.msgpack"
+        rank = self.learner.world.rank
+        path = self._dumps / f"bad-batch-{step:06d}{f'-rank{rank}' if rank else ''}.msgpack"
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode(batch))
@@ -152,36 +158,46 @@ class TorchTrainer:
     def _weights(self) -> WeightUpdate:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        canary = make_canary(self._model, self.learner.forward.head)
+        canary = self.learner.canary()
         adapter = trained_adapter(self._model)
         if adapter is None:
-            tensors = {name: p.detach() for name, p in trainable(self._model).items()}
-            return WeightUpdate(self.version, tensors, canary=canary)
+            return WeightUpdate(self.version, self._published(), canary=canary)
         tensors, scale = adapter
-        return WeightUpdate(self.version, tensors, Adapter("", scale), canary=canary)
+        return WeightUpdate(self.version, tensors if self._first else {}, Adapter("", scale), canary=canary)
+
+    def _published(self) -> dict[str, Tensor]:
+        """The weights that train, whole, on the first rank. Sharded ones are gathered one at a time, and beside a model
+        that one GPU cannot hold they wait on the host."""
+        layout, out = self.learner.layout, {}
+        for name, parameter in trainable(self._model).items():
+            whole = layout.whole(name, local(parameter.detach()))
+            if self._first:
+                out[name] = whole.cpu() if layout.lockstep else whole
+        return out
+
+    @property
+    def _first(self) -> bool:
+        return self.learner.world.rank == 0
+
+    def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        layout = self.learner.layout
+        state = layout.state(self._model, keep=self._first)
+        if self._first:
+            export(self._model, folder, tokenizer, state, layout.dtype)
 
     def _save(self, folder: Path) -> None:
-        tensors = {name: t.contiguous().cpu() for name, t in self.learner.tensors().items()}
-        tensors |= self._noise()
-        write_tensors(tensors, folder / "trainer.safetensors")
+        world = self.learner.world
+        tensors = self.learner.tensors() | noise(self._model.device, world.rank if world.group else None)
         state = {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
-        (folder / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
-
-    def _noise(self) -> dict[str, Tensor]:
-        """States of the generators that dropout draws from."""
-        device = self._model.device
-        on_gpu = {"rng_cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-        return {"rng": torch.get_rng_state()} | on_gpu
+        checkpoint.write(folder, tensors, state, world.group)
 
     def _load(self, folder: Path) -> None:
-        state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "trainer.safetensors")
+        world = self.learner.world
+        tensors, state = checkpoint.read(folder, self.learner.room, world.group)
         names = {name.removeprefix("master/") for name in tensors if name.startswith("master/")}
         if names != self.learner.optimizer.masters.keys():
             raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
         self.learner.load(tensors, state)
-        torch.set_rng_state(tensors["rng"])
-        if self._model.device.type == "cuda" and "rng_cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng_cuda"], self._model.device)
+        restore_noise(tensors, self._model.device, world.rank)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
         self._fed, self._fed_seconds = {}, 0.0

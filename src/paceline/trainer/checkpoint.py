@@ -1,0 +1,87 @@
+"""The trainer's part of a checkpoint, as one process or many ranks write it.
+
+    trainer.json                    counters, and how many ranks wrote
+    trainer.safetensors             one process alone: all tensors
+    trainer/shard-*.safetensors     several ranks: a file each, of its own parts
+
+Parts are written and read by torch.distributed.checkpoint, which cuts them anew for any number of ranks. Its own format
+keeps the index in a pickle, which whoever writes a checkpoint could make run code; so it is given safetensors storage,
+where each file's header says which part of which tensor it holds. What that lacks is an index that would miss a lost
+file: `trainer.json` has the number of files instead.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_rank, get_world_size
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from paceline.model.saving import write_tensors, writing
+from paceline.trainer.base import TrainerError
+from paceline.trainer.layout import local
+
+STATE, FILE, FOLDER = "trainer.json", "trainer.safetensors", "trainer"
+Room = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Memory for this rank's part of a tensor, by its name and what the checkpoint says of it."""
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: ProcessGroup | None) -> None:
+    """Write this rank's parts, and as the first rank the state. Every rank must call it, with the same folder."""
+    if group is None:
+        write_tensors({name: local(t).contiguous().cpu() for name, t in tensors.items()}, folder / FILE)
+    else:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        storage = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
+        with writing():
+            dcp.save(dict(tensors), storage_writer=storage, process_group=group)
+    if group is None or get_rank(group) == 0:
+        ranks = 1 if group is None else get_world_size(group)
+        (folder / STATE).write_text(json.dumps(dict(state) | {"ranks": ranks}), encoding="utf-8")
+
+
+def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
+    """All tensors, of each what this rank has room for, and the state. However many ranks wrote them."""
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    whole = (folder / FILE).is_file()
+    if whole and group is None:
+        return load_file(folder / FILE), state
+    if not whole:
+        _check_complete(folder, state.get("ranks", 1))
+    storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
+    tensors = {}
+    for name, saved in storage.read_metadata().state_dict_metadata.items():
+        assert isinstance(saved, TensorStorageMetadata)
+        tensors[name] = room(name, saved.size, saved.properties.dtype)
+    dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
+    return tensors, state
+
+
+def masters(folder: Path) -> dict[str, Tensor]:
+    """The float32 weights of a checkpoint by parameter name, whole, whoever wrote it."""
+    if (folder / FILE).is_file():
+        with safe_open(folder / FILE, "pt") as file:
+            names = [name for name in file.keys() if name.startswith("master/")]  # noqa: SIM118 - no mapping
+            tensors = {name: file.get_tensor(name) for name in names}
+    else:
+        tensors, _ = read(folder, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), None)
+    return {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / FILE).is_file() or (folder / FOLDER).is_dir()
+
+
+def _check_complete(folder: Path, ranks: int) -> None:
+    found = len(list((folder / FOLDER).glob("*.safetensors")))
+    if found != ranks:
+        raise TrainerError(
+            f"checkpoint {folder} was written by {ranks} ranks but has the files of {found}: copy all of "
+            f"{folder / FOLDER}, or go back to another checkpoint"
+        )
