@@ -4,16 +4,16 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import huggingface_hub
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import paceline
-from paceline.cli import main
-from paceline.model import ATTENTION
+
+if TYPE_CHECKING:  # whoever only hands out tests needs neither, and everybody waits for them
+    import torch
+    from transformers import PreTrainedModel
 
 # The same examples every time: a suite that is green stays green. `--hypothesis-profile explore` looks for new ones.
 # Neither looks at the clock: how long an example takes is the machine's affair, and it may be a slow or a busy one.
@@ -22,11 +22,8 @@ settings.register_profile("repeatable", UNHURRIED, derandomize=True)
 settings.register_profile("explore", UNHURRIED, derandomize=False)
 settings.load_profile("repeatable")
 
-torch.set_num_threads(1)
-
 # Here and in every process a test starts: nobody asks the hub, and nobody waits for one that cannot be reached.
 os.environ["HF_HUB_OFFLINE"] = "1"
-huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 VOCABULARY = 67
 QUICKSTART = Path(paceline.__file__).parent / "quickstart"
@@ -41,15 +38,29 @@ ENDS = {
 """Each tokenizer's token at the end of a turn."""
 
 
+def pytest_configure(config) -> None:
+    """One thread each where tests run, which is not where they are handed out."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
+        from huggingface_hub import constants
+
+        torch.set_num_threads(1)
+        constants.HF_HUB_OFFLINE = True
+
+
 @pytest.fixture(autouse=True)
 def repeatable_draws() -> None:
     """What a test draws without a seed is the same whichever tests ran before it in this process."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
     """Call the command as `paceline` does, but in this process: its exit code, what it printed, what it complained."""
+    from paceline.cli import main
+
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> subprocess.CompletedProcess:
@@ -63,6 +74,8 @@ def here(tmp_path, monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def load(tmp_path_factory):
     """Loads a tokenizer by name, unpacking the archive when it is first needed."""
+    from transformers import AutoTokenizer
+
     unpacked: list[Path] = []
 
     def load(name: str):
@@ -79,8 +92,13 @@ def load(tmp_path_factory):
     return load
 
 
-def tiny_model(seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(seed: int = 0, layers: int = 2, dtype: "torch.dtype | None" = None) -> "PreTrainedModel":
     """A two-layer Llama with grouped heads, scaled up so that its distributions are not flat."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from paceline.model import ATTENTION
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -92,7 +110,7 @@ def tiny_model(seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float3
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION).to(dtype)
+    model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION).to(dtype or torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -101,5 +119,5 @@ def tiny_model(seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float3
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model() -> "PreTrainedModel":
     return tiny_model()

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 from openai import OpenAI
 
+from launching import Launched
+
 MODEL = "paceline:quickstart"
 READY = re.compile(r"paceline: serving (\S+) at (http://\S+)/v1")
 
@@ -65,13 +67,13 @@ def becomes(condition: Callable[[], bool], seconds: float = 60) -> bool:
 
 
 @contextmanager
-def served(*arguments: str, model: str = MODEL) -> Generator[Server]:
-    """Start the real command on a free port and wait for its line."""
+def served(*arguments: str, model: str = MODEL, starts: type[subprocess.Popen] = Launched) -> Generator[Server]:
+    """Start the real command on a free port and wait for its line; with `subprocess.Popen` in a fresh interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr.txt"
         command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0", *arguments]
         with log.open("w") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            process = starts(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             assert process.stdout is not None
             ready = READY.match(process.stdout.readline())

@@ -4,13 +4,13 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+import launching
 from paceline.config.model import Model
 from paceline.model import end_tokens, load_tokenizer, resolve
 from paceline.rollout import Renderer
@@ -52,15 +52,8 @@ def train(folder: Path, file: str, *arguments: str) -> Trained:
     paths = os.pathsep.join([str(DOORS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "paceline", "train", str(DOORS / file), "--name", "run", "--steps", "2"]
     settings = ["--staleness", "0", "--eval.every", "0", "--record.rollouts", "100"]
-    done = subprocess.run(
-        [*command, *settings, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = launching.run([*command, *settings, *arguments], timeout=240, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return Trained(folder / "runs" / "run")
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from test_rollouts import listening
 
+from launching import Launched
 from paceline.cluster.house import open_house
 from paceline.cluster.person import Person, PersonSeat
 from paceline.cluster.play import PATIENCE, PlayOptions, play, play_games
@@ -160,7 +161,7 @@ def test_the_command_plays_at_a_pipe_and_ctrl_c_ends_it_politely(tmp_path):
         f'[[env]]\ntype = "arena"\nname = "game"\nimport_path = "{folder / "tic_tac_toe.py"}:TicTacToe"\n'
     )
     command = [sys.executable, "-m", "paceline.cli", "play", str(run), "--seat", "o", "--seed", "1"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = Launched(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         text = ""
         squares = iter("159372468" * 20)

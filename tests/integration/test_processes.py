@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launching import Launched, LaunchedPaceline
 from paceline.cluster import train
 from paceline.cluster.processes.supervisor import Supervisor
 from paceline.config import load
@@ -51,6 +51,12 @@ def run_file(tmp_path, monkeypatch) -> str:
     return "run.toml"
 
 
+@pytest.fixture
+def forked(monkeypatch) -> None:
+    """The processes a supervisor starts here need not import everything first."""
+    monkeypatch.setattr(subprocess, "Popen", LaunchedPaceline)
+
+
 def config_of(run_file: str, *overrides: str):
     return load(run_file, overrides).config
 
@@ -85,7 +91,7 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.timeout(600)
-def test_the_same_bits_as_local_whoever_is_killed(run_file):
+def test_the_same_bits_as_local_whoever_is_killed(run_file, forked):
     """Server, trainer and orchestrator, each killed with SIGKILL in the middle of a run: losses, rewards, held-out
     scores and every stream of every batch are those of an unbroken run in one process. No ticket ends twice."""
     assert train(config_of(run_file, "--name", "whole")).outcome.status == "finished"
@@ -122,28 +128,29 @@ def test_objects_do_not_travel(run_file):
         train(config_of(run_file, "--placement", "processes"), environments={"reverse-text": None})
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at processes by /proc")
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="looks at processes by /proc")
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_a_resumable_run_and_nobody_behind(run_file, tmp_path):
     """The first signal ends the run after its step, with a checkpoint; all processes of the run end."""
     command = [sys.executable, "-m", "paceline", "train", run_file, "--name", "stopped", "--placement", "processes"]
-    mark = {"PACELINE_TEST": str(tmp_path)}  # inherited by everybody the run starts
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | mark
-    ) as process:
+    with Launched(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         said = next(line for line in process.stdout if line.startswith("step  1/"))
+        assert len(inhabitants(tmp_path)) >= 4
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert said
     assert process.returncode == 130, rest
     assert "interrupted at step" in rest
     assert (tmp_path / "runs/stopped/checkpoints/latest/state.json").is_file()
-    assert not [pid for pid, environment in environments() if f"PACELINE_TEST={tmp_path}".encode() in environment]
+    assert not inhabitants(tmp_path)
 
 
-def environments() -> Iterator[tuple[str, bytes]]:
-    """Of all processes that we may look at."""
+def inhabitants(folder: Path) -> list[int]:
+    """Processes whose folder it is, as everybody's is whom a run in it starts; not counting this one."""
+    found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                yield entry.name, (entry / "environ").read_bytes()
+                if (entry / "cwd").readlink() == folder:
+                    found.append(int(entry.name))
+    return found

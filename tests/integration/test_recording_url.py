@@ -12,6 +12,7 @@ import openai
 import pytest
 from serving import MODEL, PLAIN
 
+from launching import Launched
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
@@ -421,7 +422,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_reaches_whoever_runs_the_server():
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
+    with Launched([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         with httpx.Client(**PLAIN) as client:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launching import Launched
 from paceline.monitor import read_jsonl
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -45,7 +46,7 @@ type = "rae"
 def killed_at(folder: Path, line: str, *arguments: str) -> None:
     """Run until it says so, then kill -9."""
     command = [sys.executable, "-m", "paceline", "train", "run.toml", "--name", "killed", *arguments]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    with Launched(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = next((said for said in process.stdout if re.match(line, said)), None)
         process.kill()

@@ -22,6 +22,7 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from serving import PLAIN, served
 
+from launching import Launched
 from lookups import plan
 from paceline.cluster.house import Address, open_house
 from paceline.cluster.rollouts import RolloutOptions, load_rollouts, pick_section, play_some, rollouts
@@ -72,7 +73,7 @@ def service(tmp_path_factory):
     """A real search server in a process of its own; it must end by itself when told to."""
     folder = tmp_path_factory.mktemp("index")
     command = [sys.executable, "-c", SERVE, str(folder), str(BUILT_IN)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Launched(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         ready = SEARCHING.match(process.stdout.readline())
         assert ready, process.communicate()[1]
@@ -480,7 +481,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_it_cleanly():
-    process = subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Launched([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "playing\n", process.communicate()[1]
         process.send_signal(signal.SIGINT)

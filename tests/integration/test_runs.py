@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from launching import Launched
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 ALONE = ["--trainer.threads", "1"]
@@ -28,7 +30,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def paceline(folder: Path, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
-    """Run the command in `folder`, where its `runs/` will be."""
+    """Run the command in `folder`, where its `runs/` will be, in a fresh interpreter."""
     return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -83,7 +85,7 @@ def test_a_resume_that_is_refused_costs_nothing(tmp_path, here):
 
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, here):
     arguments = ["train", QUICKSTART, *SMALL, "--steps", "400"]
-    with subprocess.Popen(command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    with Launched(command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if re.match(r"step +3/", line):

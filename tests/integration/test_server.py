@@ -5,6 +5,7 @@ import base64
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -524,7 +525,8 @@ def children_of(pid: int) -> list[int]:
 def test_an_engine_in_its_own_process_serves_alike_and_its_death_is_told(server, tmp_path):
     tensors = load_file(f"{resolve(MODEL)}/model.safetensors")
     save_file({"model.norm.weight": tensors["model.norm.weight"] * 1.5}, tmp_path / "new.safetensors")
-    with served("--isolate", "--allow", str(tmp_path), "--engine.max_running", "32") as other:
+    isolated = ("--isolate", "--allow", str(tmp_path), "--engine.max_running", "32")
+    with served(*isolated, starts=subprocess.Popen) as other:
         (engine,) = children_of(other.process.pid)
         ask = {"model": MODEL, "messages": CHAT, "seed": 3, "max_tokens": 24, "logprobs": True}
         mine, theirs = (one.openai.chat.completions.create(**ask) for one in (server, other))

@@ -9,7 +9,7 @@ import pytest
 from serving import served
 
 STREAMS = 1000
-TOKENS = 16
+TOKENS = 8
 
 
 @pytest.fixture(scope="module")

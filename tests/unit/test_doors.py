@@ -3,7 +3,6 @@
 import asyncio
 import contextvars
 import json
-import subprocess
 import sys
 import textwrap
 import threading
@@ -11,6 +10,7 @@ import threading
 import pytest
 from pydantic import ValidationError
 
+import launching
 from paceline.config import RunConfig
 from paceline.config.env import CustomEnv
 from paceline.config.env.doors import ModuleEnv, ReasoningGym
@@ -184,7 +184,7 @@ def test_the_process_ends_while_a_call_hangs():
     except TimeoutError as error:
         print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = launching.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
     assert (done.returncode, done.stdout) == (0, "`Event.wait` took longer than 0.01 s\n")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launching import Launched
 from paceline.envs.workers import WorkerFailed, Workers
 
 TRICKS = """
@@ -276,7 +277,7 @@ asyncio.run(Workers(1).call(sys.argv[1], [sys.argv[2]], 1000))
 
 
 def test_workers_die_with_a_killed_parent(tricks, tmp_path):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, tricks("report"), str(tmp_path / "pids")])
+    parent = Launched([sys.executable, "-c", PARENT, tricks("report"), str(tmp_path / "pids")])
     pids = asyncio.run(appears(tmp_path / "pids"))
     parent.send_signal(signal.SIGKILL)
     parent.wait()

@@ -1,0 +1,145 @@
+"""Starting real processes without waiting five seconds for their imports: `Launched` is a `subprocess.Popen` whose
+children are forked by a nursery, see `nursery.py`. Where there is none, and for whatever a fork cannot give, it is a
+plain `Popen`.
+"""
+
+import atexit
+import inspect
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+NURSERY = Path(__file__).with_name("nursery.py")
+ADDRESS = "PACELINE_TEST_NURSERY"
+READ_ON_IMPORT = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "OPENBLAS_", "CUDA_")
+"""Variables that count when a module is imported, which in the nursery has happened."""
+PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+ASIDE = {"preexec_fn": None, "shell": False, "umask": -1, "process_group": -1, "gid": None, "gids": None, "uid": None}
+"""What we do not know how to do for others."""
+
+
+@cache
+def nursery() -> tuple[str, dict[str, str]]:
+    """The address of this process's nursery, which ends when this process does; and what it imported under."""
+    imported = _imports(os.environ)
+    if inherited := os.environ.get(ADDRESS):
+        return inherited, imported
+    address = f"{tempfile.mkdtemp(prefix='nursery-')}/door"
+    theirs, ours = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, str(NURSERY), address, str(theirs)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        pass_fds=[theirs],
+    )
+    os.close(theirs)
+    assert process.stdout is not None
+    with process.stdout as said:
+        assert said.readline() == b"ready\n", "the nursery did not start"
+
+    def end() -> None:
+        os.close(ours)
+        process.wait(30)
+
+    atexit.register(end)
+    return address, imported
+
+
+class Launched(subprocess.Popen):
+    """A process out of the nursery: `python -m module`, `python -c code` or `python script.py`, with this Python."""
+
+    _line: socket.socket | None = None
+
+    @staticmethod
+    def knows(command: list[str]) -> bool:
+        return command[:1] in (["-m"], ["-c"]) or (bool(command) and command[0].endswith(".py"))
+
+    def _execute_child(self, *given) -> None:
+        asked = dict(zip(PARAMETERS, given, strict=True))
+        if not self._forkable(asked):
+            return super()._execute_child(*given)
+        own = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        passed = sorted(asked["pass_fds"])
+        environment = dict(os.environ if asked["env"] is None else asked["env"])
+        address, _ = nursery()
+        wish = {
+            "command": [os.fspath(part) for part in asked["args"][1:]],
+            "folder": str(Path(asked["cwd"] or ".").absolute()),
+            "environment": environment | {ADDRESS: address},
+            "session": asked["start_new_session"],
+            "places": [0, 1, 2, *passed],
+        }
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.connect(address)
+        descriptors = [at if descriptor == -1 else descriptor for at, descriptor in enumerate(own)]
+        socket.send_fds(self._line, [json.dumps(wish).encode()], [*descriptors, *passed])
+        self.pid = int(self._line.recv(64))
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[pipe] for pipe in pipes))
+
+    def _forkable(self, asked: dict) -> bool:
+        command = asked["args"]
+        if sys.platform != "linux" or not isinstance(command, list) or command[0] != sys.executable:
+            return False
+        if asked["executable"] not in (None, sys.executable):
+            return False
+        if any(asked.get(name, usual) != usual for name, usual in ASIDE.items()):
+            return False
+        if not self.knows(command[1:]):
+            return False
+        return _imports(os.environ if asked["env"] is None else asked["env"]) == nursery()[1]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._line is None:
+            return super()._try_wait(wait_flags)
+        if wait_flags & os.WNOHANG and not select.select([self._line], [], [], 0)[0]:
+            return 0, 0
+        said = self._line.recv(64)
+        self._line.close()
+        assert said, "the nursery died"
+        return self.pid, int(said)
+
+    def _internal_poll(self, _deadstate=None, **more) -> int | None:
+        if self._line is None:
+            return super()._internal_poll(_deadstate, **more)
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid == self.pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+class LaunchedPaceline(Launched):
+    """In the place of `subprocess.Popen`: only our own commands are forked, everything else starts as ever."""
+
+    @staticmethod
+    def knows(command: list[str]) -> bool:
+        return command[:1] == ["-m"] and command[1].split(".")[0] == "paceline"
+
+
+def _imports(environment) -> dict[str, str]:
+    return {
+        name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT) and name != "PYTHONPATH"
+    }
+
+
+def run(command: list[str], timeout: float = 280, **more) -> subprocess.CompletedProcess:
+    """`subprocess.run` with a launched process, whose words are kept."""
+    with Launched(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)

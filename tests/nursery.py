@@ -1,0 +1,194 @@
+"""A process that has imported everything, and forks whoever a test starts: `launching.py` asks for them.
+
+A fresh `python -m paceline` spends five seconds of a core on imports before its first line of work. The nursery spends
+them once; then it waits, without threads of its own, random draws or an event loop, and each child begins where its
+imports would have ended: with the descriptors, folder, environment and arguments it was given, signals as Python sets
+them, and the end of any interpreter. Only two things are not as in a fresh process: more modules are imported than it
+asked for, and strings have the hashes they have in the nursery.
+
+    python tests/nursery.py ADDRESS LIFELINE
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "peft",
+    "matplotlib.pyplot",
+    "uvloop",
+    "uvicorn.protocols.http.httptools_impl",
+    "paceline.cli",
+    "paceline.cluster.session",
+    "paceline.cluster.play",
+    "paceline.cluster.rollouts",
+    "paceline.cluster.processes.child",
+    "paceline.cluster.processes.connected",
+)
+LONGEST = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to run, and with what."""
+
+    command: list[str]
+    """After the interpreter: `-m module ...`, `-c code ...` or `script.py ...`."""
+    folder: str
+    environment: dict[str, str]
+    session: bool
+    places: list[int]
+    """The descriptors it has, in the order in which they come over the socket."""
+
+
+class Nursery:
+    """Forks and reaps. A connection lives as long as its child: the pid goes over it, and at the end the status."""
+
+    def __init__(self, door: socket.socket, lifeline: int) -> None:
+        self._door, self._lifeline = door, lifeline
+        self._lines: dict[int, socket.socket] = {}
+        self._children: dict[int, int] = {}
+        self._poll = select.poll()
+        for descriptor in (door.fileno(), lifeline):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def attend(self) -> Wish | None:
+        """Until the tests are gone; returns in each child with what it is to be."""
+        while True:
+            for ready, _ in self._poll.poll():
+                if ready == self._lifeline:
+                    for pid in self._children.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return None
+                if ready != self._door.fileno():
+                    self._bury(ready)
+                elif wish := self._bear():
+                    return wish
+
+    def _bear(self) -> Wish | None:
+        line, _ = self._door.accept()
+        said, given = b"", []
+        with contextlib.suppress(OSError):
+            said, given, _, _ = socket.recv_fds(line, LONGEST, 64)
+        if not said:  # left again
+            line.close()
+            return None
+        wish = Wish(**json.loads(said))
+        # A signal for the child waits until the child is itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        pid = os.fork()
+        if pid == 0:
+            for mine in (self._door, line, *self._lines.values()):
+                mine.detach()  # or its number would be closed again when somebody else has it
+            _place(given, wish.places)
+            return wish
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+        for descriptor in given:
+            os.close(descriptor)
+        watch = os.pidfd_open(pid)
+        self._lines[watch], self._children[watch] = line, pid
+        self._poll.register(watch, select.POLLIN)
+        with contextlib.suppress(OSError):  # whoever asked has died since
+            line.send(str(pid).encode())
+        return None
+
+    def _bury(self, watch: int) -> None:
+        _, status = os.waitpid(self._children.pop(watch), 0)
+        self._poll.unregister(watch)
+        os.close(watch)
+        with self._lines.pop(watch) as line, contextlib.suppress(OSError):  # nobody wants to know
+            line.send(str(status).encode())
+
+
+def _place(given: list[int], places: list[int]) -> None:
+    """Give each descriptor its number, and close all others."""
+    beyond = max(*places, *given) + 1
+    parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in given]
+    os.closerange(3, beyond)
+    for descriptor, place in zip(parked, places, strict=True):
+        os.dup2(descriptor, place)
+    os.closerange(beyond, os.sysconf("SC_OPEN_MAX"))
+
+
+def become(wish: Wish) -> None:
+    """Be the process that was asked for; an exception ends the interpreter, as everywhere."""
+    import numpy
+    import torch
+
+    if wish.session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+    os.chdir(wish.folder)
+    os.environ.clear()
+    os.environ.update(wish.environment)
+    random.seed()
+    numpy.random.seed()
+    torch.default_generator.seed()
+    _start_others_alike()
+    kind, *rest = wish.command
+    paths = [path for path in wish.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [str(Path(kind).parent.resolve()) if kind not in ("-m", "-c") else wish.folder, *paths]
+    if kind == "-m":
+        name, *sys.argv[1:] = rest
+        sys.modules.pop(name, None)  # it will be `__main__`
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        code, *arguments = rest
+        sys.argv = ["-c", *arguments]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = wish.command
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _start_others_alike() -> None:
+    """Whoever the child starts as `python -m paceline...` comes out of this nursery too."""
+    import subprocess
+
+    import launching
+
+    subprocess.Popen = launching.LaunchedPaceline
+
+
+def main(address: str, lifeline: int) -> Wish | None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the tests do, and ends their processes then
+        signal.signal(number, signal.SIG_IGN)
+    for name in MODULES:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.freeze()
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(address)
+    door.listen(64)
+    os.write(1, b"ready\n")
+    return Nursery(door, lifeline).attend()
+
+
+if __name__ == "__main__":
+    wish = main(sys.argv[1], int(sys.argv[2]))
+    if wish is None:
+        shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)
+        os._exit(0)
+    become(wish)
