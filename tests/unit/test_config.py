@@ -117,7 +117,11 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
     if "sampling" in table:
         table["allow_truncated_sampling"] = True
         table["sampling"]["temperature"] = table["sampling"].get("temperature") or 0.5
-    table.get("trainer", {}).pop("stream", None)  # it does not go with half of the others
+    for key in ("stream", "parallel"):  # they do not go with half of the others
+        table.get("trainer", {}).pop(key, None)
+    for key in ("backend", "base_url", "api_key_env", "folder", "launch"):  # see test_backends.py
+        table.get("engine", {}).pop(key, None)
+    table.get("cluster", {}).pop("most_engines", None)
     if table.get("deterministic"):
         table.pop("oversample", None)
     if table.get("on_stale", "drop") != "drop":

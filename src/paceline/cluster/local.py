@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paceline.cluster.backends import foreign
 from paceline.config import RunConfig
+from paceline.config.backends import NAMES
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
 from paceline.envs import Environment
@@ -63,7 +65,7 @@ def local(
     ends = end_tokens(tokenizer, model)
     renderer = renderer_of(tokenizer, ends, config.model)
 
-    engine = engine_for(served, config)
+    engine = foreign(config, served, tokenizer, dumps.parent) or engine_for(served, config)
     try:
         trainer = TorchTrainer(
             model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
@@ -80,6 +82,8 @@ def local(
 
     try:
         engine.start()
+        if config.engine.backend != "paceline":
+            phase(f"waiting for {NAMES[config.engine.backend]}")
         with small_products(model.dtype), quick_handover():
             yield Placed(pool, trainer, tokenizer, courses, voice, device, parameters, with_past)
     finally:

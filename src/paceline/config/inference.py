@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paceline.config.backends import Backend
 from paceline.config.base import Section
 
 
@@ -26,8 +27,8 @@ class Sampling(Section):
         return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
 
 
-class Engine(Section):
-    """The embedded engine: continuous batching over the trainer's own model code."""
+class Engine(Backend):
+    """The embedded engine: continuous batching over the trainer's own model code; or another maker's server."""
 
     max_running: int = Field(default=128, ge=1)
     """Requests decoded together."""

@@ -13,8 +13,9 @@ class ModelRef(Section):
 
     name: str = Field(min_length=1)
     """What the endpoint calls the model."""
-    base_url: str
-    """Where it is served, such as `http://127.0.0.1:8001/v1`."""
+    base_url: str | list[str]
+    """Where it is served, such as `http://127.0.0.1:8001/v1`. A list names several servers of the same model, which
+    share the work."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key; none is sent when left out."""
     concurrency: int = Field(default=16, ge=1)
@@ -22,10 +23,21 @@ class ModelRef(Section):
 
     @field_validator("base_url")
     @classmethod
-    def _an_address(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"`{url}` is no address: write where the model is served, http://HOST:PORT/v1")
-        return url
+    def _addresses(cls, given: str | list[str]) -> str | list[str]:
+        for url in [given] if isinstance(given, str) else given:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"`{url}` is no address: write where the model is served, http://HOST:PORT/v1")
+        if not given:
+            raise ValueError("name at least one address")
+        return given
+
+    @property
+    def urls(self) -> list[str]:
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url
+
+    @property
+    def where(self) -> str:
+        return " and ".join(self.urls)
 
 
 Reference = Literal["policy"] | ModelRef

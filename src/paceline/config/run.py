@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from paceline.config import backends
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
+from paceline.config.cluster import Cluster
 from paceline.config.env import EnvConfig, ReverseText
 from paceline.config.failures import Failures
 from paceline.config.filters import Filters, Length
@@ -19,6 +21,7 @@ from paceline.config.model import Model
 from paceline.config.replay import Replay
 from paceline.config.secret import secrets_in
 from paceline.config.trainer import Trainer
+from paceline.config.weights import Weights
 
 DEFAULT_STEPS = 100
 FOLDER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -136,9 +139,9 @@ class RunConfig(Section):
     """Train although top-p or top-k bends the sampled distribution."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engine and trainer compute."""
-    placement: Literal["local", "processes"] = "local"
+    placement: Literal["local", "processes", "ray"] = "local"
     """`local`: engine and trainer in this process. `processes`: server, trainer and orchestrator as three processes of
-    this machine, each started again when it dies."""
+    this machine, each started again when it dies. `ray`: engines and trainer ranks on a cluster, see [cluster]."""
     resume: str | None = None
     """`latest`, or the path of a checkpoint to go on from."""
 
@@ -146,6 +149,7 @@ class RunConfig(Section):
     sampling: Sampling = Sampling()
     engine: Engine = Engine()
     trainer: Trainer = Trainer()
+    cluster: Cluster = Cluster()
     algo: AlgorithmConfig = GRPO()
     env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseText()]
     filters: Filters = Filters()
@@ -157,6 +161,7 @@ class RunConfig(Section):
     recording: Recording = Recording()
     breaker: Breaker = Breaker()
     failures: Failures = Failures()
+    weights: Weights = Weights()
 
     @field_validator("name")
     @classmethod
@@ -201,6 +206,7 @@ class RunConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())
+        yield from backends.problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
         for name, count in Counter(env.name for env in self.env).items():
@@ -213,6 +219,13 @@ class RunConfig(Section):
                 f'cancel_stale cancels what would be dropped, and on_stale = "{self.on_stale}" trains it: set '
                 'on_stale = "drop", or leave cancel_stale out'
             )
+        if self.trainer.parallel.ranks > 1 and self.placement != "ray":
+            yield (
+                f'trainer.parallel.ranks = {self.trainer.parallel.ranks} needs placement = "ray", and placement = '
+                f'"{self.placement}" trains in one process: change one of them'
+            )
+        if self.trainer.parallel.ranks > 1 and self.trainer.stream:
+            yield "trainer.stream begins a batch before it can be dealt to several ranks: leave it out, or ranks = 1"
         if self.trainer.stream and self.deterministic:
             yield "trainer.stream adds gradients in the order groups finish: leave it out where deterministic = true"
         if self.sampling.temperature == 0:
@@ -262,6 +275,8 @@ class RunConfig(Section):
     def _warn(self) -> None:
         sizes = [env.group_size for env in self.env if env.group_size]
         if idle := self.replay.idle(self.staleness, self.batch_size, sizes):
+            warnings.warn(idle, ConfigWarning, stacklevel=2)
+        if idle := self.weights.idle(self.placement):
             warnings.warn(idle, ConfigWarning, stacklevel=2)
         if self.oversample and not self.extra:
             warnings.warn(

@@ -10,7 +10,7 @@ from paceline.config.base import Section
 from paceline.config.errors import ConfigError
 from paceline.config.load import Loaded, load
 
-SERVED_SECTIONS = {"model", "engine", "device", "deterministic", "seed"}
+SERVED_SECTIONS = {"model", "engine", "device", "deterministic", "seed", "trainer"}
 """What of a run file a server uses; other overrides would be read and change nothing."""
 
 
@@ -31,6 +31,8 @@ class Serve(Section):
     """Seconds that requests under way get to finish after a signal."""
     max_body_bytes: int = Field(default=64 << 20, ge=1024)
     """Longest request body."""
+    scores_only: bool = False
+    """Score given tokens and never sample: a reference or teacher without a KV cache, by the trainer's own code."""
     isolate: bool | None = None
     """Run the engine in its own process; on a GPU unless this says otherwise."""
 

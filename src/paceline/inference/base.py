@@ -32,6 +32,10 @@ class Mismatch(EngineError):
     """Weights are not what they claim to be: nothing sampled from them could be trusted."""
 
 
+class OtherBase(EngineError):
+    """The engine does not hold the weights a delta builds on: it must be sent all of them."""
+
+
 class Unreachable(EngineError):
     """No answer came: the engine or the way to it is gone. Noise is keyed, so asking another one is safe."""
 
@@ -131,6 +135,8 @@ class Limits:
     vocabulary: int
     max_top_logprobs: int = 20
     adapters: Mapping[str, int] = field(default_factory=dict)
+    weight_bytes: int = field(default=0, compare=False)
+    """Of all its parameters: no update can be larger."""
 
 
 class Engine(Protocol):

@@ -20,6 +20,7 @@ from paceline.inference.base import (
     GenerateRequest,
     Limits,
     Mismatch,
+    OtherBase,
     Overloaded,
     Piece,
     RequestError,
@@ -29,7 +30,7 @@ from paceline.inference.base import (
 from paceline.model.weights import Adapter, Canary, Policy
 
 HEAD = struct.Struct("<Q")
-ERRORS = {kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch)}
+ERRORS = {kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase)}
 Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
 
 
@@ -67,6 +68,8 @@ class Load(Message):
     adapter: Adapter | None
     expected: str | None
     canary: Canary | None
+    delta: bytes = b""
+    """In place of the weights."""
 
 
 class Ask(Message):

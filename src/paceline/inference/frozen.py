@@ -42,18 +42,18 @@ ASKING: Ways = ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1})
 
 
 class FrozenPool(Pool):
-    """One endpoint and one of its models, asked by so many at once and no more."""
+    """One model behind one endpoint or several, asked by so many at once and no more."""
 
-    def __init__(self, engine: "HttpEngine | CompletionsEngine", ref: ModelRef) -> None:
-        super().__init__([engine])
+    def __init__(self, engines: "Sequence[HttpEngine | CompletionsEngine]", ref: ModelRef) -> None:
+        super().__init__(engines)
         self.ref = ref
-        self._engine = engine
+        self._engines = engines
         self._places = asyncio.Semaphore(ref.concurrency)
 
     @property
     def any_temperature(self) -> bool:
         """Whether it scores at temperatures other than 1."""
-        return isinstance(self._engine, HttpEngine)
+        return all(isinstance(engine, HttpEngine) for engine in self._engines)
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
         async with self._places:  # bounded: each request before it has a deadline
@@ -83,27 +83,34 @@ class FrozenPool(Pool):
 
     async def aclose(self) -> None:
         self.close()
-        await self._engine.aclose()
+        for engine in self._engines:
+            await engine.aclose()
 
 
 async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPool:
-    """The endpoint's model, once it is known to answer and to have the policy's vocabulary."""
+    """The endpoints' model, once each is known to answer and to have the policy's vocabulary."""
     key = _key(ref)
-    asked = CompletionsEngine(ref.base_url, ref.name, key)
+    return FrozenPool([await _engine(url, ref.name, key, tokenizer) for url in ref.urls], ref)
+
+
+async def _engine(
+    url: str, name: str, key: str | None, tokenizer: PreTrainedTokenizerBase
+) -> "HttpEngine | CompletionsEngine":
+    asked = CompletionsEngine(url, name, key)
     try:
         ours, theirs = tokenizer.encode(SAMPLE), await asked.tokens(SAMPLE)
         if ours != theirs:
             raise EngineError(
-                f"`{ref.name}` at {ref.base_url} has another vocabulary than the policy: it reads a text of "
+                f"`{name}` at {url} has another vocabulary than the policy: it reads a text of "
                 f"{len(ours)} tokens as {len(theirs)}, or as others. A teacher must share the policy's tokenizer"
             )
         if not await asked.is_paceline():
-            return FrozenPool(asked, ref)
+            return asked
     except BaseException:
         await asked.aclose()
         raise
     await asked.aclose()
-    return FrozenPool(HttpEngine(ref.base_url, api_key=key), ref)
+    return HttpEngine(url, api_key=key)
 
 
 def _key(ref: ModelRef) -> str | None:
@@ -140,8 +147,10 @@ class CompletionsEngine:
     async def tokens(self, text: str) -> list[int]:
         """How the model splits a text."""
         body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
-        choice = await self._complete(body)
-        ids = choice.get("prompt_token_ids")
+        try:
+            ids = (await self._complete(body)).get("prompt_token_ids")
+        except RequestError:
+            ids = None  # it may only score
         if ids is None:
             answer = await self._ask("POST", "/tokenize", {"model": self._model, "prompt": text})
             ids = answer.get("tokens") if isinstance(answer, dict) else None

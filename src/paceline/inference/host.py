@@ -2,39 +2,25 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from socket import socket
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-
-from paceline.inference.base import Completion, Engine, Piece, RequestError
+from paceline.inference.base import Engine, Piece
+from paceline.inference.desk import Desk
 from paceline.inference.frames import (
-    Answer,
-    Ask,
     Cancel,
-    Done,
-    Failed,
     FromEngine,
     Generate,
     Hello,
-    Load,
     Message,
     Sampled,
-    Score,
-    Scores,
-    as_ints,
     decode_to_engine,
-    floats,
     frame,
     join,
     read_frame,
 )
-from paceline.inference.stored import StoredTensors
-from paceline.model.weights import WeightUpdate
 
 GATHER_SECONDS = 0.001
 """How long news may wait for more: less than a decode step takes."""
@@ -54,12 +40,7 @@ class EngineHost:
         self._pile: deque[Message | tuple[int, Piece]] = deque()
         self._woken = False
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._answers: dict[type[Message], Callable[..., Awaitable[Message]]] = {
-            Generate: self._generate,
-            Score: self._score,
-            Load: self._load,
-            Ask: self._ask,
-        }
+        self._desk = Desk(engine)
 
     async def serve(self, door: socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
@@ -85,39 +66,11 @@ class EngineHost:
         task.add_done_callback(lambda _: self._running.pop(message.id, None))
 
     async def _answer(self, message: Message) -> None:
-        try:
-            self._post(await self._answers[type(message)](message))
-        except Exception as error:  # whatever it is, the asker is told, and a bug keeps its name
-            self._post(Failed.of(message.id, error))
-
-    async def _generate(self, message: Generate) -> Message:
-        listener = partial(self._heard, message.id) if message.listen else None
-        completion: Completion = await self._engine.generate(message.request, listener)
-        return Done.of(message.id, completion)
+        listens = isinstance(message, Generate) and message.listen
+        self._post(await self._desk.answer(message, partial(self._heard, message.id) if listens else None))
 
     def _heard(self, number: int, piece: Piece) -> None:
         self._post((number, piece))
-
-    async def _score(self, message: Score) -> Message:
-        sequences = [as_ints(ids) for ids in message.sequences]
-        scores = await self._engine.score(sequences, message.temperature, message.model)
-        return Scores(message.id, [floats(score) for score in scores])
-
-    async def _load(self, message: Load) -> Message:
-        if isinstance(message.weights, bytes):
-            try:
-                tensors = load(message.weights)
-            except SafetensorError as error:
-                raise RequestError(f"the weights are no safetensors file: {error}") from error
-        else:
-            tensors = StoredTensors([Path(file) for file in message.weights])
-            await asyncio.to_thread(tensors.fill)
-        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
-        return Answer(message.id, seconds=await self._engine.load_weights(update))
-
-    async def _ask(self, message: Ask) -> Message:
-        value = await getattr(self._engine, message.what)()
-        return Answer(message.id, **({} if value is None else {message.what: value}))
 
     def _post(self, message: Message | tuple[int, Piece]) -> None:
         """Send soon, with all that is piled up by then. From any thread."""

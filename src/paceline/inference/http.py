@@ -6,7 +6,7 @@ import dataclasses
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ from paceline.inference.base import (
     Limits,
     Listener,
     Mismatch,
+    OtherBase,
     Overloaded,
     Piece,
     RequestError,
     UnknownModel,
     Unreachable,
 )
-from paceline.inference.shelf import Shelf, copied
-from paceline.inference.stored import StoredTensors
+from paceline.inference.carriers import UPDATE_HEADER, Carrier, WeightPath, carrier_for
+from paceline.inference.shelf import copied
 from paceline.model.weights import Policy, WeightUpdate
 
 CONNECT_SECONDS = 10.0
@@ -50,16 +51,24 @@ STATS = frozenset(field.name for field in dataclasses.fields(EngineStats))
 class HttpEngine:
     """Speaks the `Engine` protocol over HTTP/1.1, one connection per request under way.
 
-    Cancelling a call closes its connection, and the server then takes the request out of its engine. Full weights
-    travel as a file in `folder`, which both sides must see under the same path and the server must `--allow`; adapters
-    travel in the request. Fingerprint and canary go with them, and the server checks both.
+    Cancelling a call closes its connection, and the server then takes the request out of its engine. Adapters travel in
+    the request, full weights by `path` (see `carriers.py`): as files in `folder`, if it is given, which both sides must
+    see under the same path and the server must `--allow`; else as the body of a request. Fingerprint and canary go with
+    them, and the server checks both.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, folder: Path | None = None, timeout: float = 3600.0
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        folder: Path | None = None,
+        path: WeightPath = "auto",
+        timeout: float = 3600.0,
     ) -> None:
         self.name = url.rstrip("/").removesuffix("/v1")
-        self._shelf = Shelf(folder) if folder is not None else None
+        self._travel = path, folder
+        self._carries: Carrier | None = None
         self._settings: dict[str, Any] = {
             "base_url": self.name,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -122,7 +131,7 @@ class HttpEngine:
         if update.canary is not None:
             head["canary"] = _canary(update)
         if adapter is None:
-            answer = await self._post("/weights/load", head | {"path": await self._path(update)})
+            answer = await self._carrier.send(self, head, await self.keep(update))
         else:
             weights = await asyncio.to_thread(_packed, update)
             head |= {"name": adapter.name} if adapter.name else {}
@@ -166,16 +175,29 @@ class HttpEngine:
         """A copy of an update that can be sent again later, whatever the trainer has done to its tensors by then."""
         if update.adapter is not None:
             return copied(update)
-        if self._shelf is None:
-            raise EngineError(f"{self.name} takes full weights as a file: give HttpEngine a `folder` both sides see")
-        return await self._shelf.keep(update)
+        return await self._carrier.keep(update)
 
     # -- the wire -----------------------------------------------------------------------------------------------------
 
-    async def _path(self, update: WeightUpdate) -> str:
-        tensors = (await self.keep(update)).tensors
-        assert isinstance(tensors, StoredTensors)
-        return str(tensors.files[0].resolve())
+    @property
+    def _carrier(self) -> Carrier:
+        """Made when weights first travel: most engines behind HTTP only answer."""
+        if self._carries is None:
+            self._carries = carrier_for(*self._travel)
+        return self._carries
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """For the carrier: a request with JSON."""
+        return await self._post(path, body)
+
+    async def stream(self, path: str, head: dict[str, Any], size: int, pieces: AsyncIterator[bytes]) -> Any:
+        """For the carrier: a request with raw bytes, the head in a header of its own."""
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        headers[UPDATE_HEADER] = orjson.dumps(head).decode("ascii")
+        try:
+            return _read(await self._client().post(path, content=pieces, headers=headers))
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
 
     async def _get(self, path: str) -> Any:
         try:
@@ -203,8 +225,8 @@ class HttpEngine:
     def _leave(self) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None:
         if self._asking is not None:
             self._asking.cancel()
-        if self._shelf is not None:
-            self._shelf.clear()
+        if self._carries is not None:
+            self._carries.close()
         opened, self._open = self._open, None
         return opened
 
@@ -221,6 +243,8 @@ class HttpEngine:
 JSON = {"Content-Type": "application/json"}
 MISMATCH = "weights_mismatch"
 """The code of a refusal because weights are not what they claim to be."""
+OTHER_BASE = "other_base"
+"""The code of a refusal because the engine does not hold what a delta builds on."""
 
 
 def _body(request: GenerateRequest) -> dict[str, Any]:
@@ -304,6 +328,8 @@ def _error(response: httpx.Response, answer: Any) -> EngineError:
     message, code, status = str(told.get("message")), told.get("code"), response.status_code
     if code == MISMATCH:
         return Mismatch(message)
+    if code == OTHER_BASE:
+        return OtherBase(message)
     if code == "model_not_found":
         return UnknownModel(message)
     if code in ("shutting_down", "engine_unavailable"):

@@ -110,12 +110,14 @@ class EngineLink:
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
-        if isinstance(tensors, StoredTensors):
+        if isinstance(tensors, StoredTensors) and not tensors.deltas:
             weights: bytes | list[str] = [str(file) for file in tensors.files]
         else:
             weights = await asyncio.to_thread(_packed, tensors)
         number = next(self._numbers)
-        message = Load(number, update.version, weights, update.adapter, update.expected, update.canary)
+        message = Load(
+            number, update.version, weights, update.adapter, update.expected, update.canary, _bytes_of(update)
+        )
         answer: Answer = await self._send(message)
         return answer.seconds
 
@@ -223,6 +225,10 @@ class EngineLink:
                 answer.set_exception(message.error())
             else:
                 answer.set_result(message)
+
+
+def _bytes_of(update: WeightUpdate) -> bytes:
+    return b"" if update.delta is None else update.delta.data
 
 
 def _packed(tensors: Any) -> bytes:

@@ -116,6 +116,10 @@ class Pool:
         self._homes.forget()
         return await self._roster.publish(update)
 
+    def add(self, engine: Engine) -> None:
+        """A further engine takes part as soon as it holds the current weights."""
+        self._roster.add(engine)
+
     async def policies(self) -> list[Policy]:
         """What each engine in service really serves."""
         return list(await asyncio.gather(*(member.engine.policy() for member in self._roster.serving)))

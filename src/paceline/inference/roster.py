@@ -74,6 +74,15 @@ class Roster:
         """Exponential back-off, shortened by up to half so that those who wait do not return all at once."""
         return min(MOST_DELAY, FIRST_DELAY * 2 ** min(attempt, 30)) * (1 - self._jitter() / 2)
 
+    def add(self, engine: Engine) -> None:
+        """A further engine, which serves once it answers and holds the current weights."""
+        name = engine.name if isinstance(engine, Remote) else f"engine {len(self.members)}"
+        member = Member(engine, name)
+        member.trouble = EngineError("it has not answered yet")
+        self._keeper = self._keeper or (engine if isinstance(engine, Remote) else None)
+        self.members.append(member)
+        self._nurses[member] = asyncio.ensure_future(self._nurse(member))
+
     async def meet(self) -> None:
         """Learn each engine's size, once. With one engine there is nothing to choose."""
         if len(self.members) == 1:
@@ -165,7 +174,7 @@ class Roster:
                 member.trouble = error
                 if attempt > QUIET_ATTEMPTS:
                     self._seldom.warn(member, "%s has not come back yet: %s", member.name, error)
-        log.warning("%s is back", member.name)
+        log.warning("%s serves", member.name)
 
     async def _restore(self, member: Member) -> None:
         sent: dict[str | None, WeightUpdate] | None = None

@@ -1,4 +1,4 @@
-"""Weights that lie in safetensors files and are read only where they are needed."""
+"""Weights that lie in files and are read only where they are needed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,21 +7,35 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.inference.base import RequestError
+from paceline.inference.base import EngineError, RequestError
+from paceline.model.delta import Delta, DeltaError
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name. Another process can be given the files instead of the bytes."""
+    """Tensors by name. Another process can be given the files instead of the bytes.
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = tuple(files)
+    `deltas` are files too: what was changed, one after the other, since the safetensors files were written.
+    """
+
+    def __init__(self, files: Sequence[Path], deltas: Sequence[Path] = ()) -> None:
+        self.files, self.deltas = tuple(files), tuple(deltas)
         self._tensors: dict[str, Tensor] | None = None
         self._names = [name for file in files for name in _names(file)]
 
     def fill(self) -> None:
         """Read the files now; else whoever first looks at a tensor does."""
         if self._tensors is None:
-            self._tensors = {name: tensor for file in self.files for name, tensor in load_file(file).items()}
+            try:
+                tensors = {name: tensor for file in self.files for name, tensor in load_file(file).items()}
+            except (SafetensorError, OSError) as error:
+                raise EngineError(f"the weights cannot be read any more: {error}") from error
+            for file in self.deltas:
+                _apply(tensors, file)
+            self._tensors = tensors
+
+    def forget(self) -> None:
+        """Give the memory back; the files are still there."""
+        self._tensors = None
 
     def __getitem__(self, name: str) -> Tensor:
         self.fill()
@@ -33,6 +47,32 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def read_delta(data: bytes) -> Delta:
+    """A delta that somebody sent."""
+    try:
+        return Delta(data)
+    except DeltaError as error:
+        raise RequestError(str(error)) from error
+
+
+def open_delta(file: Path) -> Delta:
+    """A delta that lies in a file."""
+    try:
+        return Delta(file.read_bytes())
+    except (OSError, DeltaError) as error:
+        raise EngineError(f"{file.name} cannot be read: {error}") from error
+
+
+def _apply(tensors: dict[str, Tensor], file: Path) -> None:
+    """The fingerprint that goes with the update proves the whole chain, so the links are not proved one by one."""
+    delta = open_delta(file)
+    try:
+        delta.check_fit(tensors)
+        delta.write(tensors)
+    except DeltaError as error:
+        raise EngineError(f"{file.name} does not fit the weights before it: {error}") from error
 
 
 def _names(file: Path) -> list[str]:

@@ -2,15 +2,20 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.model.bits import MASK, mix
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+if TYPE_CHECKING:
+    from paceline.model.delta import Delta
+
+WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their width in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,14 @@ class WeightUpdate:
     expected: str | None = None
     """The sender's fingerprint of these tensors; an engine that holds others refuses the update."""
     canary: Canary | None = None
+    delta: "Delta | None" = None
+    """The way here from an earlier version: an engine that holds that one may take it in place of the tensors, which
+    are then empty or read only by those who need them."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors it stands for, also of those that a delta leaves as they are."""
+        return self.tensors.keys() if self.delta is None else self.delta.entries.keys()
 
     def fingerprint(self) -> str:
         return fingerprint(self.tensors.items())
@@ -70,10 +83,19 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     pairs = list(named)
     total = 0
     for (name, _), value in zip(pairs, tensor_sums([tensor for _, tensor in pairs]), strict=True):
-        # All of the name: `layers.0` and `layers.1` differ in the middle, not in length or ending.
-        salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-        total += (value * ((salt << 1) | 1)) & MASK
+        total += (value * salt(name)) & MASK
     return f"{total & MASK:016x}"
+
+
+def salt(name: str) -> int:
+    """What a tensor's sum is multiplied by."""
+    # All of the name: `layers.0` and `layers.1` differ in the middle, not in length or ending.
+    return (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") << 1) | 1
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Its elements in a row as integers of the same width: a view where the tensor is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(WIDTHS[tensor.element_size()])
 
 
 def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
@@ -87,7 +109,7 @@ def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
 
 def tensor_sum(tensor: Tensor, chunk: int = 1 << 20) -> int:
     """The same for one tensor in plain torch."""
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    bits = bits_of(tensor)
     total = 0
     for start in range(0, len(bits), chunk):
         part = bits[start : start + chunk].long()

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.local import make_room_for_adapters, pick_device, share_cores
+from paceline.cluster.local import make_room_for_adapters
 from paceline.cluster.processes.brief import FATAL, Brief, Report, read_brief
 from paceline.cluster.processes.frames import Hello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.serving import serve_model
 from paceline.cluster.session import conduct
+from paceline.cluster.training import build_trainer
 from paceline.config import RunConfig
 from paceline.config.env.arena import ArenaEnv as Arena
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
 from paceline.inference import EngineError
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, small_products
+from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.monitor import Monitors, watching
 from paceline.monitor.plain import PlainLines
-from paceline.trainer import TorchTrainer
 
 
 def server(brief: Brief) -> int:
@@ -42,18 +42,13 @@ def server(brief: Brief) -> int:
 def trainer(brief: Brief) -> int:
     """One trainer, asked over a socket."""
     config = brief.run
-    device = pick_device(config.device)
-    model = attach_lora(load_model(config.model, device), config.model, config.seed)
-    parameters = sum(p.numel() for p in model.parameters())
-    config = share_cores(config, parameters)
-    dumps = Path(config.runs) / config.name / "dumps"
-    own = TorchTrainer(model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps)
+    built = build_trainer(config)
     address = Path(brief.socket)
     address.unlink(missing_ok=True)
     tokenizer = load_tokenizer(config.model)
-    hello = Hello(life(), 0, parameters, device, end_tokens(tokenizer, model))
-    host = TrainerHost(own, tokenizer, brief.weights, hello)
-    with small_products(model.dtype):
+    hello = Hello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
+    host = TrainerHost(built.trainer, tokenizer, brief.weights, hello, config.weights.path)
+    with small_products(built.model.dtype):
         asyncio.run(host.serve(address))
     return 0
 

@@ -31,7 +31,7 @@ async def connected(config: RunConfig, brief: Brief, phase: Callable[[str], None
     tokenizer = load_tokenizer(config.model)
     phase(f"waiting for a server and a trainer of {config.model.name}")
     trainer = RemoteTrainer(Path(brief.trainer))
-    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights)
+    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
     recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
     past = sum(member.league.size for member in members(courses))
     try:

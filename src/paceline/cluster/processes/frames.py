@@ -41,13 +41,17 @@ class Alive(msgspec.Struct, array_like=True, tag=True):
 
 
 class Sent(msgspec.Struct, array_like=True):
-    """Weights, as the file they lie in."""
+    """Weights, as the files they lie in."""
 
     version: int
     file: str
     adapter: Adapter | None
     expected: str
     canary: Canary | None
+    deltas: list[str] = []
+    """What was changed since that file was written, in order."""
+    delta: str = ""
+    """The way here from the version before, where there is one."""
 
 
 class Done(msgspec.Struct, array_like=True, tag=True):

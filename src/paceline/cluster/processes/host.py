@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.cluster.processes.frames import Alive, Call, Done, Failed, Hello, Sent, decode_call, framed
 from paceline.data import Sample, decode
 from paceline.errors import PacelineError
+from paceline.inference.carriers import WeightPath
 from paceline.inference.frames import read_frame
 from paceline.inference.shelf import Shelf
 from paceline.inference.stored import StoredTensors
@@ -31,9 +32,16 @@ class TrainerHost:
     since the trainer has one thread.
     """
 
-    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: Path, hello: Hello) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        tokenizer: PreTrainedTokenizerBase,
+        weights: Path,
+        hello: Hello,
+        path: WeightPath = "auto",
+    ) -> None:
         self._trainer, self._tokenizer, self._hello = trainer, tokenizer, hello
-        self._shelf = Shelf(weights, KEPT_WEIGHTS)
+        self._shelf = Shelf(weights, KEPT_WEIGHTS, deltas=path in ("auto", "delta"))
         self._shelf.adopt()
         self._fed: list[Sample] = []
         self._callers: set[asyncio.StreamWriter] = set()
@@ -100,10 +108,12 @@ class TrainerHost:
 
     async def _weights(self, call: Call) -> Done:
         update = await self._trainer.weights()
-        expected = await asyncio.to_thread(update.fingerprint)
-        stored = (await self._shelf.keep(update)).tensors
+        kept = await self._shelf.keep(update)
+        expected = kept.expected or await asyncio.to_thread(update.fingerprint)
+        stored = kept.tensors
         assert isinstance(stored, StoredTensors)
-        sent = Sent(update.version, str(stored.files[0]), update.adapter, expected, update.canary)
+        deltas, delta = [str(file) for file in stored.deltas], str(self._shelf.link or "")
+        sent = Sent(update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta)
         return self._done(call, sent=sent)
 
     async def _save(self, call: Call) -> Done:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.cluster.processes.frames import Alive, Call, Done, Failed, Hello, What, decode_answer, framed
 from paceline.data import Sample, encode
 from paceline.inference.frames import HEAD
-from paceline.inference.stored import StoredTensors
+from paceline.inference.stored import StoredTensors, open_delta
 from paceline.model.weights import WeightUpdate
 from paceline.trainer import StepReport, TrainerError, TrainerLost
 from paceline.waits import beat
@@ -77,7 +77,9 @@ class RemoteTrainer:
     async def weights(self) -> WeightUpdate:
         sent = (await self._call("weights")).sent
         assert sent is not None
-        return WeightUpdate(sent.version, StoredTensors([Path(sent.file)]), sent.adapter, sent.expected, sent.canary)
+        tensors = StoredTensors([Path(sent.file)], [Path(file) for file in sent.deltas])
+        delta = await asyncio.to_thread(open_delta, Path(sent.delta)) if sent.delta else None
+        return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary, delta)
 
     async def save(self, folder: Path) -> None:
         await self._call("save", path=folder)

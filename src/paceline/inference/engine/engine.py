@@ -134,6 +134,8 @@ class EmbeddedEngine:
 
     async def load_weights(self, update: WeightUpdate) -> float:
         ready = None
+        if update.delta is not None:
+            await asyncio.to_thread(update.delta.changes, self._device)  # decoded before decoding has to pause
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
@@ -143,7 +145,7 @@ class EmbeddedEngine:
         return await self._ask(self._served.policy)
 
     async def limits(self) -> Limits:
-        return Limits(self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters)
+        return Limits(self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._served.bytes)
 
     async def stats(self) -> EngineStats:
         scheduler = self._scheduler

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from paceline.inference.base import EngineError, Mismatch
 from paceline.inference.engine.catalog import BASE, POLICY, Catalog
+from paceline.inference.engine.patch import patch
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
 from paceline.model.adapters import AdapterError, Adapters
 from paceline.model.canary import rounding, sequence_logprobs
@@ -26,6 +27,7 @@ class Served:
         self._catalog = catalog
         self._native = native
         self._parameters = dict(model.named_parameters())
+        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
 
     def warm(self) -> None:
@@ -49,6 +51,8 @@ class Served:
 
     def apply(self, update: WeightUpdate, check: bool = True) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing."""
+        if update.delta is not None:
+            return self._apply_delta(update, check)
         tensors = dict(update.tensors) if update.adapter is None else self._fit_adapter(update)
         sent = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, sent):
@@ -66,7 +70,7 @@ class Served:
     def verify(self, update: WeightUpdate, sent: str) -> None:
         """What is held now must be what was sent, and compute what the trainer computes."""
         name = POLICY if update.adapter is None else update.adapter.name
-        held = {n: self._parameters[n] for n in update.tensors} if update.adapter is None else self._held(name)
+        held = {n: self._parameters[n] for n in update.names} if update.adapter is None else self._held(name)
         if fingerprint(held.items()) != sent:
             raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
         if update.canary is not None:
@@ -75,7 +79,7 @@ class Served:
 
     def _note(self, update: WeightUpdate, sent: str) -> None:
         """These weights are proved: whatever is sampled from now on names them."""
-        if update.adapter is None and update.tensors.keys() != self._parameters.keys():
+        if update.adapter is None and update.names != self._parameters.keys():
             sent = fingerprint(self._parameters.items())
         known = {update.version: sent}
         self._catalog.weights |= dict.fromkeys(_touched(update), known)
@@ -94,6 +98,17 @@ class Served:
                 raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(mine)} in the model")
         mine: list[Tensor] = [self._parameters[name] for name in update.tensors]
         torch._foreach_copy_(mine, list(update.tensors.values()), non_blocking=True)
+        return self._changed(update)
+
+    def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
+        if check and update.canary is not None:
+            self._check_form(update.canary)
+        sent = patch(self._parameters, update, self._catalog)
+        self._catalog.versions[self._changed(update)] = update.version
+        self._catalog.weights |= {model: {} for model in _touched(update)}
+        return sent if check else None
+
+    def _changed(self, update: WeightUpdate) -> str:
         self._native.refresh()
         self._catalog.base_version = self._catalog.versions[BASE] = update.version
         return POLICY

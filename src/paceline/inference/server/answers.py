@@ -68,6 +68,13 @@ class ScoreAnswer(BaseModel):
     logprobs: list[list[float]]
 
 
+class Tokens(BaseModel):
+    """How the model reads a text."""
+
+    tokens: list[int]
+    count: int
+
+
 class ModelEntry(BaseModel):
     """A name requests may use."""
 

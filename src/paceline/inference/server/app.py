@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from paceline.inference.base import Engine
-from paceline.inference.server import answers, bodies, control, weights
+from paceline.inference.carriers import UPDATE_HEADER
+from paceline.inference.server import answers, arriving, bodies, control, weights
 from paceline.inference.server.chat import chat
 from paceline.inference.server.completions import complete
 from paceline.inference.server.errors import ErrorAnswer, install_error_handlers
@@ -41,9 +42,12 @@ class Route:
     method: str = "GET"
     refusals: tuple[int, ...] = (401, 503)
     streams: bool = False
+    raw: bool = False
+    """Bytes are the body; what `body` describes is in the header `Paceline-Update`."""
 
 
 POST_REFUSALS = (400, 401, 404, 413, 415, 429, 503)
+RAW_REFUSALS = (400, 401, 409, 413, 415, 429, 503)
 ROUTES = (
     Route("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, "POST", POST_REFUSALS, streams=True),
     Route(
@@ -56,6 +60,7 @@ ROUTES = (
         streams=True,
     ),
     Route("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody, "POST", POST_REFUSALS),
+    Route("/tokenize", control.tokenize, answers.Tokens, bodies.TokenizeBody, "POST", POST_REFUSALS),
     Route("/v1/models", control.models, answers.ModelList),
     Route("/health", control.health, answers.Status, refusals=(503,)),
     Route("/metrics", control.metrics, "text/plain"),
@@ -67,6 +72,10 @@ ROUTES = (
     Route(
         "/weights/load", weights.load_weights, answers.UpdateAnswer, bodies.WeightsBody, "POST", (*POST_REFUSALS, 403)
     ),
+    Route("/weights/upload", arriving.upload, answers.UpdateAnswer, bodies.UpdateHead, "POST", RAW_REFUSALS, raw=True),
+    Route("/weights/delta", arriving.delta, answers.UpdateAnswer, bodies.UpdateHead, "POST", RAW_REFUSALS, raw=True),
+    Route("/weights/group", arriving.join, answers.Status, bodies.GroupBody, "POST", POST_REFUSALS),
+    Route("/weights/receive", arriving.receive, answers.UpdateAnswer, bodies.ReceiveBody, "POST", POST_REFUSALS),
     Route(
         "/pause",
         control.lever(lambda e: e.pause(), "Stop between two steps; requests wait."),
@@ -82,8 +91,9 @@ MEANINGS = {
     401: "The API key is missing or wrong.",
     403: "Not from this folder.",
     404: "There is no such model.",
+    409: "The engine holds other weights than the delta builds on.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not of the right type.",
     429: "Too many requests are waiting; try again later.",
     503: "The engine does not answer.",
 }
@@ -108,8 +118,11 @@ def build_app(
         scribe = Scribe(tokenizer, end_tokens, limits.max_context)
         models = Models(engine, name, limits)
         folders = tuple(folder.resolve() for folder in allowed)
-        app.state.service = Service(engine, scribe, models, Post(), meter, folders)
+        service = app.state.service = Service(engine, scribe, models, Post(), meter, folders)
         yield
+        service.spool.close()
+        if service.receiver is not None:
+            service.receiver.close()
 
     app = FastAPI(title="Paceline", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.max_body_bytes = max_body_bytes
@@ -137,11 +150,16 @@ def _add(app: FastAPI, route: Route) -> None:
         response_class=Response,
         response_model=None,
         summary=(route.endpoint.__doc__ or "").strip(),
-        openapi_extra=_takes(route.body) if route.body else None,
+        openapi_extra=_takes(route.body, route.raw) if route.body else None,
     )
 
 
-def _takes(body: type[BaseModel]) -> dict[str, Any]:
+def _takes(body: type[BaseModel], raw: bool) -> dict[str, Any]:
+    if raw:
+        about = f"JSON of the form {body.__name__}"
+        head = {"name": UPDATE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
+        content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        return {"parameters": [head | {"description": about}], "requestBody": {"required": True, "content": content}}
     content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{body.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 

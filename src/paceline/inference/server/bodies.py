@@ -235,6 +235,13 @@ class ScoreBody(Body):
     model: str | None = None
 
 
+class TokenizeBody(Body):
+    """A text to split into tokens."""
+
+    prompt: str
+    model: str | None = None
+
+
 class CanaryBody(Body):
     """A short sequence and what the trainer, with the weights it sends, gives its tokens."""
 
@@ -259,6 +266,47 @@ class AdapterBody(Body):
     """The sender's fingerprint of the tensors; other bits are refused."""
     canary: CanaryBody | None = None
     """Checked before anything is sampled from the adapter."""
+
+
+class UpdateHead(Body):
+    """What the header `Paceline-Update` says of weights that come as a body."""
+
+    version: Annotated[int, Field(ge=0, le=INT64)]
+    fingerprint: str | None = None
+    """The sender's fingerprint of the tensors; other bits are refused."""
+    canary: CanaryBody | None = None
+    """Checked before anything is sampled from the weights."""
+
+
+class TensorForm(Body):
+    """A tensor that will come."""
+
+    name: Annotated[str, Field(min_length=1, max_length=1024)]
+    dtype: Literal[
+        "float32", "bfloat16", "float16", "float64", "uint8", "int8", "int16", "int32", "int64",
+        "float8_e4m3fn", "float8_e5m2",
+    ]  # fmt: skip
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=INT64)]], Field(max_length=16)]
+
+
+class ReceiveBody(UpdateHead):
+    """Weights that a group which was joined before will broadcast now."""
+
+    tensors: Annotated[list[TensorForm], Field(min_length=1)]
+    """In the order they come in."""
+
+
+class GroupBody(Body):
+    """A group in which weights are broadcast: where its members meet, and who of them we are."""
+
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    world: Annotated[int, Field(ge=2, le=65536)]
+    rank: Annotated[int, Field(ge=1, le=65535)]
+    seconds: Annotated[float, Field(gt=0, le=600)] = 120.0
+    """Longest that the group may take to form, and that one bucket may take to arrive."""
+    bucket: Annotated[int, Field(ge=1024, le=1 << 30)] = 64 << 20
+    """Bytes sent at once."""
 
 
 class WeightsBody(Body):

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from paceline.inference.base import Engine, EngineError
-from paceline.inference.server.bodies import ScoreBody
+from paceline.inference.server.bodies import ScoreBody, TokenizeBody
 from paceline.inference.server.errors import bad
 from paceline.inference.server.http import Json, read_body, unless_gone
 from paceline.inference.server.plan import check_vocabulary
@@ -29,6 +29,14 @@ async def score(request: Request) -> Response:
 
 async def _score(engine: Engine, body: ScoreBody, model: str) -> list[list[float]]:
     return await engine.score(body.token_ids, body.temperature, model)
+
+
+async def tokenize(request: Request) -> Response:
+    """How the model splits a text, its special tokens included."""
+    service = service_of(request)
+    body = await read_body(request, TokenizeBody)
+    tokens = list(await service.scribe.encode(body.prompt, special=True))
+    return Json({"tokens": tokens, "count": len(tokens)})
 
 
 async def models(request: Request) -> Response:

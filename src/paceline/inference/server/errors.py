@@ -13,6 +13,7 @@ from paceline.inference.base import EngineError, Mismatch, Overloaded, RequestEr
 RETRY_SECONDS = "1"
 CLIENT_GONE = 499
 MISMATCH = "weights_mismatch"
+OTHER_BASE = "other_base"
 log = logging.getLogger("paceline.server")
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from fastapi import Request
 
 from paceline.inference.base import Engine, EngineError
+from paceline.inference.broadcast import Receiver
 from paceline.inference.server.mailbox import Post
 from paceline.inference.server.metrics import Meter
 from paceline.inference.server.models import Models
 from paceline.inference.server.scribe import Scribe
+from paceline.inference.server.spool import Spool
 
 
 @dataclass(slots=True)
@@ -24,6 +26,12 @@ class Service:
     meter: Meter
     allowed: tuple[Path, ...] = ()
     """Folders weights may be loaded from, resolved."""
+    spool: Spool = field(default_factory=Spool)
+    """Where weights that come as a body lie until they are applied."""
+    receiver: Receiver | None = None
+    """Our part of a group that broadcasts weights."""
+    joining: bool = False
+    """Whether we are about to join one."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def check_alive(self) -> None:

@@ -13,10 +13,10 @@ from fastapi import Request, Response
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from paceline.inference.base import EngineError, Mismatch, Overloaded, RequestError
+from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded, RequestError
 from paceline.inference.link import EngineLink
 from paceline.inference.server.bodies import AdapterBody, CanaryBody, WeightsBody
-from paceline.inference.server.errors import MISMATCH, Refusal, bad
+from paceline.inference.server.errors import MISMATCH, OTHER_BASE, Refusal, bad
 from paceline.inference.server.http import Json, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.stored import StoredTensors
@@ -40,12 +40,17 @@ async def load_weights(request: Request) -> Response:
     """Serve weights from this machine's disk; answers once they are applied."""
     service = service_of(request)
     body = await read_body(request, WeightsBody)
-    files = find_files(body.path, service.allowed)
+    tensors = await opened(service, find_files(body.path, service.allowed))
+    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
+    return Json(await apply(service, update))
+
+
+async def opened(service: Service, files: Sequence[Path]) -> StoredTensors:
+    """Files of weights, read if whoever needs them is in this process."""
     tensors = await asyncio.to_thread(StoredTensors, files)
     if not isinstance(service.engine, EngineLink):
         await asyncio.to_thread(tensors.fill)  # an engine in another process reads the files itself
-    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
-    return Json(await apply(service, update))
+    return tensors
 
 
 async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
@@ -54,6 +59,8 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
         pause = await service.engine.load_weights(update)
     except (RequestError, Overloaded):
         raise
+    except OtherBase as error:
+        raise Refusal(409, str(error), code=OTHER_BASE) from error
     except EngineError as error:
         service.note(error)
         await service.check_alive()

@@ -1,0 +1,106 @@
+"""Weights broadcast between real processes: the same bits for everybody, and nobody waits long for one that is lost."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from launching import Launched
+from paceline.inference import EngineError
+from paceline.inference.broadcast import Receiver, Sender, layout_of
+from paceline.model import fingerprint
+
+SECONDS = 8.0
+RECEIVER = """
+import json, sys
+from paceline.inference import EngineError
+from paceline.inference.broadcast import Receiver
+from paceline.model import fingerprint
+invitation = json.loads(sys.stdin.readline())
+receiver = Receiver(**invitation)
+receiver.form()
+for line in sys.stdin:
+    try:
+        print(fingerprint(receiver.receive(json.loads(line)).items()), flush=True)
+    except EngineError as error:
+        print(error, flush=True)
+        break
+"""
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Types and sizes that do not fit buckets: some smaller, one of many, one empty, one without dimensions."""
+    torch.manual_seed(seed)
+    return {
+        "a": torch.randn(7, 3).bfloat16(),
+        "b": torch.randn(300, 41),
+        "none": torch.empty(0, 5),
+        "c": torch.randint(0, 255, (1000,), dtype=torch.uint8),
+        "one": torch.randn(()),
+        "d": torch.randn(1024).bfloat16(),
+    }
+
+
+@pytest.fixture
+def group():
+    """A sender here, and two receivers in processes of their own."""
+    sender = Sender(members=2, seconds=SECONDS, bucket=4096)
+    started = [
+        Launched([sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for rank, process in enumerate(started, 1):
+        tell(process, sender.invitation(rank))
+    try:
+        sender.form()
+        yield sender, started
+    finally:
+        sender.close()
+        for process in started:
+            process.stdin.close()
+            process.stdout.close()
+            process.kill()
+            process.wait(30)
+
+
+def tell(process, what) -> None:
+    process.stdin.write(json.dumps(what) + "\n")
+    process.stdin.flush()
+
+
+def test_everybody_holds_the_same_bits_and_a_lost_one_holds_nobody_up(group):
+    sender, (first, second) = group
+    for seed in range(3):
+        tensors = weights(seed)
+        for process in (first, second):
+            tell(process, layout_of(tensors))
+        sender.send(tensors)
+        marks = [process.stdout.readline().strip() for process in (first, second)]
+        assert marks == [fingerprint(tensors.items())] * 2
+    second.kill()
+    second.wait(30)
+    tell(first, layout_of(tensors))
+    begin = time.monotonic()
+    with contextlib.suppress(EngineError):
+        sender.send(weights(3))  # the first part may leave before anybody notices
+    with pytest.raises(EngineError, match=r"a member of the group for weights is gone|must be formed first"):
+        sender.send(tensors)
+    sender.close()
+    assert "is gone" in first.stdout.readline() or "is gone" in first.stdout.readline()
+    assert time.monotonic() - begin < 3 * SECONDS
+    with pytest.raises(EngineError, match="must be formed first"):
+        sender.send(tensors)
+
+
+def test_a_group_that_never_comes_together_is_given_up_in_time():
+    begin = time.monotonic()
+    sender = Sender(members=1, seconds=1.0)
+    with pytest.raises(EngineError, match="did not form"):
+        sender.form()
+    with pytest.raises(EngineError, match="nobody waits for us"):
+        Receiver("127.0.0.1", 9, 2, 1, seconds=1.0).form()
+    assert time.monotonic() - begin < 30

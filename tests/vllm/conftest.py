@@ -1,0 +1,77 @@
+"""A real vLLM for these tests: started once, by the code a run starts its own with, and ended with the last of them.
+
+Asked for by `PACELINE_VLLM=1`, as `make vllm` does; its environment is made by `scripts/get_vllm_cpu.py`.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.backends import foreign
+from paceline.config import RunConfig, inference
+from paceline.config.backends import Launch
+from paceline.config.model import Model
+from paceline.model import load_model, load_tokenizer
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+ASKED = os.environ.get("PACELINE_VLLM") == "1"
+LORA = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--lora-target-modules"]
+LORA += ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def pytest_collection_modifyitems(items):
+    reason = "" if ASKED else "set PACELINE_VLLM=1, or run `make vllm`"
+    if ASKED and not PYTHON.is_file():
+        reason = "no .venv-vllm: run scripts/get_vllm_cpu.py"
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(600))
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def process(tmp_path_factory):
+    """The server's process: the quickstart's model, with room for adapters."""
+    root = tmp_path_factory.mktemp("vllm")
+    config = RunConfig(
+        engine=inference.Engine(
+            backend="vllm",
+            max_running=16,
+            max_context=128,
+            threads=1,
+            launch=Launch(
+                python=str(PYTHON), args=["--enforce-eager", *LORA], env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400
+            ),
+        )
+    )
+    engine = foreign(config, load_model(Model()), load_tokenizer(Model()), root)
+    engine.start()
+    try:
+        asyncio.run(engine._process.answers())
+        yield engine._process
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def attached(process, tmp_path):
+    """An engine attached to it, by its address and key as any other would be."""
+    from paceline.inference.vllm import VllmEngine
+
+    def attach(**more) -> VllmEngine:
+        engine = VllmEngine(
+            process.url,
+            api_key=process.key,
+            folder=tmp_path / "weights",
+            tied="model.embed_tokens.weight",
+            capacity=16,
+            priority=True,
+            **more,
+        )
+        engine.start()
+        return engine
+
+    return attach
