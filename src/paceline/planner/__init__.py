@@ -1,0 +1,7 @@
+"""What a run file will need and how long it will take, before anything is loaded; and how right that was."""
+
+from paceline.planner.compare import Comparison, compare
+from paceline.planner.hardware import Hardware, found, parse, with_memory
+from paceline.planner.plan import Plan, keep_plan, predict
+
+__all__ = ["Comparison", "Hardware", "Plan", "compare", "found", "keep_plan", "parse", "predict", "with_memory"]

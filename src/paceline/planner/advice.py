@@ -1,0 +1,180 @@
+"""What to turn where a run does not fit, and by how much. Every piece of advice was tried before it is given."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import floor
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.config import RunConfig
+from paceline.planner.hardware import Hardware
+from paceline.planner.layout import Layout
+from paceline.planner.memory import Memory
+
+Look = Callable[[RunConfig], Memory]
+"""Memory of a run file, on hardware that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Keys of the run file to set, all of them together."""
+
+    overrides: dict[str, Any]
+    saves: float
+    """Bytes on the fullest device."""
+    enough: bool = True
+    """Whether the run fits then."""
+    short: float = field(default=0.0)
+    """Bytes still missing."""
+
+    @property
+    def sentence(self) -> str:
+        keys = " and ".join(f"{key} = {_toml(value)}" for key, value in self.overrides.items())
+        if not self.enough:
+            return f"even with {keys} it is {self.short / 1e9:.1f} GB short: take more memory or a smaller model"
+        return f"set {keys} (saves {self.saves / 1e9:.1f} GB)"
+
+
+def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """The run file with keys set by their dotted paths."""
+    table = config.model_dump(exclude_none=True)
+    for path, value in overrides.items():
+        *sections, key = path.split(".")
+        at = table
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return RunConfig.model_validate(table)
+
+
+def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
+    """Each single change that makes the run fit; where none does, the fewest together; where even all do not, how much
+    is missing. Nothing where it fits as it is."""
+    before = look(config)
+    if before.fits:
+        return []
+    singles = [advice for knob in _knobs(config, hardware, before) if (advice := _single(config, knob, before, look))]
+    return singles or [_together(config, hardware, before, look)]
+
+
+def _single(config: RunConfig, knob: list[dict[str, Any]], before: Memory, look: Look) -> Advice | None:
+    """The gentlest setting of a knob that is enough by itself."""
+    for overrides in knob:
+        after = _tried(config, overrides, look)
+        if after is not None and after.fits:
+            return Advice(overrides, _used(before) - _used(after))
+    return None
+
+
+def _together(config: RunConfig, hardware: Hardware, before: Memory, look: Look) -> Advice:
+    """All knobs at their strongest, then each taken back that is not needed."""
+    chosen: dict[str, Any] = {}
+    after = before
+    for knob in _knobs(config, hardware, before):
+        if (with_it := _tried(config, chosen | knob[-1], look)) is not None:
+            chosen, after = chosen | knob[-1], with_it
+    if not after.fits:
+        return Advice(chosen, _used(before) - _used(after), False, after.missing)
+    for key in reversed(list(chosen)):
+        fewer = {name: value for name, value in chosen.items() if name != key}
+        without = _tried(config, fewer, look) if fewer else None
+        if without is not None and without.fits:
+            chosen, after = fewer, without
+    return Advice(chosen, _used(before) - _used(after))
+
+
+def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> Memory | None:
+    """None where the run file does not allow it."""
+    try:
+        return look(applied(config, overrides))
+    except ValidationError:
+        return None
+
+
+def _knobs(config: RunConfig, hardware: Hardware, before: Memory) -> Iterator[list[dict[str, Any]]]:
+    """The knobs that apply, those that cost least first; of each its settings, the gentlest first."""
+    trainer, engine = config.trainer, config.engine
+    on_gpu = hardware.kind == "cuda"
+    if on_gpu or engine.cache == "pages":
+        yield from _cache(before)
+    if not trainer.gradient_checkpointing:
+        yield [{"trainer.gradient_checkpointing": True}]
+    if before.micro_batch_tokens > 512:
+        start = before.micro_batch_tokens
+        yield [{"trainer.micro_batch_tokens": tokens} for tokens in _halves(start, 512)]
+    if engine.max_running > 8:
+        yield [{"engine.max_running": running} for running in _halves(engine.max_running, 8)]
+    if engine.prefill_tokens > 512:
+        yield [{"engine.prefill_tokens": tokens} for tokens in _halves(engine.prefill_tokens, 512)]
+    if trainer.kl is not None and not trainer.kl.offload and on_gpu:
+        yield [{"trainer.kl.offload": True}]
+    if on_gpu:
+        yield from _ranks(config, hardware, before)
+    if on_gpu and not trainer.optimizer.offload:
+        yield [{"trainer.optimizer.offload": True}]
+    if config.model.dtype == "float32":
+        yield [{"model.dtype": "bfloat16"}]
+    if engine.max_context is None:
+        least = 256 + config.sampling.max_tokens
+        yield [{"engine.max_context": least}]
+    if config.model.lora is None:
+        yield [{"model.lora": {"rank": 16}}]
+
+
+def _ranks(config: RunConfig, hardware: Hardware, before: Memory) -> Iterator[list[dict[str, Any]]]:
+    """Fewer ranks than there are GPUs for, or a model cut up between more of them."""
+    room = hardware.count - config.cluster.engines
+    if before.lacking and room >= 1:
+        yield [{"trainer.parallel.ranks": room}, {"trainer.parallel.ranks": room, "trainer.parallel.shard": "none"}]
+    elif room > max(1, config.trainer.parallel.ranks):
+        more = range(max(2, config.trainer.parallel.ranks + 1), room + 1)
+        cut = {"placement": "ray", "trainer.parallel.shard": "full"}
+        yield [cut | {"trainer.parallel.ranks": ranks} for ranks in more]
+
+
+def _cache(before: Memory) -> Iterator[list[dict[str, Any]]]:
+    """Less for keys and values, in quarters of a GiB: just enough less, then ever less."""
+    for place in before.places:
+        if "KV pages" in place.parts:
+            room = (place.parts["KV pages"] - place.missing) / 2**30
+            settings = [room, *(room * part for part in (0.75, 0.5, 0.25))] if room > 0.25 else []
+            quarters = dict.fromkeys(floor(4 * size) / 4 for size in settings)
+            if chosen := [{"engine.cache_gib": size} for size in (*quarters, 0.25) if size > 0]:
+                yield chosen
+
+
+def _halves(start: int, least: int) -> list[int]:
+    out = []
+    while start > least:
+        start = max(least, start // 2)
+        out.append(start)
+    return out
+
+
+def split(sample: float, train: float, layout: Layout, hardware: Hardware) -> str:
+    """How many of the devices should sample, by the work on either side."""
+    if hardware.count < 2:
+        return ""
+    sampling, training = sample * layout.engines, train * layout.ranks
+    devices = hardware.count
+    engines = min(devices - 1, max(1, round(devices * sampling / max(sampling + training, 1e-9))))
+    idle = devices - layout.devices
+    unused = f", where the run file leaves {idle} of {devices} GPUs idle" if idle > 0 else ""
+    return (
+        f'in balance: placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {devices - engines}'
+        f"{unused}"
+    )
+
+
+def _used(memory: Memory) -> float:
+    return max(place.used for place in memory.places)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value:g}"

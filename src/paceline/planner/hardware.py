@@ -1,0 +1,169 @@
+"""What a run computes on: found on this machine, or given by name."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.planner.calibrate import calibrated
+
+ASKING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU by its vendor's data sheet, or one CPU as measured: bytes, dense flops, bytes per second."""
+
+    name: str
+    memory: float
+    flops: float
+    """In bfloat16 without sparsity; in float16 where the card has no bfloat16."""
+    flops32: float
+    """In float32 outside tensor cores, which is how a float32 model multiplies."""
+    bandwidth: float
+    link: float
+    """To another GPU of the machine, one way: NVLink or Infinity Fabric where there is one, else PCIe."""
+
+
+def _card(name: str, gb: float, tflops: float, tflops32: float, tb_s: float, link_gb_s: float) -> Card:
+    return Card(name, gb * 1e9, tflops * 1e12, tflops32 * 1e12, tb_s * 1e12, link_gb_s * 1e9)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("b200", 180, 2250, 75, 7.7, 900),
+        _card("h200", 141, 989, 67, 4.8, 450),
+        _card("h100", 80, 989, 67, 3.35, 450),
+        _card("a100-80", 80, 312, 19.5, 2.039, 300),
+        _card("a100-40", 40, 312, 19.5, 1.555, 300),
+        _card("mi300x", 192, 1307, 163.4, 5.3, 448),
+        _card("l40s", 48, 362, 91.6, 0.864, 32),
+        _card("a6000", 48, 155, 38.7, 0.768, 56),
+        _card("rtx5090", 32, 209.5, 104.8, 1.792, 64),
+        _card("rtx4090", 24, 165, 82.6, 1.008, 32),
+        _card("rtx3090", 24, 71, 35.6, 0.936, 56),
+        _card("l4", 24, 121, 30.3, 0.3, 32),
+        _card("a10", 24, 125, 31.2, 0.6, 32),
+        _card("v100", 32, 125, 15.7, 0.9, 150),
+        _card("t4", 16, 65, 8.1, 0.32, 16),
+    )
+}
+"""Figures of the vendors' data sheets (SXM or OAM boards where there are several), dense, in decimal units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Equal devices, and the host they are in."""
+
+    card: Card
+    count: int = 1
+    kind: str = "cuda"
+    """`cuda` or `cpu`."""
+    host_memory: float | None = None
+    """None where nobody said."""
+    cores: int = 1
+    load: float = 0.0
+    """Processes that wanted a core of it in the last minute, where it is this machine."""
+    origin: str = "given"
+
+    @property
+    def label(self) -> str:
+        if self.kind == "cpu":
+            return f"{self.cores} CPU cores, {self.card.memory / 1e9:.0f} GB"
+        return f"{self.count} x {self.card.name}, {self.card.memory / 1e9:.0f} GB each"
+
+    @property
+    def busy(self) -> str:
+        """A sentence where others leave the run fewer cores than it is planned with; empty where they do not."""
+        if self.load < 0.75 * self.cores:
+            return ""
+        return f"this machine is busy (load {self.load:.1f} on {self.cores} cores): expect longer times than planned"
+
+    @property
+    def measured_speed(self) -> bool:
+        """Whether anything is known about its speed."""
+        return self.card.flops > 0
+
+
+def parse(text: str, memory: str | None = None) -> Hardware:
+    """`h200x8`, `a100-80x2`, `h100`."""
+    match = re.fullmatch(r"(.+?)(?:x(\d+))?", text.strip().lower().replace(" ", ""))
+    name, count = (match[1], int(match[2] or 1)) if match else (text, 1)
+    name = {"a100": "a100-80", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}.get(name, name)
+    if name not in CARDS or count < 1:
+        raise PacelineError(
+            f"--hardware {text}: write a GPU and how many, such as h200x8; known are {', '.join(CARDS)}"
+        )
+    return with_memory(Hardware(CARDS[name], count), memory)
+
+
+def with_memory(hardware: Hardware, memory: str | None) -> Hardware:
+    """The same with so much memory each."""
+    if memory is None:
+        return hardware
+    match = re.fullmatch(r"([\d.]+)\s*(g|gb|gib|m|mb|mib|t|tb)?", memory.strip().lower())
+    units = {"g": 1e9, "gb": 1e9, "gib": 2**30, "m": 1e6, "mb": 1e6, "mib": 2**20, "t": 1e12, "tb": 1e12}
+    try:
+        size = float(match[1]) * units[match[2] or "gb"] if match else 0.0
+    except ValueError:
+        size = 0.0
+    if size <= 0:
+        raise PacelineError(f"--memory {memory}: write a size such as 24GB")
+    return replace(hardware, card=replace(hardware.card, memory=size), origin=f"{hardware.origin}, memory given")
+
+
+def found(device: str = "auto", seconds: float = 0.3) -> Hardware:
+    """This machine: its GPUs if it has any and the run may use them, else its cores, whose speed is measured for
+    `seconds`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    host, load = _host_memory(), os.getloadavg()[0]
+    if device != "cpu" and (gpus := _gpus()):
+        name, memory = gpus[0]
+        card = replace(_known(name), memory=memory)
+        return Hardware(card, len(gpus), "cuda", host, cores, load, "found")
+    speed = calibrated(seconds)
+    unified = " (unified)" if sys.platform == "darwin" else ""
+    flops = cores * speed.flops
+    card = Card(f"cpu{unified}", host, flops, flops, speed.bandwidth, speed.bandwidth)
+    return Hardware(card, 1, "cpu", host, cores, load, "found and measured")
+
+
+def _gpus() -> list[tuple[str, float]]:
+    """(name, bytes) of each: from torch where it is loaded already, else from the driver's own tool."""
+    if torch := sys.modules.get("torch"):
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [(one.name, float(one.total_memory)) for one in properties]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=ASKING_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    return [(name, float(mib) * 2**20) for name, mib in rows]
+
+
+def _known(name: str) -> Card:
+    """The data sheet that belongs to a name such as `NVIDIA H200`; one without speeds if there is none."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for key, card in CARDS.items():
+        words = key.split("-")
+        if all(word in plain for word in words):
+            return card
+    return Card(name, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _host_memory() -> float:
+    """Physical memory, or what this container may use of it."""
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:
+        return min(total, float(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no such limit
+        return total

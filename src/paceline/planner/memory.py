@@ -1,0 +1,244 @@
+"""Bytes of every part of a run, device by device.
+
+Static state is exact: it follows from the shape and the run file. Activations are a fit to the H200's peaks (within
+8%); what CUDA, graphs and allocators take beside is a flat allowance.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from paceline.config import RunConfig
+from paceline.planner.hardware import Hardware
+from paceline.planner.layout import Layout
+from paceline.planner.shape import Shape
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PAGE = 16
+FIRST_SLOTS = 256
+"""Positions a slot of the CPU's cache begins with."""
+FREE_SHARE = 0.5
+"""Of the GPU's free memory, what the KV cache takes when the run file names no size."""
+LOGITS = 1 << 25
+"""Most logits held at once."""
+RUNTIME = {"cuda": 1.2e9, "cpu": 0.7e9}
+"""A process's own: CUDA's context, captured graphs and workspaces; on a CPU, the interpreter and its libraries."""
+USABLE = 0.95
+"""The rest is lost between blocks."""
+AUTO_SHARE, AUTO_STEP, AUTO_MOST = 0.85, 4096, 1 << 17
+EAGER = 1.5
+"""Activations of an uncompiled layer, by those of a compiled one."""
+
+
+@dataclass(slots=True)
+class Place:
+    """One device, or several that hold the same."""
+
+    name: str
+    capacity: float | None
+    """Bytes that can be used; None where nobody knows."""
+    count: int = 1
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def used(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def missing(self) -> float:
+        """Bytes that do not fit."""
+        return 0.0 if self.capacity is None else max(0.0, self.used - self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where everything lies."""
+
+    places: list[Place]
+    requests: int
+    """Requests of full length that the KV cache holds."""
+    micro_batch_tokens: int
+    """As given, or what `auto` would find."""
+    lacking: int = 0
+    """Devices the run wants beyond those there are."""
+
+    @property
+    def missing(self) -> float:
+        return max(place.missing for place in self.places)
+
+    @property
+    def fits(self) -> bool:
+        return self.missing == 0 and self.requests >= 1 and not self.lacking
+
+
+class _Sizes:
+    """The arithmetic, part by part."""
+
+    def __init__(self, config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) -> None:
+        self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
+        self.item = BYTES[config.model.dtype]
+        self.weights = float(shape.parameters * self.item)
+        self.on_gpu = hardware.kind == "cuda"
+        lora = config.model.lora
+        self.adapters = shape.adapters(lora) if lora else 0
+        self.trainable = self.adapters or shape.parameters
+
+    # -- engine -----------------------------------------------------------------------------------------------------
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return min(self.c.engine.max_context or self.shape.max_context, self.shape.max_context)
+
+    def engine(self) -> Iterator[tuple[str, float]]:
+        yield "engine weights", self.weights
+        if self.c.engine.products == "half" and not self.on_gpu and self.item == 4:
+            yield "engine weights in float16", 2.0 * self.shape.parameters
+        engine, lora = self.c.engine, self.c.model.lora
+        slots = max(engine.adapters, 1 if lora else 0)
+        if slots:
+            rank = max(engine.adapter_rank, lora.rank if lora else 0)
+            per_rank = self.adapters / lora.rank if lora else self.shape.layers * 8 * self.shape.hidden
+            yield "engine adapters", slots * rank * per_rank * self.item
+        wide = max(engine.prefill_tokens, engine.max_running)
+        width = 6 * self.shape.hidden + 3 * self.shape.mlp * self.shape.active_experts
+        logits = engine.max_running * self.shape.vocabulary * 8
+        yield "engine activations", float(wide * width * self.item + logits)
+
+    def cache(self, free: float) -> tuple[float, int]:
+        """Bytes of keys and values, and requests of full length that they hold."""
+        per_token = self.shape.kv * self.item
+        running, engine = self.c.engine.max_running, self.c.engine
+        if not self.on_gpu and engine.cache != "pages":
+            need = self.longest if self.c.deterministic else min(self.longest, self._slot())
+            return float((running + 1) * need * per_token), running
+        page = per_token * PAGE
+        pages_each = -(-self.longest // PAGE)
+        budget = engine.cache_gib * 2**30 if engine.cache_gib else FREE_SHARE * max(0.0, free)
+        pages = min(int(budget // page), running * pages_each)
+        return float((pages + 1) * page), min(running, pages // pages_each)
+
+    def _slot(self) -> int:
+        """A slot doubles until a prompt and its reply fit."""
+        length = FIRST_SLOTS
+        while length < min(self.longest, 128 + self.c.sampling.max_tokens):
+            length *= 2
+        return length
+
+    # -- trainer ----------------------------------------------------------------------------------------------------
+
+    def trainer(self, host: dict[str, float]) -> Iterator[tuple[str, float]]:
+        """Of one rank, but for activations. What is offloaded goes to `host` instead."""
+        t, split = self.c.trainer, self.layout.shards
+        to = host if t.parallel.cpu_offload and self.on_gpu else None
+        if split > 1 and not self.adapters:
+            # What trains lies there in float32: a rank's part is its own master.
+            yield from _moved("trainer weights", 4 * self.shape.parameters / split, to)
+        else:
+            yield from _moved("trainer weights", self.weights / split, to)
+        if split > 1:
+            # Embeddings and head stay whole, and of the layers this one and the next.
+            yield "trainer gathered blocks", min(self.shape.gathered * self.item, self.weights * (1 - 1 / split))
+        yield from self._optimizer("trainer", self.trainable / (1 if self.adapters else split), host)
+        if t.kl is not None and not (self.adapters and t.kl.reference == "base"):
+            kept = (4 if t.kl.reference == "ema" else self.item) + self.item  # and the policy's own, while it scores
+            to = host if t.kl.offload else None
+            yield from _moved("KL reference", kept * self.trainable / split, to)
+        if t.critic is not None:
+            body = 0.0 if self.adapters else self.weights / split
+            yield "critic weights", body + self.adapters * self.item / split
+            yield from self._optimizer("critic", self.trainable / split, host)
+
+    def _optimizer(self, whose: str, trainable: float, host: dict[str, float]) -> Iterator[tuple[str, float]]:
+        """Float32 masters where the model is rounded, two moments, gradient sums; and a micro-batch's own gradient."""
+        t, sharded = self.c.trainer, self.layout.shards > 1 and not self.adapters
+        offload = self.on_gpu and (t.optimizer.offload or (t.parallel.cpu_offload and sharded))
+        rounded = not sharded and (self.item < 4 or offload)
+        to = host if offload else None
+        yield from _moved(f"{whose} masters", 4 * trainable if rounded else 0.0, to)
+        yield from _moved(f"{whose} moments", 8 * trainable, to)
+        yield from _moved(f"{whose} gradients", 4 * trainable, to)
+        if rounded:
+            yield f"{whose} fresh gradients", self.item * trainable
+
+    def activations(self, tokens: float) -> float:
+        """Kept from the forward to the backward pass over so many tokens, the head's chunk of logits included."""
+        t, shape = self.c.trainer, self.shape
+        wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
+        wide *= 1 if t.compile and self.on_gpu else EAGER
+        borders = shape.layers * shape.hidden + EAGER * wide  # of every layer, and the inside of one
+        kept = borders if t.gradient_checkpointing else shape.layers * wide
+        head = LOGITS * 8 + (0 if self.adapters else 4 * shape.hidden * shape.vocabulary)
+        return tokens * kept * self.item + head
+
+    def micro_batch(self, room: float) -> int:
+        """Tokens of the largest micro-batch: the budget, or one long sample alone."""
+        given, longest = self.c.trainer.micro_batch_tokens, self._longest_sample()
+        if given != "auto":
+            return max(given, longest)
+        tokens = AUTO_STEP
+        if self.on_gpu:
+            each = (self.activations(2 * AUTO_STEP) - self.activations(AUTO_STEP)) / AUTO_STEP
+            tokens = int((AUTO_SHARE * room - self.activations(0)) / each) // AUTO_STEP * AUTO_STEP
+        return max(min(tokens, AUTO_MOST), AUTO_STEP // 2, longest)
+
+    def _longest_sample(self) -> int:
+        most = self.c.trainer.max_sample_tokens or self.shape.max_context
+        return min(most, self.longest, 128 + self.c.sampling.max_tokens)
+
+
+def _moved(name: str, size: float, host: dict[str, float] | None) -> Iterator[tuple[str, float]]:
+    if host is not None:
+        host[name] = host.get(name, 0.0) + size
+    elif size:
+        yield name, size
+
+
+def memory(config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) -> Memory:
+    """All parts, on all devices."""
+    sizes = _Sizes(config, shape, hardware, layout)
+    device = USABLE * hardware.card.memory if hardware.card.memory else None
+    runtime = RUNTIME[hardware.kind]
+    host: dict[str, float] = {}
+    engine, trainer = dict(sizes.engine()), dict(sizes.trainer(host))
+    own_base = layout.apart or layout.processes > 1 or not sizes.adapters
+    if not own_base:  # the frozen base is one, between engine and trainer
+        trainer["trainer weights"] = float(sizes.adapters * sizes.item)
+    alone = dict(engine) | {"runtime": runtime}
+    shared = {**engine, **trainer, "runtime": runtime * layout.processes}
+    beside = engine["engine weights"] + (0.0 if layout.apart else trainer.get("trainer weights", 0.0))
+    total = hardware.card.memory or float("inf")
+    cache, requests = sizes.cache((total if total < float("inf") else 0.0) - beside - runtime)
+    (alone if layout.apart else shared)["KV pages"] = cache
+    rank = {**trainer, "runtime": runtime}
+    first = rank if layout.apart else shared
+    micro = sizes.micro_batch((device or 0.0) - sum(first.values()))
+    for parts in (rank, shared):
+        parts["trainer activations"] = sizes.activations(micro)
+    places = _places(layout, hardware, device, alone, shared, rank)
+    if host:
+        places.append(Place("host", USABLE * hardware.host_memory if hardware.host_memory else None, 1, host))
+        for name in host:
+            host[name] *= layout.ranks
+    lacking = layout.devices - hardware.count if hardware.kind == "cuda" else 0
+    return Memory(places, requests, micro, max(0, lacking))
+
+
+def _places(
+    layout: Layout,
+    hardware: Hardware,
+    device: float | None,
+    alone: dict[str, float],
+    shared: dict[str, float],
+    rank: dict[str, float],
+) -> list[Place]:
+    if hardware.kind == "cpu":  # one memory for everybody
+        parts = dict(shared)
+        for name, size in rank.items():
+            parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
+        return [Place("memory", device, 1, parts)]
+    if layout.apart:
+        return [Place("engine GPU", device, layout.engines, alone), Place("trainer GPU", device, layout.ranks, rank)]
+    places = [Place("GPU of engine and trainer", device, 1, shared)]
+    if layout.ranks > 1:
+        places.append(Place("trainer GPU", device, layout.ranks - 1, rank))
+    return places

@@ -1,0 +1,125 @@
+"""The plan of a run: what it needs, how long a step takes, who waits for whom."""
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.errors import PacelineError
+from paceline.monitor.files import plain, replace_file
+from paceline.planner.advice import Advice, advise, split
+from paceline.planner.hardware import Card, Hardware, found
+from paceline.planner.layout import Layout, layout_of
+from paceline.planner.measured import reach
+from paceline.planner.memory import Memory, memory
+from paceline.planner.shape import Shape, shape_of
+from paceline.planner.speed import Speeds, Times
+from paceline.planner.weights import Way, ways
+from paceline.planner.work import Work, assumed
+
+FILE = "plan.json"
+AT_START = 0.1
+"""Seconds that a run spends on measuring its CPU."""
+CLOSE = 0.1
+"""Sides that differ by less than this wait for nobody worth naming."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is said of a run before it runs."""
+
+    hardware: Hardware
+    layout: Layout
+    parameters: int
+    work: Work
+    memory: Memory
+    advice: list[Advice]
+    ways: list[Way]
+    times: Times | None
+    """None where the hardware's speed is not known."""
+    verdict: str
+    source: str
+    """What the shares of peak speed were fitted to."""
+
+    def table(self) -> dict[str, Any]:
+        """As JSON has it."""
+        out = plain(asdict(self))
+        out["fits"] = self.memory.fits
+        out["advice"] = [one.sentence for one in self.advice]
+        for place, shown in zip(self.memory.places, out["memory"]["places"], strict=True):
+            shown["used"], shown["missing"] = place.used, place.missing
+        return out
+
+
+def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, shape: Shape | None = None) -> Plan:
+    """The plan of a run file on given hardware, for given lengths or assumed ones."""
+    shape = shape or shape_of(config.model.name)
+    if config.device == "cpu" and hardware.kind == "cuda":
+        raise PacelineError('the run file says device = "cpu": leave --hardware out, or add --device auto')
+    work = work or assumed(config, shape)
+    layout = layout_of(config, hardware)
+
+    def look(changed: RunConfig) -> Memory:
+        return memory(changed, shape, hardware, layout_of(changed, hardware))
+
+    there = look(config)
+    routes = ways(config, shape, hardware) if hardware.measured_speed else []
+    times = None
+    verdict = f"how fast a {hardware.card.name} is is not known here: name a GPU that is with --hardware"
+    if hardware.measured_speed:
+        way = next(way for way in routes if way.used)
+        times = Speeds(config, shape, hardware, layout).times(work, there, way)
+        verdict = _verdict(config, times, layout, hardware)
+    return Plan(
+        hardware=hardware,
+        layout=layout,
+        parameters=shape.parameters,
+        work=work,
+        memory=there,
+        advice=advise(config, hardware, look),
+        ways=routes,
+        times=times,
+        verdict=verdict,
+        source=reach(hardware.kind).source,
+    )
+
+
+def _verdict(config: RunConfig, times: Times, layout: Layout, hardware: Hardware) -> str:
+    """Who waits for whom, and what would change that."""
+    rest = times.score + times.train + times.publish
+    parts = []
+    if config.staleness == 0:
+        ahead = max(times.sample, rest)
+        parts.append(
+            f"sampler and trainer take turns; staleness = 1 would hide up to {times.step - ahead:.2g} s of a step"
+        )
+    elif hardware.kind == "cuda" and not layout.apart:
+        parts.append(f"engine and trainer share a GPU: {times.waits / times.step:.0%} of a step goes to sampling")
+    elif times.sample > (1 + CLOSE) * rest:
+        parts.append(f"the trainer waits {times.waits / times.step:.0%} of the time for samples")
+    elif rest > (1 + CLOSE) * times.sample:
+        parts.append(f"the engine waits {1 - times.sample / rest:.0%} of the time for the trainer")
+    else:
+        parts.append("sampling and training keep pace")
+    if times.publish > 0.25 * times.step:
+        parts.append(f"publishing takes {times.publish / times.step:.0%} of a step")
+    parts.append(split(times.sample, times.train, layout, hardware))
+    return "; ".join(part for part in parts if part)
+
+
+# -- in the run directory -----------------------------------------------------------------------------------------
+
+
+def keep_plan(config: RunConfig, directory: Path) -> None:
+    """Write what is expected of a run that begins. Nobody depends on it, so what cannot be planned is left out."""
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        plan = predict(config, found(config.device, AT_START))
+        replace_file(directory / FILE, [json.dumps(plan.table(), indent=1).encode()])
+
+
+def kept_hardware(table: dict[str, Any]) -> Hardware:
+    """The hardware that a kept plan was made for."""
+    fields = dict(table["hardware"])
+    return replace(Hardware(**fields), card=Card(**fields["card"]))

@@ -1,0 +1,143 @@
+"""A model's size from its `config.json` alone: no weights are read, and neither torch nor transformers is needed."""
+
+import importlib.resources
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config.model import Lora
+from paceline.errors import PacelineError
+
+QUICKSTART = "paceline:quickstart"
+TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "bloom", "falcon", "mpt")
+"""Families whose layer widens with one matrix; all others have a gate beside it."""
+TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "bloom")
+"""Families whose `config.json` need not say that input and output share a matrix."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class UnknownShape(PacelineError):
+    """A model whose size cannot be told from here. The message is one sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A transformer's sizes, in elements."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocabulary: int
+    tied: bool = False
+    biased: bool = False
+    """Queries, keys and values have a bias."""
+    gated: bool = True
+    experts: int = 1
+    active_experts: int = 1
+    max_context: int = 1 << 20
+
+    @property
+    def parameters(self) -> int:
+        """As the model keeps them; a shared matrix counts once."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * self._layer(self.experts) + self.hidden
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters a token is multiplied with: those of its experts and the output layer, no embedding table."""
+        return self.vocabulary * self.hidden + self.layers * self._layer(self.active_experts)
+
+    @property
+    def read(self) -> int:
+        """Parameters a decode step of many requests reads: all but a table that is only looked up in."""
+        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+
+    @property
+    def kv(self) -> int:
+        """Elements of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def gathered(self) -> int:
+        """Elements a rank holds whole while a sharded model computes: embeddings, head, and two layers."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + 2 * self._layer(self.experts)
+
+    def adapters(self, lora: Lora) -> int:
+        """Parameters of the low-rank adapters."""
+        sides = self._sides()
+        names = sides.keys() if lora.targets == "all-linear" else [n for n in sides if n in lora.targets]
+        per_layer = sum(sides[name] * (1 if name in ATTENTION else self.experts) for name in names)
+        return lora.rank * self.layers * per_layer
+
+    def _sides(self) -> dict[str, int]:
+        """In plus out of each matrix of a layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = dict(zip(ATTENTION, (queries, keys, keys, queries), strict=True))
+        mlp = ("gate_proj", "up_proj", "down_proj") if self.gated else ("up_proj", "down_proj")
+        return {name: self.hidden + out for name, out in attention.items()} | dict.fromkeys(mlp, self.hidden + self.mlp)
+
+    def _layer(self, experts: int) -> int:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (queries + keys) + (queries + 2 * keys if self.biased else 0)
+        mlp = (3 if self.gated else 2) * self.hidden * self.mlp * experts
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return attention + mlp + router + 2 * self.hidden
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of the model a run file names: the package's own, a folder's, or one in the hub's local cache."""
+    return read_shape(json.loads(_config_file(name).read_text(encoding="utf-8")), name)
+
+
+def read_shape(config: Mapping[str, Any], name: str = "the model") -> Shape:
+    """From a parsed `config.json`, in any of the spellings that families use."""
+    table = config.get("text_config") or config
+
+    def first(*keys: str) -> int | None:
+        return next((table[key] for key in keys if isinstance(table.get(key), int)), None)
+
+    hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "num_layers")
+    heads, vocabulary = first("num_attention_heads", "n_head"), first("vocab_size")
+    if not (hidden and layers and heads and vocabulary):
+        raise UnknownShape(f"the config.json of `{name}` does not say how large the model is")
+    family = str(table.get("model_type", ""))
+    experts = first("num_experts", "num_local_experts", "n_routed_experts") or 1
+    plain = first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
+    mlp = (first("moe_intermediate_size") if experts > 1 else None) or plain
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=first("num_key_value_heads") or heads,
+        head_dim=first("head_dim") or hidden // heads,
+        mlp=mlp,
+        vocabulary=vocabulary,
+        tied=bool(config.get("tie_word_embeddings", table.get("tie_word_embeddings", family in TIED))),
+        biased=bool(table.get("attention_bias")) or family.startswith("qwen2"),
+        gated=family not in TWO_MATRICES,
+        experts=experts,
+        active_experts=min(experts, first("num_experts_per_tok", "moe_topk") or 1),
+        max_context=first("max_position_embeddings", "n_positions") or 1 << 20,
+    )
+
+
+def _config_file(name: str) -> Path:
+    if name == QUICKSTART:
+        return Path(str(importlib.resources.files("paceline") / "quickstart")) / "config.json"
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder / "config.json"
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
+    for found in sorted(cache.glob("snapshots/*/config.json")):
+        return found
+    raise UnknownShape(
+        f"no config.json of `{name}` is on this machine, so nothing can be said about memory and time: get it with "
+        f"`hf download {name} config.json`"
+    )

@@ -1,0 +1,57 @@
+"""What one batch asks for: how many tokens come in, go out and are trained."""
+
+from dataclasses import dataclass
+
+from paceline.config import RunConfig
+from paceline.planner.shape import Shape
+
+PROMPT = 128
+"""Tokens of a prompt where nobody said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One batch, in tokens of an average rollout. Before a run these are assumptions."""
+
+    rollouts: float
+    group: float
+    prompt: float
+    reply: float
+    longest: float
+    """Reply that a synchronous batch waits for."""
+    kept: float = 1.0
+    """Share of the sampled groups that train; filters drop the rest, and others are sampled in their stead."""
+    played: float = 1.0
+    """Share of the rollouts that the engine samples; demonstrations are only read."""
+    assumed: bool = True
+
+    @property
+    def sampled(self) -> float:
+        """Rollouts sampled for a batch."""
+        return self.rollouts * self.played / max(self.kept, 0.01)
+
+    @property
+    def trained_tokens(self) -> float:
+        return self.rollouts * (self.prompt + self.reply)
+
+    def computed_tokens(self, shared: bool) -> float:
+        """Tokens of a batch, prompts once a group where they are shared."""
+        prompts = self.rollouts / (self.group if shared else 1)
+        return prompts * self.prompt + self.rollouts * self.reply
+
+
+def assumed(config: RunConfig, shape: Shape, prompt: int | None = None, reply: int | None = None) -> Work:
+    """Prompts of 128 tokens and replies of half the allowed length, where nobody knows better."""
+    limit = min(config.engine.max_context or shape.max_context, shape.max_context)
+    most = config.sampling.max_tokens
+    weights = [(env.weight, env.algo.plays if env.algo else True, env.group_size or 1) for env in config.env]
+    total = sum(weight for weight, _, _ in weights)
+    return Work(
+        rollouts=config.batch_size,
+        group=sum(weight * size for weight, _, size in weights) / total,
+        prompt=prompt or max(1, min(PROMPT, limit - most)),
+        reply=reply or max(1.0, most / 2),
+        longest=max(most, reply or 0),
+        played=sum(weight for weight, plays, _ in weights if plays) / total,
+        assumed=prompt is None or reply is None,
+    )
