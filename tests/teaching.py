@@ -60,7 +60,7 @@ def means(renderer: Renderer, engine: Oracle, rows=(), temperature: float = 1.0,
     async def attach(ref):
         if not teacher:
             raise EngineError("nobody answers")
-        return Attached(engine, ref)
+        return Attached([engine], ref)
 
     sampling = Sampling(temperature=temperature, max_tokens=8)
     voice = Voice(Pool([engine]), renderer, sampling, renderer.end_tokens)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from paceline import __version__
 from paceline.config import Loaded, dump, load, schema
@@ -31,6 +32,32 @@ then any OpenAI client works:
 
 the model and engine sections of a run file can be set by their dotted path:
   --model.dtype bfloat16   --engine.max_context 4096   --deterministic
+"""
+
+CHECK = (
+    """
+Prints the run file with every key (standard output), then a plan of memory and time (standard error). Loads no weights.
+
+examples:
+  paceline check my-run.toml                               does it fit this machine, and who waits for whom?
+  paceline check my-run.toml --hardware h200x8             the same for eight H200
+  paceline check my-run.toml --hardware a100-80x2 --reply-tokens 2000 --json
+  paceline check runs/quickstart                           what was planned, beside what was measured
+"""
+    + OVERRIDES
+)
+
+CLUSTER = """
+on the first machine, then on each further one:
+  paceline up
+  paceline up --join HOST:6379                             the address that `up` printed
+
+then, on any of them:
+  paceline train my-run.toml --placement ray --cluster.address HOST:6379 --cluster.engines 6
+  paceline status                                          machines, runs, engines and their versions
+
+All machines must see the run directory and the model under the same path, and have the same versions installed. Where
+Ray asks for a token (it says so), copy ~/.ray/auth_token of the first machine to the others.
 """
 
 ROLLOUTS = (
@@ -97,7 +124,7 @@ examples:
   paceline train examples/quickstart.toml                  train the quickstart, about half a minute on a laptop
   paceline train examples/quickstart.toml --staleness 0    the same, sampling and training in turn
   paceline train runs/quickstart/config.toml --resume latest --steps 80
-  paceline check my-run.toml                               is it valid, and what does it mean?
+  paceline check my-run.toml                               is it valid, does it fit, how long is a step?
   paceline rollout reverse-text -n 4                       look at episodes before training
   paceline play examples/arenas/kuhn_poker.toml            take a seat yourself, against the policy
   paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
@@ -148,8 +175,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("file", help="run file (TOML)")
     train.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
     train.add_argument("--quiet", action="store_true", help="show nothing but the summary")
-    check = command("check", _check, "Validate a run file and print it resolved; starts nothing.", OVERRIDES)
-    check.add_argument("file", help="run file (TOML)")
+    check = command("check", _check, "Validate a run file, and say what it needs and how long a step takes.", CHECK)
+    check.add_argument("file", help="run file (TOML); or a run directory, to compare its plan with its metrics")
+    check.add_argument("--hardware", metavar="GPUS", help="plan for these instead of this machine, such as h200x8")
+    check.add_argument("--memory", metavar="SIZE", help="of each device, such as 24GB")
+    check.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of an average prompt (128)")
+    check.add_argument("--reply-tokens", type=int, metavar="N", help="tokens of an average reply (half of max_tokens)")
+    check.add_argument("--json", action="store_true", help="print the plan alone, as JSON")
     serve = command("serve", _serve, "Serve a model with the OpenAI API.", SERVING)
     serve.add_argument("model", help="Hugging Face folder or hub name, paceline:quickstart, or a run file (TOML)")
     serve.add_argument("--host", help="address to listen on (127.0.0.1)")
@@ -165,6 +197,9 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="run the engine in its own process (on a GPU)",
     )
+    serve.add_argument(
+        "--scores-only", action="store_true", default=None, help="score given tokens, never sample: for teachers"
+    )
     rollout = command("rollout", _rollout, "Play episodes of an environment and look at them.", ROLLOUTS)
     rollout.add_argument("target", help="run file (TOML), or the type of an environment")
     rollout.add_argument("-n", "--count", type=int, default=4, help="episodes (4)")
@@ -175,6 +210,14 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--endpoint-model", help="the model's name there (the first it lists)")
     rollout.add_argument("--api-key", help="what the endpoint wants to be sent")
     rollout.add_argument("--concurrency", type=int, default=8, help="episodes at once (8)")
+    up = command("up", _up, "Make this machine a cluster, or a part of one.", CLUSTER)
+    up.add_argument("--join", metavar="ADDRESS", help="the cluster to be part of, HOST:PORT")
+    up.add_argument("--port", type=int, default=6379, help="where a new cluster is reached (6379)")
+    up.add_argument("--cpus", type=int, help="cores it may use here (all)")
+    up.add_argument("--gpus", type=int, help="GPUs it may use here (all)")
+    status = command("status", _status, "Show a cluster: its machines, and the parts of every run on it.")
+    status.add_argument("address", nargs="?", default="auto", help="HOST:PORT (the cluster this machine is part of)")
+    command("down", _down, "Leave the cluster; what runs on this machine ends.")
     play = command("play", _play, "Take a seat yourself: a person among the policy's actors, or alone.", PLAY)
     play.add_argument("target", help="run file (TOML), or the type of an environment")
     play.add_argument("--env", help="the environment's name, where the run file has several")
@@ -232,10 +275,53 @@ def _train(known: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _check(known: argparse.Namespace, overrides: list[str]) -> int:
+    if Path(known.file).is_dir():
+        return _compare(known)
     loaded = load(known.file, overrides)
-    print(dump(loaded.config), end="")
+    if not known.json:
+        print(dump(loaded.config), end="", flush=True)
     _show_warnings(loaded)
+    _show_plan(loaded, known)
     print(f"paceline: {known.file} is valid", file=sys.stderr)
+    return 0
+
+
+def _show_plan(loaded: Loaded, known: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from paceline import planner
+    from paceline.planner.report import plan_report
+    from paceline.planner.shape import UnknownShape, shape_of
+    from paceline.planner.work import assumed
+
+    config = loaded.config
+    hardware = planner.parse(known.hardware) if known.hardware else planner.found(config.device)
+    hardware = planner.with_memory(hardware, known.memory)
+    try:
+        shape = shape_of(config.model.name)
+    except UnknownShape as reason:
+        if known.json:
+            raise
+        print(f"paceline: no plan: {reason}", file=sys.stderr)
+        return
+    plan = planner.predict(config, hardware, assumed(config, shape, known.prompt_tokens, known.reply_tokens), shape)
+    if known.json:
+        print(json.dumps(plan.table(), indent=2))
+    else:
+        Console(stderr=True, highlight=False).print(plan_report(plan))
+
+
+def _compare(known: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from paceline.planner import compare
+    from paceline.planner.report import comparison_report
+
+    comparison = compare(Path(known.file))
+    if known.json:
+        print(json.dumps(comparison.table(), indent=2))
+    else:
+        Console(highlight=False).print(comparison_report(comparison))
     return 0
 
 
@@ -251,6 +337,7 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
         grace=known.grace,
         max_body_bytes=known.max_body_bytes,
         isolate=known.isolate,
+        scores_only=known.scores_only,
     )
     loaded = load_served(known.model, overrides)
     from paceline.cluster.serving import serve_model
@@ -261,6 +348,33 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
     except EngineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _up(known: argparse.Namespace, _: list[str]) -> int:
+    return _tell(_cluster().up(known.join, known.port, known.cpus, known.gpus))
+
+
+def _down(known: argparse.Namespace, _: list[str]) -> int:
+    return _tell(_cluster().down())
+
+
+def _status(known: argparse.Namespace, _: list[str]) -> int:
+    return _tell(_cluster().status(known.address))
+
+
+def _cluster() -> ModuleType:
+    try:
+        from paceline.cluster.ray import commands
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise PacelineError('a cluster needs Ray: pip install "paceline[ray]"') from None
+    return commands
+
+
+def _tell(lines: list[str]) -> int:
+    print(*lines, sep="\n")
     return 0
 
 

@@ -353,3 +353,28 @@ def test_a_run_at_another_temperature_needs_an_endpoint_that_knows_it(run, monke
     assert done.returncode == 1
     assert "scores at temperature 1 only, and the run samples at 0.7" in done.stderr
     assert run(OPD, "--steps", "1").returncode == 0
+
+
+def test_workers_that_only_score_share_the_work_and_agree_with_an_engine(teacher, load):
+    """Two of them behind one reference, by the trainer's code; the engine's numbers, to rounding."""
+    flags = ("--scores-only", "--trainer.micro_batch_tokens", "256")
+    ids = [[int(token) for token in row] for row in np.random.default_rng(0).integers(3, 60, (24, 20))]
+
+    async def story(urls: list[str]) -> tuple[list, list, list]:
+        one = await attach(ModelRef(name=MODEL, base_url=f"{teacher.url}/v1"), load("quickstart"))
+        both = await attach(ModelRef(name=MODEL, base_url=[f"{url}/v1" for url in urls]), load("quickstart"))
+        try:
+            theirs = await one.score(ids, 0.8)
+            ours = await asyncio.gather(*(both.score([row], 0.8) for row in ids))
+            stats = await both.stats()
+            with pytest.raises(EngineError, match="only scores"):
+                await both.generate(GenerateRequest(prompt_ids=(3, 4), max_tokens=2))
+            return theirs, [row for (row,) in ours], stats
+        finally:
+            await one.aclose()
+            await both.aclose()
+
+    with served(*flags) as first, served(*flags) as second:
+        theirs, ours, stats = asyncio.run(story([first.url, second.url]))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert [stat.tokens for stat in stats] == [0, 0]

@@ -153,7 +153,7 @@ def test_an_endpoint_that_has_too_much_to_do_is_asked_again(status):
     engine._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: answers.pop(0)))
 
     async def ask():
-        pool = FrozenPool(engine, REF)
+        pool = FrozenPool([engine], REF)
         try:
             return await pool.score([[3, 5]])
         finally:

@@ -59,14 +59,14 @@ class Reference:
         temperature = means.voice.sampling.temperature
         if temperature != 1.0 and not pool.any_temperature:
             raise AlgorithmError(
-                f"environment `{means.env}`: `{ref.name}` at {ref.base_url} scores at temperature 1 only, and the run "
+                f"environment `{means.env}`: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
                 f"samples at {temperature:g}: set sampling.temperature = 1.0, or serve it with `paceline serve`"
             )
         try:
             await pool.score([means.voice.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
         except EngineError as error:
             raise AlgorithmError(f"environment `{means.env}`: `{ref.name}` cannot score: {error}") from error
-        return cls(pool, f"`{ref.name}` at {ref.base_url}", means.teacher)
+        return cls(pool, f"`{ref.name}` at {ref.where}", means.teacher)
 
     async def refer(self, groups: Sequence[Group], context: Context = lambda *_: Setting()) -> Counter[str]:
         """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without

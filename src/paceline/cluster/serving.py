@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.cluster.local import SMALL_MODEL, pick_device
+from paceline.cluster.scorer import Scorer
 from paceline.config import RunConfig
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
@@ -24,6 +25,8 @@ from paceline.inference.server import build_app, listen, quick_loop, serve
 from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
 
 CLOSE_SECONDS = 30.0
+SCORED_AT_ONCE = 32_768
+"""Tokens of a scorer's micro-batch where the trainer would find out its own."""
 Served = tuple[Engine, tuple[int, ...]]
 """An engine, and the tokens that end a turn."""
 
@@ -35,7 +38,8 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{door.getsockname()[1]}/v1"
     alone = settings.isolate if settings.isolate is not None else pick_device(config.device) == "cuda"
-    with door, isolated(config) if alone else embedded(config) as (engine, ends):
+    how = scoring if settings.scores_only else isolated if alone else embedded
+    with door, how(config) as (engine, ends):
         app = build_app(
             engine,
             load_tokenizer(config.model),
@@ -78,6 +82,24 @@ def embedded(config: RunConfig) -> Generator[Served]:
             yield engine, ends
     finally:
         engine.close()
+
+
+@contextmanager
+def scoring(config: RunConfig) -> Generator[Served]:
+    """A scorer in this process: no cache, no decode loop."""
+    model = load_model(config.model, pick_device(config.device))
+    ends = end_tokens(load_tokenizer(config.model), model)
+    threads = config.engine.threads or _threads(sum(parameter.numel() for parameter in model.parameters()))
+    budget = config.trainer.micro_batch_tokens
+    scorer = Scorer(
+        model, budget if isinstance(budget, int) else SCORED_AT_ONCE, fp32_head=config.model.fp32_head, threads=threads
+    )
+    try:
+        with small_products(model.dtype), quick_handover():
+            scorer.start()
+            yield scorer, ends
+    finally:
+        scorer.close()
 
 
 @contextmanager

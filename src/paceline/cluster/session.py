@@ -33,6 +33,7 @@ from paceline.monitor import (
     watching,
 )
 from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, RollBack, RunStopped, opened
+from paceline.planner import keep_plan
 from paceline.rollout import Voice
 from paceline.trainer import TrainerLost
 
@@ -69,6 +70,8 @@ def train(
     """
     if config.placement == "local":
         return conduct(config, here, environments=environments, overwrite=overwrite, screen=screen)
+    if config.placement == "ray":
+        return conduct(config, _ray(), environments=environments, overwrite=overwrite, screen=screen)
     if environments:
         raise PacelineError(
             f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
@@ -77,6 +80,16 @@ def train(
     from paceline.cluster.processes.supervisor import supervised
 
     return supervised(config, overwrite, screen)
+
+
+def _ray() -> Placement:
+    try:
+        from paceline.cluster.ray.place import on_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise PacelineError('placement = "ray" needs Ray: pip install "paceline[ray]"') from None
+    return on_ray
 
 
 @asynccontextmanager
@@ -169,6 +182,7 @@ async def _conduct(
                 await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
                 if not directory.begun:
                     directory.begin(dump(config))
+                    keep_plan(config, directory.root)
                     monitor.begin(_plan(config, directory.root, parts, conductor.step))
                 else:
                     monitor.roll_back(conductor.step)

@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,20 @@ class Limits:
     answer_bytes: int
 
 
+Elsewhere = Callable[[str, Sequence[Any], float, Limits], Awaitable[Any]]
+_elsewhere: list[Elsewhere] = []
+
+
+@contextmanager
+def elsewhere(call: Elsewhere) -> Generator[None]:
+    """Meanwhile calls are made by somebody else: on other machines."""
+    _elsewhere.append(call)
+    try:
+        yield
+    finally:
+        _elsewhere.remove(call)
+
+
 class Workers:
     """Calls functions in worker processes. One object serves any number of event loops, each with its own workers."""
 
@@ -63,6 +78,8 @@ class Workers:
     async def call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         """What `function(*args)` returns, as JSON gives it back. `function` is an import path; its time counts from
         when a worker has it loaded. Raises `WorkerFailed`."""
+        if _elsewhere:
+            return await _elsewhere[-1](function, args, timeout, self._limits)
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
         pool = self._pool()
         for _ in range(ATTEMPTS - 1):

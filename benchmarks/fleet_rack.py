@@ -1,0 +1,34 @@
+"""The engines of `fleet.py`, in a module of their own so that Ray's workers can import them."""
+
+import msgspec
+
+from paceline.inference.desk import Desk
+from paceline.inference.frames import Answer, FromEngine, Load, decode_to_engine
+from paceline.model.weights import WeightUpdate
+from paceline.simulate.engine import SimulatedEngine
+from paceline.simulate.lengths import Lengths
+
+LONGEST = 8192
+LENGTHS = Lengths(median=700.0, spread=0.9, longest=LONGEST)
+
+
+class Rack:
+    """Several simulated engines in one process, which sample in real time."""
+
+    def __init__(self, engines: int, slots: int, seconds: float) -> None:
+        pace = seconds / LENGTHS.mean
+        self._desks = [Desk(SimulatedEngine(slots, lambda running: pace, LENGTHS)) for _ in range(engines)]
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    async def answer(self, number: int, question: bytes) -> bytes:
+        (message,) = decode_to_engine(question).messages
+        return self._framed(number, await self._desks[number].answer(message))
+
+    async def load(self, number: int, head: bytes, weights: object) -> bytes:
+        (message,) = decode_to_engine(head).messages
+        assert isinstance(message, Load)
+        seconds = await self._desks[number].engine.load_weights(WeightUpdate(message.version, {}))
+        return self._framed(number, Answer(message.id, seconds=seconds))
+
+    def _framed(self, number: int, answer) -> bytes:
+        return self._encode(FromEngine([answer], self._desks[number].engine.busy_seconds))

@@ -1,0 +1,60 @@
+"""Reward and tool code on other machines: each call still in a process of its own, which can be killed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from paceline.cluster.ray.actors import Actor
+from paceline.envs.workers import ATTEMPTS, Failure, Limits, WorkerFailed, Workers
+
+
+class WorkerActor(Actor):
+    """Runs calls in processes of its machine."""
+
+    def __init__(self, config: str, name: str, live: str) -> None:
+        super().__init__(config, name, live)
+        self._workers: dict[Limits, Workers] = {}
+
+    async def call(
+        self, function: str, args: Sequence[Any], timeout: float, limits: tuple[int, int | None, int]
+    ) -> dict[str, Any]:
+        """What the function returns, or how it failed."""
+        workers = self._workers.setdefault(Limits(*limits), Workers(*limits))
+        try:
+            return {"value": await workers.call(function, args, timeout)}
+        except WorkerFailed as failed:
+            return {"kind": failed.kind, "reason": str(failed)}
+
+
+class RayWorkers:
+    """Sends each call to the least busy actor. One whose machine dies under it is made once more, elsewhere."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._busy = dict.fromkeys(range(len(actors)), 0)
+        self._actors = list(actors)
+
+    async def call(self, function: str, args: Sequence[Any], timeout: float, limits: Limits) -> Any:
+        lost: list[int] = []
+        while len(lost) < ATTEMPTS:
+            chosen = min(self._busy, key=lambda at: (at in lost, self._busy[at]))
+            self._busy[chosen] += 1
+            try:
+                answer = await self._actors[chosen].call.remote(
+                    function, list(args), timeout, (limits.count, limits.memory_mb, limits.answer_bytes)
+                )
+            except RayError:
+                lost.append(chosen)
+                continue
+            finally:
+                self._busy[chosen] -= 1
+            if "value" in answer:
+                return answer["value"]
+            kind: Failure = answer["kind"]
+            raise WorkerFailed(kind, answer["reason"])
+        raise WorkerFailed("exited", f"{len(lost)} workers were lost under it")
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)

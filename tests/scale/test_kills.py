@@ -1,0 +1,68 @@
+"""Outside the default suite (`make scale`): engine, rank and worker are killed, and the run goes on by itself."""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_ray
+from test_ray import GRADED, RUN_FILE, clean
+
+from paceline.cluster import train
+from paceline.monitor import read_jsonl
+
+ray = pytest.importorskip("ray", reason="needs the extra `ray`")
+
+from paceline.cluster.ray.cluster import NAMESPACE  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
+local_ray, config = test_ray.local_ray, test_ray.config
+
+
+class Watcher(threading.Thread):
+    """Does something to a run once a step is reached."""
+
+    def __init__(self, root: Path, plan: dict[int, Callable[[], None]]) -> None:
+        super().__init__(daemon=True)
+        self._root, self._plan, self.done = root, dict(plan), []
+        self.start()
+
+    def run(self) -> None:
+        while self._plan:
+            step = min(self._plan)
+            with contextlib.suppress(OSError):
+                if any(line["step"] >= step for line in read_jsonl(self._root / "metrics.jsonl")):
+                    self._plan.pop(step)()
+                    self.done.append(step)
+            time.sleep(0.05)
+
+
+def kill(run: str, part: str) -> None:
+    _, pid = ray.get(ray.get_actor(f"{run}/{part}", namespace=NAMESPACE).whereabouts.remote(), timeout=60)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_an_engine_a_rank_and_a_worker_are_killed_and_nothing_is_lost(config, tmp_path):
+    """Two ranks, two engines and a worker that grades; each kind loses one, and the run goes on by itself."""
+    (tmp_path / "graded.py").write_text(GRADED)
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    run = config(file="run.toml")
+    root = tmp_path / "runs" / "spread"
+    parts = {2: "worker-0", 4: "engine-0", 6: "rank-1"}
+    watcher = Watcher(root, {step: partial(kill, "spread", part) for step, part in parts.items()})
+    result = train(run, overwrite=True)
+    assert result.outcome.status == "finished", result.outcome.message
+    assert watcher.done == [2, 4, 6]
+    clean(root, 9)
+    notes = " ".join(event.get("text", "") for event in read_jsonl(root / "events.jsonl"))
+    assert "engine-0 serves" in notes
+    assert "rank 1 of 2 is lost" in notes
+    assert all(math.isfinite(line["loss"]) for line in result.metrics)
+    logs = {log.name for log in (root / ".live").glob("*.log")}
+    assert logs == {"engine-0.log", "engine-1.log", "rank-0.log", "rank-1.log", "worker-0.log"}

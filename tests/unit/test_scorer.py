@@ -1,0 +1,112 @@
+"""Logprob workers: the trainer's numbers, full packs, and nobody waits behind a long question for ever."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import VOCABULARY, tiny_model
+from paceline.cluster.scorer import Scorer
+from paceline.inference import EngineError, RequestError
+
+
+@pytest.fixture
+def scorer():
+    made = Scorer(tiny_model(), budget=64)
+    made.start()
+    yield made
+    made.close()
+
+
+def sequences(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    dice = np.random.default_rng(seed)
+    return [dice.integers(0, VOCABULARY, dice.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def plain(ids: list[int], temperature: float) -> list[float]:
+    """By the model's own forward pass, one sequence at a time."""
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
+    ahead = torch.log_softmax(logits, -1)
+    return [0.0, *(float(ahead[i, token]) for i, token in enumerate(ids[1:]))]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_the_model(scorer, temperature):
+    asked = sequences(6, 40)
+    scores = asyncio.run(scorer.score(asked, temperature))
+    for ids, row in zip(asked, scores, strict=True):
+        assert row == pytest.approx(plain(ids, temperature), abs=1e-4)
+
+
+def test_packs_are_filled_across_questions_and_carried_over():
+    """Sixteen questions of four sequences of 10 tokens: 6 fit a pack of 64, so 11 packs do for all 640 tokens."""
+    scorer = Scorer(tiny_model(), budget=64)
+
+    async def story() -> list:
+        asked = [asyncio.ensure_future(scorer.score([[1] * 10] * 4)) for _ in range(16)]
+        await asyncio.sleep(0)  # all have asked before anything is computed
+        scorer.start()
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(story())
+    scorer.close()
+    assert [len(answer) for answer in answers] == [4] * 16
+    assert (scorer.packs, scorer.scored) == (11, 640)
+
+
+def test_a_sequence_beyond_the_budget_has_a_pack_of_its_own(scorer):
+    (scores,) = asyncio.run(scorer.score([[1, 2] * 50]))
+    assert len(scores) == 100
+
+
+def test_a_short_question_does_not_wait_behind_all_of_a_long_one(scorer):
+    order: list[str] = []
+
+    async def ask(name: str, asked: list[list[int]]) -> None:
+        await scorer.score(asked)
+        order.append(name)
+
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("long", [[1] * 60] * 40))
+            tasks.create_task(ask("longer", [[1] * 60] * 80))
+            tasks.create_task(ask("none", []))
+
+    asyncio.run(story())
+    assert order == ["none", "long", "longer"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature", "said"),
+    [
+        ([[]], 1.0, "0 tokens"),
+        ([[1] * 129], 1.0, "129 tokens"),
+        ([[VOCABULARY]], 1.0, "vocabulary"),
+        ([[1]], 0.0, "temperature"),
+    ],
+)
+def test_what_cannot_be_scored_is_said(scorer, asked, temperature, said):
+    with pytest.raises(RequestError, match=said):
+        asyncio.run(scorer.score(asked, temperature))
+
+
+def test_cancelled_questions_are_not_computed(scorer):
+    async def story() -> None:
+        many = asyncio.ensure_future(scorer.score([[1] * 60] * 400))
+        await asyncio.sleep(0.05)
+        many.cancel()
+        await scorer.score([[1, 2, 3]])
+
+    asyncio.run(story())
+    assert scorer.packs < 400
+
+
+def test_a_failure_reaches_whoever_waits_and_whoever_asks_later(scorer, monkeypatch):
+    monkeypatch.setattr("paceline.cluster.scorer.score", lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="division by zero"):
+            asyncio.run(scorer.score([[1, 2]]))
