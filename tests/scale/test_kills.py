@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 import test_ray
 from test_ray import GRADED, RUN_FILE, clean
 

@@ -179,7 +179,7 @@ def test_a_place_holds_the_sum_of_its_parts_and_savings_save(lora, offload, chec
 def test_advice_that_is_followed_makes_the_run_fit(gigabytes, count, shape, dtype, micro, cache, ranks):
     hardware = with_memory(parse(f"h200x{count}"), f"{gigabytes}GB")
     changes = {"model__dtype": dtype, "trainer__micro_batch_tokens": micro, "trainer__parallel__ranks": ranks}
-    config = run_file(**changes, engine__cache_gib=cache)
+    config = run_file(**changes, engine__cache_gib=cache, placement="ray" if ranks > 1 else "local")
     plan = predict(config, hardware, WORK, shape)
     assert bool(plan.advice) != plan.memory.fits
     for advice in plan.advice:

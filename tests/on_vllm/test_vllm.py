@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import os
 
 import httpx
 import numpy as np
@@ -17,6 +18,10 @@ from paceline.model.canary import make_canary
 from paceline.model.head import Head
 from paceline.model.weights import Adapter
 
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.environ.get("PACELINE_VLLM") != "1", reason="needs a live vLLM: `make vllm`"),
+]
 PROMPT = tuple(range(10, 30))
 
 

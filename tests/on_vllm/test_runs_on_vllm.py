@@ -1,6 +1,7 @@
 """Real runs whose policy a live vLLM samples, and a run it teaches."""
 
 import asyncio
+import os
 
 import numpy as np
 import pytest
@@ -16,6 +17,10 @@ from paceline.config.trainer import Optimizer, Trainer
 from paceline.data import decode
 from paceline.model import load_model
 
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.environ.get("PACELINE_VLLM") != "1", reason="needs a live vLLM: `make vllm`"),
+]
 KEY = "PACELINE_TEST_VLLM_KEY"
 
 

@@ -1,6 +1,0 @@
-"""These tests share what the short ones of `tests/integration` have."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
