@@ -19,6 +19,8 @@ NURSERY = Path(__file__).with_name("nursery.py")
 ADDRESS = "PACELINE_TEST_NURSERY"
 READ_ON_IMPORT = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "OPENBLAS_", "CUDA_")
 """Variables that count when a module is imported, which in the nursery has happened."""
+LATER = ("PYTHONPATH", "PYTHONBREAKPOINT", "TORCHINDUCTOR_")
+"""Of these, what is read only when it is used: ray and torch set some themselves."""
 PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 ASIDE = {"preexec_fn": None, "shell": False, "umask": -1, "process_group": -1, "gid": None, "gids": None, "uid": None}
 """What we do not know how to do for others."""
@@ -129,9 +131,8 @@ class LaunchedPaceline(Launched):
 
 
 def _imports(environment) -> dict[str, str]:
-    return {
-        name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT) and name != "PYTHONPATH"
-    }
+    names = [name for name in environment if name.startswith(READ_ON_IMPORT) and not name.startswith(LATER)]
+    return {name: environment[name] for name in names}
 
 
 def run(command: list[str], timeout: float = 280, **more) -> subprocess.CompletedProcess:

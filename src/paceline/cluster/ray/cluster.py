@@ -143,4 +143,8 @@ def actor(
     }
     if strategy is not None:
         options["scheduling_strategy"] = strategy
-    return ray.remote(kind).options(**options).remote(*arguments)
+    try:
+        return ray.remote(kind).options(**options).remote(*arguments)
+    except ValueError as error:
+        run = name.partition("/")[0]
+        raise PacelineError(f"a run named {run} is on this cluster already: choose another --name ({error})") from error

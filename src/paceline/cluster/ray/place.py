@@ -89,6 +89,8 @@ class Parts:
         live.mkdir(parents=True, exist_ok=True)
         self.needs = room.needs
         self._config, self._room, self._live = config, room, str(live.resolve())
+        self._lives = 0
+        """Times the ranks were started."""
         cores = config.cluster
         # Each part has its own cores, and is told how many: it would take all that its machine has.
         self._text = config.model_copy(
@@ -116,9 +118,21 @@ class Parts:
         return [self._text, name, self._live]
 
     def ranks(self) -> list[Any]:
-        """All of them, anew: each in its old place. Ray must not start one alone, it would wait for its group."""
-        first = self.needs.engines
-        return [self._start(RankActor, first + rank, f"rank-{rank}", again=False) for rank in range(self.needs.ranks)]
+        """All of them, anew: each in its old place, under a name of its own, for the old one's is not free at once. Ray
+        must not start one alone, it would wait for its group."""
+        first, again = self.needs.engines, f"+{self._lives}" if self._lives else ""
+        self._lives += 1
+        return [
+            self._room.start(
+                RankActor,
+                first + rank,
+                self.full_name(f"rank-{rank}{again}"),
+                self.arguments(f"rank-{rank}"),
+                again=False,
+                at_once=REQUESTS,
+            )
+            for rank in range(self.needs.ranks)
+        ]
 
     def worker(self, number: int) -> Any:
         place = self.needs.engines + self.needs.ranks + number
