@@ -106,11 +106,11 @@ class Steps(Monitor):
     """Counts batches, and what they were made of."""
 
     def __init__(self) -> None:
-        self.rollouts: list[float] = []
+        self.trained: list[float] = []
         self.stale: list[float] = []
 
     def step(self, step, metrics):
-        self.rollouts.append(metrics["batch/rollouts"])
+        self.trained.append(metrics["batch/rollouts"])
         self.stale.append(metrics["staleness/max"])
 
 
@@ -164,7 +164,7 @@ async def lead(options, racks: list, folder: Path) -> dict:
     conductor = Conductor(config, parts)
     running = asyncio.create_task(conductor.run())
     await asyncio.sleep(options.warm)  # the first thousands of requests all start at once
-    began, before = time.perf_counter(), sum(steps.rollouts)
+    began, before = time.perf_counter(), sum(steps.trained)
     context = get_context("spawn")
     idle = context.Queue()
     meter = context.Process(target=idle_lags, args=(options.measure, idle))
@@ -175,7 +175,7 @@ async def lead(options, racks: list, folder: Path) -> dict:
         running.result()
     late = await measuring
     took = time.perf_counter() - began
-    trained = sum(steps.rollouts) - before
+    trained = sum(steps.trained) - before
     policies = await pool.policies()
     conductor.stop()
     await asyncio.wait_for(running, 120)
@@ -186,7 +186,7 @@ async def lead(options, racks: list, folder: Path) -> dict:
         "lags": late,
         "idle": await asyncio.to_thread(idle.get, timeout=60),
         "rollouts_per_s": trained / took,
-        "batches": len(steps.rollouts),
+        "batches": len(steps.trained),
         "staleness": max(steps.stale),
         "versions": sorted({policy.version for policy in policies}),
         "serving": len(policies),
