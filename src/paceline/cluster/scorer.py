@@ -6,11 +6,12 @@ question does not hold up a short one for longer than a micro-batch, and the GPU
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,10 +115,11 @@ class Scorer:
             began = time.perf_counter()
             try:
                 self._score(pack)
+            except torch.OutOfMemoryError as error:  # too much for this pack; the next may fit
+                self._tell(error, pack)
             except Exception as error:
                 self._fail(error, pack)
-                if not isinstance(error, RequestError):
-                    return
+                return
             self._busy += time.perf_counter() - began
 
     def _next(self) -> list[tuple[Question, int]]:
@@ -155,13 +157,17 @@ class Scorer:
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
 
     def _fail(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
-        """Whoever waits hears of it, those in line too."""
-        self._failure = error
+        """Whoever waits hears of it, those in line too, and whoever asks from now on."""
         with self._news:
-            left = [question for question, _ in (*pack, *self._waiting)]
+            self._failure = error
+            left = [*pack, *self._waiting]
             self._waiting.clear()
-        for question in left:
-            if not question.answer.done():
+            self._tokens = 0
+        self._tell(error, left)
+
+    def _tell(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
+        for question, _ in pack:
+            with contextlib.suppress(InvalidStateError):  # told before, or gone meanwhile
                 question.answer.set_exception(EngineError(f"scoring failed: {error}"))
 
     # -- the rest of an engine ----------------------------------------------------------------------------------------
@@ -173,6 +179,8 @@ class Scorer:
         raise RequestError("this server's weights are frozen: it only scores")
 
     async def policy(self) -> Policy:
+        if self._failure is not None:
+            raise EngineError(f"the scorer has stopped: {self._failure}")
         if self._mark is None:
             named = dict(self._model.named_parameters())
             self._mark = await asyncio.to_thread(fingerprint, named.items())

@@ -90,7 +90,15 @@ class FrozenPool(Pool):
 async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPool:
     """The endpoints' model, once each is known to answer and to have the policy's vocabulary."""
     key = _key(ref)
-    return FrozenPool([await _engine(url, ref.name, key, tokenizer) for url in ref.urls], ref)
+    engines: list[HttpEngine | CompletionsEngine] = []
+    try:
+        for url in ref.urls:
+            engines.append(await _engine(url, ref.name, key, tokenizer))
+    except BaseException:
+        for engine in engines:
+            await engine.aclose()
+        raise
+    return FrozenPool(engines, ref)
 
 
 async def _engine(

@@ -227,6 +227,8 @@ async def _asked(member: Member, seconds: float, work: Awaitable[T]) -> T:
         if not limit.expired():
             raise
         raise Unreachable(f"no answer within {seconds:g} s") from None
+    except OSError as error:  # a file that was to be sent is gone, say
+        raise Unreachable(f"it cannot be reached ({error})") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if not isinstance(member.engine, Remote):
             raise

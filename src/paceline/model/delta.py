@@ -131,6 +131,10 @@ class Delta:
             if not tensor.is_contiguous():
                 tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
+    def forget(self) -> None:
+        """Let go of what was unpacked for a device; it is unpacked again where it is needed."""
+        self._changes.clear()
+
     def patched(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New tensors, from ones that must be the base's; both ends are proved by their whole fingerprint."""
         self.check_fit(tensors)
@@ -159,8 +163,10 @@ class LastSent:
             self._keep(tensors)
             return None
         delta = Delta(made)
-        self.policy = delta.result
+        self.policy = None  # a write that breaks off leaves nothing to build on
         delta.write(self._copy)
+        self.policy = delta.result
+        delta.forget()
         return delta
 
     def _fits(self, tensors: Mapping[str, Tensor]) -> bool:

@@ -138,7 +138,7 @@ def members(courses: dict[str, Course]) -> list[Member]:
 def _copy(update: WeightUpdate) -> Kept:
     """The trainer goes on with its own tensors."""
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.tensors.items()}
-    return _kept(replace(update, tensors=tensors, canary=None))
+    return _kept(replace(update, tensors=tensors, canary=None, delta=None))
 
 
 def _kept(update: WeightUpdate) -> Kept:

@@ -11,12 +11,13 @@ file: `trainer.json` has the number of files instead.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
@@ -39,7 +40,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: Pr
     else:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         storage = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
-        with writing():
+        with writing(), _told():
             dcp.save(dict(tensors), storage_writer=storage, process_group=group)
     if group is None or get_rank(group) == 0:
         ranks = 1 if group is None else get_world_size(group)
@@ -56,10 +57,14 @@ def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str
         _check_complete(folder, state.get("ranks", 1))
     storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
     tensors = {}
+    own = _names(folder / FILE) if whole else None  # beside it lie past versions, which are not the trainer's
     for name, saved in storage.read_metadata().state_dict_metadata.items():
+        if own is not None and name not in own:
+            continue
         assert isinstance(saved, TensorStorageMetadata)
         tensors[name] = room(name, saved.size, saved.properties.dtype)
-    dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
+    with _told():
+        dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
     return tensors, state
 
 
@@ -72,6 +77,24 @@ def masters(folder: Path) -> dict[str, Tensor]:
     else:
         tensors, _ = read(folder, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), None)
     return {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """What went wrong on any rank, as an exception like others: torch's own is none that `except Exception` sees."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        if refused is not None:
+            raise OSError(refused.errno, refused.strerror) from error
+        raise next((c for c in causes if isinstance(c, SafetensorError)), TrainerError(f"{causes[0]}")) from error
+
+
+def _names(file: Path) -> set[str]:
+    with safe_open(file, "pt") as opened:
+        return set(opened.keys())
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -110,6 +110,8 @@ class TorchTrainer:
             raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
         samples = [cut(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
         metrics, trouble = self.learner.learn(samples, self.version)
+        own = sum(min(len(sample), self.max_tokens) for sample in batch)
+        tokens = float(self.learner.world.sum(torch.tensor([float(own)])))
         self._fed, self._fed_seconds = {}, 0.0
         if trouble:
             trouble = self._bad_step(trouble, batch)
@@ -117,7 +119,7 @@ class TorchTrainer:
             self._bad_steps = 0
         self.version += 1
         seconds = time.perf_counter() - start
-        metrics["train_tokens/s"] = sum(min(len(sample), self.max_tokens) for sample in batch) / seconds
+        metrics["train_tokens/s"] = tokens / seconds
         metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
         return StepReport(metrics, bool(trouble), trouble, roll_back)

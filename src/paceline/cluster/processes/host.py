@@ -75,11 +75,14 @@ class TrainerHost:
         caller, number = self._last
         if self._answer is None or caller != call.caller or call.number > number:
             self._last = (call.caller, call.number)
-            self._answer = asyncio.ensure_future(self._do(call))
+            self._answer = asyncio.ensure_future(self._do(call, self._answer))
         # An older question, from a wire that was cut, gets an answer that nobody waits for.
         return self._answer
 
-    async def _do(self, call: Call) -> Done | Failed:
+    async def _do(self, call: Call, before: asyncio.Future[Done | Failed] | None) -> Done | Failed:
+        if before is not None and not before.done():
+            # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
+            await asyncio.wait({before})  # bounded: as the call itself was
         try:
             with waiting(f"to {call.what}, as the orchestrator asked"):
                 return await getattr(self, f"_{call.what}")(call)

@@ -75,7 +75,7 @@ def joined(config: RunConfig) -> Generator[None]:
     else:
         # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
         cores = max(os.cpu_count() or 1, math.ceil(Needs.of(config, 0).total("CPU")))
-        ray.init(num_cpus=cores, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     try:
         yield
     finally:

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import socket
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +33,10 @@ from paceline.trainer.joining import join
 from paceline.waits import beat
 
 PULSE_SECONDS = 5.0
+ECHO_SECONDS = 5.0
+"""How long the others are waited for once one rank has failed."""
+START_SECONDS = 1800.0
+"""For all ranks to be placed, to load the model and to meet."""
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 _answer = msgspec.msgpack.Decoder(FromTrainer).decode
@@ -117,10 +121,17 @@ class RayTrainer:
     async def meet(self) -> Hello:
         """Start the ranks and wait until they have met."""
         self._ranks = list(self._start())
-        host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
-        world = len(self._ranks)
-        joined = [rank.join.remote(host, port, i, world) for i, rank in enumerate(self._ranks)]
-        (greeting, cost), *_ = await self._together(joined)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
+                world = len(self._ranks)
+                joined = [rank.join.remote(host, port, i, world) for i, rank in enumerate(self._ranks)]
+                (greeting, cost), *_ = await self._together(joined)
+        except TimeoutError:
+            raise TrainerError(
+                f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
+                "`paceline status`, then add --resume latest"
+            ) from None
         hello, self._cost = _answer(greeting), Cost(*cost)
         assert isinstance(hello, Hello)
         self.hello, self.version = hello, 0
@@ -188,13 +199,12 @@ class RayTrainer:
             left = set(waiting)
             while left:
                 done, left = await asyncio.wait(left, timeout=PULSE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
+                if done:
                     beat()  # whoever works over there moves the run
-                    if (error := task.exception()) is None:
-                        continue
-                    if not isinstance(error, RayError):
-                        raise error
-                    raise TrainerLost(f"rank {waiting[task]} of {len(answers)} is lost: {_first_line(error)}")
+                if any(task.exception() for task in done):
+                    # A rank that dies is missed by the others first: the cause comes a moment after its echo.
+                    late, left = await asyncio.wait(left, timeout=ECHO_SECONDS) if left else (set(), left)
+                    raise self._cause({waiting[task]: task.exception() for task in (*done, *late)})
             return [task.result() for task in waiting]  # bounded: all are done
         except BaseException:
             self.close()
@@ -203,6 +213,17 @@ class RayTrainer:
             for task in waiting:
                 task.cancel()
 
+    def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
+        """A lost rank rather than what the others say of it."""
+        errors = {rank: error for rank, error in ended.items() if error is not None}
+        for rank, error in errors.items():
+            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+                return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {_first_line(error)}")
+        error = next(iter(errors.values()))
+        if isinstance(error, RayTaskError):
+            return TrainerError(_last_line(error))
+        return error
+
 
 async def _done(reference: Any) -> Done:
     answer = _answer(await reference)  # bounded: by the rank's life
@@ -210,6 +231,11 @@ async def _done(reference: Any) -> Done:
         raise TrainerError(answer.message) if answer.errno is None else OSError(answer.errno, answer.message)
     assert isinstance(answer, Done)
     return answer
+
+
+def _last_line(error: BaseException) -> str:
+    """What a remote traceback ends with."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def _first_line(error: BaseException) -> str:

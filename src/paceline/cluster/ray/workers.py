@@ -1,13 +1,16 @@
 """Reward and tool code on other machines: each call still in a process of its own, which can be killed."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from paceline.cluster.ray.actors import Actor
-from paceline.envs.workers import ATTEMPTS, Failure, Limits, WorkerFailed, Workers
+from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, Limits, WorkerFailed, Workers
+
+AGAIN_SECONDS = 0.5
 
 
 class WorkerActor(Actor):
@@ -37,13 +40,27 @@ class RayWorkers:
 
     async def call(self, function: str, args: Sequence[Any], timeout: float, limits: Limits) -> Any:
         lost: list[int] = []
+        waited = 0.0
         while len(lost) < ATTEMPTS:
             chosen = min(self._busy, key=lambda at: (at in lost, self._busy[at]))
             self._busy[chosen] += 1
+            reference = self._actors[chosen].call.remote(
+                function, list(args), timeout, (limits.count, limits.memory_mb, limits.answer_bytes)
+            )
             try:
-                answer = await self._actors[chosen].call.remote(
-                    function, list(args), timeout, (limits.count, limits.memory_mb, limits.answer_bytes)
-                )
+                answer = await reference  # bounded: the actor ends the call at its timeout
+            except asyncio.CancelledError:
+                ray.cancel(reference)  # its process is killed, as it would be here
+                raise
+            except RayTaskError:
+                raise  # a bug over there: nobody was lost
+            except ActorUnavailableError:
+                # It is being started again, which is no verdict on the call.
+                if waited > LOAD_SECONDS:
+                    lost.append(chosen)
+                waited += AGAIN_SECONDS
+                await asyncio.sleep(AGAIN_SECONDS)  # bounded: by LOAD_SECONDS
+                continue
             except RayError:
                 lost.append(chosen)
                 continue

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.inference.base import EngineError, Mismatch
+from paceline.inference.base import EngineError, Mismatch, OtherBase
 from paceline.inference.engine.catalog import BASE, POLICY, Catalog
 from paceline.inference.engine.patch import patch
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
@@ -52,7 +52,11 @@ class Served:
     def apply(self, update: WeightUpdate, check: bool = True) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing."""
         if update.delta is not None:
-            return self._apply_delta(update, check)
+            try:
+                return self._apply_delta(update, check)
+            except OtherBase:
+                if not update.tensors:
+                    raise  # else all of it is here too
         tensors = dict(update.tensors) if update.adapter is None else self._fit_adapter(update)
         sent = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, sent):
