@@ -101,3 +101,28 @@ def test_a_batch_that_is_fed_has_the_gradient_of_the_whole(compiled):
         norms.append(asyncio.run(step()))
         trainer.close()
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_a_budget_found_by_trying_is_used_and_large():
+    trainer = TorchTrainer(tiny_model().to(torch.bfloat16).cuda(), config.Trainer(micro_batch_tokens="auto"))
+    report = asyncio.run(trainer.step(batch(40))).metrics
+    trainer.close()
+    assert report["micro_batches"] == 1
+    assert np.isfinite(report["grad_norm"])
+
+
+def test_masters_on_the_host_take_the_steps_of_masters_on_the_card():
+    settings = {"lr": 1e-3}
+    ends = []
+    for offload in (False, True):
+        model = tiny_model().to(torch.bfloat16).cuda()
+        start = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        c = config.Trainer(micro_batch_tokens=512, optimizer=config.Optimizer(**settings, offload=offload))
+        trainer = TorchTrainer(model, c)
+        for _ in range(4):
+            asyncio.run(trainer.step(batch(40)))
+        ends.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]) - start)
+        trainer.close()
+    apart = (ends[1] - ends[0]).norm() / ends[0].norm()
+    print(f"offloaded masters end {apart:.4f} of the update away")
+    assert apart < 0.1
