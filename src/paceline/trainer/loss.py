@@ -36,6 +36,15 @@ class Loss:
 
     def parts(self, tokens: Tokens, version: int, first: bool = True) -> tuple[dict[str, Tensor], "Sums"]:
         """The same, term by term."""
+        judged = self.judge(tokens)
+        parts = {name: values.sum() for name, values in judged.scaled().items()}
+        with torch.no_grad():
+            sums = Sums.of(tokens, judged.moved, parts, judged.left, version, first)
+            sums.values["skipped"] = judged.skipped.sum(dtype=torch.float64)
+        return parts, sums
+
+    def judge(self, tokens: Tokens) -> "Judged":
+        """What each token alone says, before anything is added up."""
         moved, sampled = self._ratios(tokens)
         rl, rl_left = self._rl(moved, tokens)
         if self._config.proximal is not None:
@@ -49,15 +58,8 @@ class Loss:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
         skipped = self._skipped(sampled, tokens)
         kept = ~skipped.index_select(0, tokens.segments)
-        # Where a scale is zero its term may be infinite or NaN (an absent stream), and 0 * inf is NaN.
-        parts = {}
-        for name, term in terms.items():
-            scale = scales.get(name, tokens.policy_scale)
-            parts[name] = (torch.where((scale != 0) & kept, term, 0.0) * scale).sum()
-        with torch.no_grad():
-            sums = Sums.of(tokens, moved, parts, {"rl": rl_left, "ref_kl": ref_left}, version, first)
-            sums.values["skipped"] = skipped.sum(dtype=torch.float64)
-        return parts, sums
+        scales |= {name: tokens.policy_scale for name in terms if name not in scales}
+        return Judged(terms, scales, {"rl": rl_left, "ref_kl": ref_left}, moved, skipped, kept)
 
     def _ratios(self, tokens: Tokens) -> tuple[Ratio, Ratio]:
         """How far tokens have moved from where the rl term measures, and from the sampler."""
@@ -74,6 +76,29 @@ class Loss:
         with torch.no_grad():
             outside, counts = tokens.per_sequence(((sampled.value < low) | (sampled.value > high)).to(sampled.value))
             return outside / counts > threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A loss token by token."""
+
+    terms: dict[str, Tensor]
+    """Unscaled, by component."""
+    scales: dict[str, Tensor]
+    left: dict[str, Tensor]
+    """Where a bound held a token back, by component."""
+    moved: Ratio
+    """How far each token has moved from where the rl term measures."""
+    skipped: Tensor
+    """Sequences that are left out as a whole."""
+    kept: Tensor
+    """Tokens of the others."""
+
+    def scaled(self) -> dict[str, Tensor]:
+        """Each token's share of the loss. Where a scale is zero its term may be infinite or NaN (an absent stream), and
+        0 * inf is NaN."""
+        used = {name: (scale != 0) & self.kept for name, scale in self.scales.items()}
+        return {name: torch.where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
 
 
 NAMES = (
