@@ -129,7 +129,7 @@ def test_a_reward_past_the_cut_is_earned_before_it():
 
 def test_whitened_advantages_have_mean_zero_and_variance_one():
     trainer = made()
-    samples, lessons, _ = trainer.learner._credit(rewarded(1))
+    samples, lessons, _ = trainer.learner._critic.credit(rewarded(1), range(6))
     flat = np.concatenate([s.advantages[s.loss_mask] for s in samples])
     assert flat.mean() == pytest.approx(0, abs=1e-6)
     assert flat.std() == pytest.approx(1, rel=1e-4)

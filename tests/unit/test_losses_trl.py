@@ -9,8 +9,8 @@ import torch
 
 from paceline.config import trainer as config
 from paceline.data import Sample, Ticket, fold, pack
-from paceline.trainer.learner import SCALES, STREAMS
 from paceline.trainer.loss import Loss
+from paceline.trainer.stepping import SCALES, STREAMS
 from paceline.trainer.tokens import Tokens
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs trl")

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Cost, Sample, balanced, first_fit_decreasing, fold, imbalance, local, lockstep, pack
+from paceline.data import Cost, Sample, Ticket, balanced, cuts, first_fit_decreasing, fold, imbalance, lockstep
+from paceline.data.cutting import everyone, held, only
+from paceline.data.scales import owners
+from paceline.trainer.blank import BLANK_PACK, packed
 
 laws = settings(max_examples=200, deadline=None)
 lengths_lists = st.lists(st.integers(1, 40), max_size=60)
@@ -122,31 +125,81 @@ def test_the_cost_of_a_shape_is_that_of_its_weights():
     assert windowed.attention == 2 * 8
 
 
+batches = st.lists(st.tuples(st.integers(2, 12), st.integers(0, 9)), max_size=20).map(
+    lambda drawn: [_sample(length, rollout, i) for i, (length, rollout) in enumerate(drawn)]
+)
+
+
 @laws
-@given(st.lists(st.integers(2, 12), max_size=20), st.integers(1, 5), st.integers(2, 20))
-def test_ranks_that_hold_only_their_own_pack_the_same_tokens(lengths, ranks, budget):
-    """Every rank packs what it was dealt, with a blank behind; together they run each sample once, and all equally
-    often."""
-    batch = [_sample(n, first) for first, n in enumerate(lengths)]
-    blank = _sample(2, -1)
-    seen, counts = [], set()
-    for bins in balanced(lengths, ranks, budget, Cost(1, 0.1)):
-        held, numbered = local(bins)
-        own = [*(batch[i] for i in held), blank]
-        packs = pack(own, fold(own), budget, bins=numbered)
-        counts.add(len(packs))
-        for micro_batch, members in zip(packs, bins, strict=True):
-            ids = micro_batch.token_ids[micro_batch.positions == 0].tolist()
-            assert ids == (sorted(members) or [-1])
-            seen += members
-    assert sorted(seen) == list(range(len(lengths)))
-    assert len(counts) == 1
+@given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20))
+def test_the_cut_of_a_batch_holds_every_sample_once_and_whole_rollouts_to_a_step(batch, steps, ranks, budget):
+    found = cuts(batch, steps, ranks, budget, Cost(1, 0.1))
+    assert len(found) == steps
+    seen: dict[int, int] = {}
+    for step, cut in enumerate(found):
+        assert len(cut) == ranks
+        assert len({len(bins) for bins in cut}) == 1
+        for members in itertools.chain(*cut):
+            assert len(members) <= 1 or sum(len(batch[i]) for i in members) <= budget
+            assert not seen.keys() & set(members)
+            seen |= dict.fromkeys(members, step)
+    assert sorted(seen) == list(range(len(batch)))
+    owned = {(owner, seen[i]) for i, owner in enumerate(owners(batch))}
+    assert len(owned) == len(set(owners(batch)))
 
 
-def _sample(length: int, name: int) -> Sample:
+@laws
+@given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20))
+def test_which_step_trains_a_sample_does_not_hang_on_the_number_of_ranks(batch, steps, ranks, budget):
+    one, several = (cuts(batch, steps, number, budget, Cost(1, 0.1)) for number in (1, ranks))
+    assert [everyone(cut) for cut in one] == [everyone(cut) for cut in several]
+
+
+@laws
+@given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20), st.sets(st.integers(0, 19)))
+def test_a_pass_over_some_samples_keeps_the_ranks_in_step(batch, steps, ranks, budget, chosen):
+    found = cuts(batch, steps, ranks, budget, Cost(1, 0.1))
+    part = only(found, chosen)
+    assert everyone(part) == sorted(chosen & set(range(len(batch))))
+    assert len({len(bins) for bins in part}) == 1
+    assert all(any(row) for row in zip(*part, strict=True))
+    for bins, *whole in zip(part, *found, strict=True):
+        assert set(held(bins)) <= set(held(list(itertools.chain(*whole))))
+
+
+@laws
+@given(batches, st.integers(1, 5), st.integers(2, 20), st.sampled_from(["token", "sample", "fixed"]))
+def test_ranks_fold_the_scales_that_one_alone_would(batch, ranks, budget, normalise):
+    whole = fold(batch, normalise, 7)
+    (cut,) = cuts(batch, 1, ranks, budget, Cost(1, 0.1))
+    for bins in cut:
+        own = held(bins)
+        for i, scales in zip(own, fold(batch, normalise, 7, own=own), strict=True):
+            np.testing.assert_array_equal(scales.rl, whole[i].rl)
+            np.testing.assert_array_equal(scales.policy, whole[i].policy)
+
+
+@laws
+@given(batches, st.integers(1, 5), st.integers(2, 20))
+def test_ranks_pack_their_parts_and_blanks_where_they_have_none(batch, ranks, budget):
+    scales = dict(enumerate(fold(batch)))
+    (cut,) = cuts(batch, 1, ranks, budget, Cost(1, 0.1))
+    packs = [packed(batch, scales, bins, {}) for bins in cut]
+    assert len({len(one) for one in packs}) == 1
+    for bins, one in zip(cut, packs, strict=True):
+        for members, micro_batch in zip(bins, one, strict=True):
+            names = micro_batch.token_ids[micro_batch.positions == 0].tolist()
+            assert names == sorted(members) if members else micro_batch is BLANK_PACK
+            assert micro_batch.rl_scale.any() == bool(members)
+
+
+def _sample(length: int, rollout: int, name: int) -> Sample:
+    mask = np.arange(length) > 0
     return Sample(
         token_ids=np.full(length, name),
-        loss_mask=np.zeros(length),
-        versions=np.full(length, -1),
+        loss_mask=mask,
+        versions=np.where(mask, 0, -1),
         temperatures=np.ones(length),
+        ticket=Ticket(rollout // 2, "e", 0, 0, 0),
+        rollout=rollout % 2,
     )

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from conftest import tiny_model
 from launching import Launched
 from paceline.config import trainer as config
 from paceline.config.parallel import Parallel
+from paceline.data import encode
 from paceline.model import trainable
 from paceline.trainer import TorchTrainer
+from paceline.trainer.batch import together
+from paceline.trainer.world import World
 from samples import make_batch, near_policy, rewarded
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps.
@@ -30,22 +34,28 @@ CASES = {
     "critic": {"minibatches": 2, "critic": config.Critic(), "loss": config.PPO()},
     "one rank has nothing, critic": {"minibatches": 2, "critic": config.Critic(), "kl": config.KL(how="advantage")},
     "one rank has no rewards": {"critic": config.Critic()},
+    "rollouts": {"minibatches": 2, "normalise": "sample", "loss": config.PPO()},
+    "rollouts, critic": {"normalise": "sample", "critic": config.Critic()},
+    "budget found": {"micro_batch_tokens": "auto"},
 }
 
 
 def batch_of(name: str) -> list:
     batch = near_policy(make_batch(5, count=8))
+    if "rollouts" in name:  # of several samples, that the ranks take apart
+        batch = rewarded(1, count=8) if "critic" in name else batch
+        return [replace(sample, ticket=batch[i // 3].ticket) for i, sample in enumerate(batch)]
     if "critic" in name:
         return [*rewarded(1, count=6), *batch[6:]]
     return [*rewarded(1, count=1), *batch[1:]] if name == "one rank has no rewards" else batch
 
 
 def share(name: str, rank: int) -> list:
-    """Alternate samples, so that each minibatch is cut across the ranks: halves of 8 are 4 and 4, of 4 are 2 and 2."""
+    """Half of the batch, not of the work: how it is divided the ranks find out together."""
     batch = batch_of(name)
     if name.startswith("one rank has nothing"):
         return batch if rank == 0 else []
-    return batch[rank::2]
+    return batch[:3] if rank == 0 else batch[3:]
 
 
 def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, dict[str, float]]:
@@ -64,7 +74,9 @@ def rank_main(rank: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     results = {name: trained(share(name, rank), settings, dist.group.WORLD) for name, settings in CASES.items()}
-    torch.save(results, folder / f"rank{rank}.pt")
+    batch = batch_of("token")
+    with_all, budget = together(share("token", rank), World(dist.group.WORLD, torch.device("cpu")), 100 + rank)
+    torch.save(results | {"together": (encode(with_all) == encode(batch), budget)}, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -86,9 +98,13 @@ def test_two_ranks_make_the_update_of_one(ranks, name):
     (first, their_metrics), (second, same_metrics) = (rank[name] for rank in ranks)
     assert torch.equal(first, second)
     assert (first - alone).norm() / moved < 1e-5
-    local = ("train_tokens/s", "micro_batches")
-    for key in metrics.keys() - set(local):
+    assert their_metrics["micro_batches"] == same_metrics["micro_batches"]
+    for key in metrics.keys() - {"train_tokens/s", "micro_batches"}:
         assert their_metrics[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-5), key
         assert same_metrics[key] == their_metrics[key], key
     assert their_metrics.keys() == metrics.keys()
     assert np.isfinite(list(metrics.values())).all()
+
+
+def test_every_rank_knows_the_whole_batch_in_its_order_and_the_smallest_budget(ranks):
+    assert [rank["together"] for rank in ranks] == [(True, 100)] * 2

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from conftest import tiny_model
 from launching import Launched
+from paceline.cluster.training import Built, build_trainer
+from paceline.config import RunConfig
 from paceline.config import trainer as config
 from paceline.config.model import Lora, Model
 from paceline.config.parallel import Parallel
 from paceline.model import attach_lora, fingerprint, trainable
 from paceline.trainer import TorchTrainer, TrainerError, checkpoint
 from paceline.trainer.joining import join, leave
+from paceline.trainer.layout import local
 from samples import make_batch, near_policy
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps. No clipping: it hides a factor.
@@ -36,11 +39,15 @@ class Case:
     shard: str = "full"
     model: str = "tied"
     idle: bool = False
-    """One rank has all samples, and it is not the first."""
+    """One rank brings all samples, and it is not the first."""
+    samples: int = 8
     worlds: tuple[int, ...] = (2,)
+    tensor: int = 1
+    context: int = 1
 
     def parallel(self, world: int) -> Parallel:
-        return Parallel(ranks=world, shard=self.shard, replicas=2 if self.shard == "hybrid" else 1)
+        replicas = 2 if self.shard == "hybrid" else 1
+        return Parallel(ranks=world, shard=self.shard, replicas=replicas, tensor=self.tensor, context=self.context)
 
 
 PPO = {"loss": config.PPO()}
@@ -49,7 +56,9 @@ CASES = {
     "none": Case({"kl": config.KL(), **PPO}, shard="none", worlds=WORLDS),
     "full": Case({"kl": config.KL(), **PPO}, worlds=WORLDS),
     "hybrid": Case({"normalise": "sample", **PPO}, shard="hybrid", worlds=(4,)),
-    "scored": Case(SCORED | {"micro_batch_tokens": 64}),
+    "scored": Case(SCORED | {"micro_batch_tokens": 64}, worlds=WORLDS),
+    "scored whole": Case(SCORED | {"micro_batch_tokens": 64}, shard="none", worlds=WORLDS),
+    "fewer samples than ranks": Case(SCORED, samples=1, worlds=WORLDS),
     "one rank idles": Case({"micro_batch_tokens": 64}, idle=True),
     "one rank idles, scored": Case(SCORED | {"micro_batch_tokens": 64}, idle=True, worlds=WORLDS),
     "untied, one rank idles": Case(PPO, model="untied", idle=True),
@@ -62,6 +71,8 @@ CASES = {
 
 SAVED = ("full", "lora")
 """Cases that write checkpoints and exports."""
+LOADED = ("tied", "untied", "lora")
+"""Models that are loaded from a folder."""
 
 
 def before(world: int) -> list[int]:
@@ -73,6 +84,14 @@ def make_model(kind: str) -> PreTrainedModel:
     if kind == "bf16":
         return tiny_model(dtype=torch.bfloat16)
     model = tiny_model()
+    if kind == "qwen3":  # its heads have norms, and with biases everything that can be cut or whole
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        shape |= {"vocab_size": model.config.vocab_size, "num_hidden_layers": 2, "head_dim": 8}
+        settings = Qwen3Config(**shape, attention_bias=True, tie_word_embeddings=True)
+        torch.manual_seed(2)
+        model = Qwen3ForCausalLM._from_config(settings, attn_implementation=model.config._attn_implementation).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter.data, std=0.3)
     if kind == "untied":
         settings = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": False})
         torch.manual_seed(1)
@@ -87,15 +106,21 @@ def make_trainer(case: Case, group=None, world: int = 1) -> TorchTrainer:
 
 
 @cache
-def batch() -> list:
-    return near_policy(make_batch(5, count=8))
+def batch(number: int = 8) -> list:
+    """Two rollouts of two samples each, which lie apart when there are four ranks; the other samples are alone."""
+    samples = near_policy(make_batch(5, count=8))
+    for first in (1, 4):
+        samples[first + 1] = replace(samples[first + 1], ticket=samples[first].ticket)
+    return samples[:number]
 
 
 def share(case: Case, rank: int, world: int) -> list:
-    """Alternate samples, so that each minibatch is cut across the ranks; halves of 8 are 4 and 4."""
-    if not case.idle:
-        return batch()[rank::world]
-    return batch() if rank == 1 else []
+    """Neighbours, in the order of the ranks. Ranks that share sequences or matrices have the same."""
+    data, ranks = rank // (case.tensor * case.context), case.parallel(world).data_ranks
+    samples = batch(case.samples)
+    if case.idle:
+        return samples if data == 1 else []
+    return [samples[i] for i in np.array_split(np.arange(len(samples)), ranks)[data]]
 
 
 def step(trainer: TorchTrainer, samples: list, times: int = 1) -> dict[str, float]:
@@ -152,6 +177,24 @@ def written(folder: Path, case: Case, rank: int, world: int, group) -> dict:
     return out
 
 
+def built(folder: Path, kind: str, world: int, group=None) -> Built:
+    """As a run builds its trainer, from a model's folder."""
+    parallel = Parallel(ranks=world, shard="none" if group is None else "full")
+    lora = Lora(rank=3) if kind == "lora" else None
+    model = Model(name=str(folder / f"{kind} model"), lora=lora, dtype="bfloat16")
+    trainer = config.Trainer(threads=1, parallel=parallel)
+    place = "local" if group is None else "ray"
+    return build_trainer(RunConfig(name="loaded", device="cpu", placement=place, model=model, trainer=trainer), group)
+
+
+def parts(folder: Path, kind: str, world: int, group) -> dict[str, torch.Tensor]:
+    """All a rank has of a model when it is loaded."""
+    one = built(folder, kind, world, group)
+    tensors = one.model.state_dict() | dict(one.model.named_buffers())
+    one.trainer.close()
+    return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     group = join(rank, world, f"file://{folder}/meeting{world}", "gloo", seconds=120)
@@ -159,6 +202,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     for name, case in CASES.items():
         if world in case.worlds:
             results[name] = trained(case, share(case, rank, world), group, world)
+    results["loaded"] = {kind: parts(folder, kind, world, group) for kind in LOADED}
     for name in SAVED:
         results[f"{name} written"] = written(folder / f"{name}{world}", CASES[name], rank, world, group)
         for others in before(world):
@@ -176,6 +220,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharding")
     for name in SAVED:
         torch.save(written(folder / f"{name}1", CASES[name], 0, 1, None), folder / f"{name}.pt")
+    for kind in LOADED:
+        plain = make_model("untied" if kind == "untied" else "tied").to(torch.bfloat16)
+        plain.save_pretrained(folder / f"{kind} model")
     code = "import sys; from test_sharding import *; rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))"
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
@@ -203,7 +250,7 @@ def moved(case: Case, a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_ranks_makes_the_update_of_one(ranks, name):
     case = CASES[name]
-    alone, metrics = trained(case, batch())
+    alone, metrics = trained(case, batch(case.samples))
     for world in case.worlds:
         weights, theirs = ranks[world][0][name]
         assert moved(case, alone, weights) < 1e-5
@@ -213,16 +260,43 @@ def test_any_number_of_ranks_makes_the_update_of_one(ranks, name):
         for other in ranks[world][1:]:
             others, same = other[name]
             assert not len(others)  # weights leave from the first rank
-            assert {**same, "train_tokens/s": 0} == {**theirs, "train_tokens/s": 0} or case.shard == "none"
+            assert {**same, "train_tokens/s": 0} == {**theirs, "train_tokens/s": 0}
         assert np.isfinite(list(theirs.values())).all()
 
 
-def test_idle_ranks_run_as_many_micro_batches_as_the_busiest(ranks):
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_run_equally_many_micro_batches(ranks, name):
+    for world in CASES[name].worlds:
+        assert len({rank[name][1]["micro_batches"] for rank in ranks[world]}) == 1
+
+
+def test_whoever_brings_the_samples_all_ranks_train_them(ranks):
+    """Only one rank had any, and yet each runs a part."""
     name = "one rank idles, scored"
     _, metrics = trained(CASES[name], batch())
-    assert metrics["micro_batches"] > 4
+    counts = [ranks[world][0][name][1]["micro_batches"] for world in WORLDS]
+    assert metrics["micro_batches"] > counts[0] > counts[1] >= 2
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_model_loaded_in_parts_is_the_whole_one_cut(ranks, folder, kind):
+    """To the bit, with tied tensors once and buffers whole, whatever is trained in float32 widened."""
+    one = built(folder, kind, 1)
+    whole = one.model.state_dict() | dict(one.model.named_buffers())
+    adapters = kind == "lora"
+    assert any("inv_freq" in name for name in whole)
     for world in WORLDS:
-        assert {rank[name][1]["micro_batches"] for rank in ranks[world]} == {metrics["micro_batches"]}
+        for rank, seen in enumerate(ranks[world]):
+            mine = seen["loaded"][kind]
+            assert mine.keys() == whole.keys()
+            for name, tensor in whole.items():
+                if "inv_freq" not in name and "lora_" not in name:
+                    rows = tensor.chunk(world)
+                    tensor = rows[rank] if rank < len(rows) else tensor[:0]
+                    tensor = tensor if adapters else tensor.float()
+                assert mine[name].dtype == tensor.dtype
+                assert torch.equal(mine[name], tensor), name
+    one.trainer.close()
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -309,8 +383,10 @@ def test_a_sharded_export_loads_with_transformers(folder, name):
         ({"ranks": 4, "shard": "hybrid", "replicas": 3}, "a divisor of ranks, not 3"),
         ({"ranks": 4, "shard": "full", "replicas": 2}, 'is for shard = "hybrid"'),
         ({"cpu_offload": True}, "trainer.optimizer.offload = true"),
-        ({"ranks": 2, "context": 2}, "a sequence is computed whole on one rank"),
-        ({"ranks": 2, "tensor": 2}, "tensor = 2 is not supported"),
+        ({"ranks": 3, "context": 2}, "set ranks to a multiple of 2, not 3"),
+        ({"ranks": 6, "tensor": 2, "context": 2}, "set ranks to a multiple of 4, not 6"),
+        ({"ranks": 4, "context": 4, "shard": "hybrid", "replicas": 2}, r"a divisor of ranks / \(tensor \* context\)"),
+        ({"ranks": 2, "tensor": 2, "shard": "full", "cpu_offload": True}, "set tensor = 1, or"),
     ],
 )
 def test_parallel_settings_that_do_not_fit(settings, sentence):

@@ -1,4 +1,4 @@
-"""How a batch is dealt to trainer ranks."""
+"""How a batch is handed to trainer ranks, which then agree on who trains what."""
 
 import numpy as np
 from hypothesis import given
@@ -31,16 +31,13 @@ def sample(length: int, rollout: int) -> Sample:
     ranks=st.integers(1, 5),
     budget=st.integers(100, 1000),
 )
-def test_every_sample_goes_to_one_rank_and_a_rollout_stays_together(lengths, branches, ranks, budget):
+def test_shares_end_to_end_are_the_batch_and_a_rollout_stays_together(lengths, branches, ranks, budget):
     batch = [sample(length, i // branches) for i, length in enumerate(lengths)]
     shares = spread(batch, ranks, Trainer(micro_batch_tokens=budget), COST)
     assert len(shares) == ranks
     at = {id(one): i for i, one in enumerate(batch)}
     places = [[at[id(one)] for one in share] for share in shares]
-    assert sorted(i for share in places for i in share) == list(range(len(batch)))
-    assert all(share == sorted(share) for share in places)
-    if branches == 1:
-        return
+    assert [i for share in places for i in share] == list(range(len(batch)))
     ranks_of: dict = {}
     names = list(owners(batch))
     for rank, share in enumerate(places):
@@ -50,9 +47,9 @@ def test_every_sample_goes_to_one_rank_and_a_rollout_stays_together(lengths, bra
 
 
 @given(st.integers(0, 1000))
-def test_ranks_get_like_work(seed):
+def test_no_share_is_off_by_more_than_one_rollout(seed):
     dice = np.random.default_rng(seed)
     batch = [sample(int(length), i) for i, length in enumerate(dice.lognormal(4, 0.7, 256).clip(2, 500))]
     shares = spread(batch, 4, Trainer(micro_batch_tokens=2000), COST)
-    work = [COST([len(one) for one in share]) for share in shares]
-    assert max(work) / np.mean(work) < 1.05
+    work = np.array([COST([len(one) for one in share]) for share in shares])
+    assert np.abs(work - work.mean()).max() <= max(COST([len(one)]) for one in batch)

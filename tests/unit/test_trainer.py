@@ -142,7 +142,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     loss_of = Loss(trainer._config)
 
     def value() -> torch.Tensor:
-        tokens, _ = trainer.learner.tokens(micro_batch)
+        tokens, _ = trainer.learner.stepper.tokens(micro_batch)
         assert tokens.logprobs.dtype == torch.float64
         return loss_of(tokens, 0)[0]
 
@@ -171,7 +171,7 @@ def test_logprobs_do_not_depend_on_neighbours():
     by_sample: dict[int, list[torch.Tensor]] = {}
     for budget in (1, 120, 10_000):
         for micro_batch in pack(batch, fold(batch), budget):
-            tokens, _ = trainer.learner.tokens(micro_batch)
+            tokens, _ = trainer.learner.stepper.tokens(micro_batch)
             trained = (micro_batch.rl_scale != 0) | (micro_batch.ce_scale != 0) | (micro_batch.ref_kl_scale != 0)
             owners = np.repeat(micro_batch.members, micro_batch.lengths)[trained]
             for member in micro_batch.members:
@@ -227,7 +227,7 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
         expected += reference_loss(s, np.concatenate([[0.0], logp.detach().numpy()]), counts, loss)
     trainer = trainer_of(model, loss=loss)
     total = Loss(config.Trainer(loss=loss))
-    got = sum(total(trainer.learner.tokens(m)[0], 0)[0].item() for m in pack(batch, fold(batch), 10_000))
+    got = sum(total(trainer.learner.stepper.tokens(m)[0], 0)[0].item() for m in pack(batch, fold(batch), 10_000))
     trainer.close()
     assert got == pytest.approx(expected, rel=2e-4, abs=2e-4)
 

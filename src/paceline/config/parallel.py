@@ -22,21 +22,29 @@ class Parallel(Section):
     """Keep sharded weights, masters and moments in the host's memory and step there; a layer comes to the GPU while it
     computes. Slower, and takes next to no GPU memory beside activations."""
     tensor: int = Field(default=1, ge=1)
-    """Ranks that share each matrix of a layer. Only 1 is supported."""
+    """Ranks that share each matrix of a layer, every one with some of the heads: neighbours, best on one machine. They
+    train the same samples. For a layer too large for one GPU; needs key and value heads for all of them."""
     context: int = Field(default=1, ge=1)
-    """Ranks that share each sequence. Only 1 is supported."""
+    """Ranks that share each sequence, every one with some of its tokens and all keys and values. They train the same
+    samples. For sequences whose activations are too large for one GPU."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares a batch is cut into. Ranks `i * tensor * context` to `(i + 1) * tensor * context - 1` get the i-th."""
+        return self.ranks // (self.tensor * self.context)
 
     @model_validator(mode="after")
-    def _known(self) -> "Parallel":
-        if self.tensor > 1:
+    def _groups(self) -> "Parallel":
+        together = self.tensor * self.context
+        if self.ranks % together:
             raise ValueError(
-                f"tensor = {self.tensor} is not supported: a layer's matrices are computed whole on each rank; write "
-                'tensor = 1 and shard = "full", which divides the memory of weights and optimizer by the ranks'
+                f"tensor = {self.tensor} and context = {self.context} make groups of {together} ranks that train the "
+                f"same samples: set ranks to a multiple of {together}, not {self.ranks}"
             )
-        if self.context > 1:
+        if self.cpu_offload and self.tensor > 1:
             raise ValueError(
-                f"context = {self.context} is not supported: a sequence is computed whole on one rank; write context = "
-                "1, and for long samples trainer.gradient_checkpointing = true"
+                "cpu_offload keeps whole matrices on the host, and tensor cuts them: set tensor = 1, or keep only "
+                "masters and moments on the host with trainer.optimizer.offload = true"
             )
         return self
 
@@ -47,10 +55,11 @@ class Parallel(Section):
                 f'replicas = {self.replicas} is for shard = "hybrid": with "{self.shard}" there is one model, or one '
                 "on each rank"
             )
-        if self.shard == "hybrid" and (self.replicas < 2 or self.ranks % self.replicas):
+        if self.shard == "hybrid" and (self.replicas < 2 or self.data_ranks % self.replicas):
+            whole = "ranks" if self.data_ranks == self.ranks else "ranks / (tensor * context)"
             raise ValueError(
                 f'shard = "hybrid" cuts the {self.ranks} ranks into `replicas` groups of equal size: set replicas to 2 '
-                f"or more, a divisor of ranks, not {self.replicas}"
+                f"or more, a divisor of {whole}, not {self.replicas}"
             )
         if self.cpu_offload and self.shard == "none":
             raise ValueError(

@@ -206,7 +206,22 @@ class Trainer(Section):
 
     @model_validator(mode="after")
     def _keeps_step(self) -> "Trainer":
-        shard = self.parallel.shard
+        shard, tensor, context = self.parallel.shard, self.parallel.tensor, self.parallel.context
+        if self.critic is not None and tensor > 1:
+            raise ValueError(
+                f"trainer.critic is not cut into parts: its value model needs whole matrices, so write tensor = 1 "
+                f"instead of {tensor} in [trainer.parallel]"
+            )
+        if self.stream and tensor * context > 1:
+            raise ValueError(
+                "trainer.stream runs a micro-batch when it comes, and ranks that share a sample run each together: "
+                "leave stream out, or set tensor = 1 and context = 1 in [trainer.parallel]"
+            )
+        if self.micro_batch_tokens == "auto" and tensor * context > 1:
+            raise ValueError(
+                'micro_batch_tokens = "auto" is tried on each rank for itself, and ranks that share a sample compute '
+                "only together: give a number, such as 4096"
+            )
         if shard == "none":
             return self
         if self.critic is not None:

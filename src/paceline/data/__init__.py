@@ -1,14 +1,15 @@
 """Samples, packing, rows, and the books that account for them."""
 
-from paceline.data.balance import Cost, balanced, imbalance, local, lockstep
+from paceline.data.balance import Cost, balanced, imbalance, lockstep
 from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
+from paceline.data.cutting import Cut, cuts
 from paceline.data.draws import Draws, learn, order_of
 from paceline.data.fields import BadRow
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture
-from paceline.data.packing import MicroBatch, first_fit_decreasing, minibatches, pack
+from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
 from paceline.data.rows import DataError, Row
 from paceline.data.sample import Ended, Sample, Ticket
 from paceline.data.scales import Normalise, Scales, count, fold
@@ -22,6 +23,7 @@ __all__ = [
     "Cost",
     "Curriculum",
     "Cursor",
+    "Cut",
     "DataError",
     "Draws",
     "Ended",
@@ -40,14 +42,15 @@ __all__ = [
     "WireError",
     "balanced",
     "count",
+    "cuts",
     "decode",
     "decontaminate",
     "encode",
     "first_fit_decreasing",
     "fold",
     "imbalance",
+    "lay",
     "learn",
-    "local",
     "lockstep",
     "minibatches",
     "open_dataset",

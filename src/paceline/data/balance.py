@@ -101,18 +101,6 @@ def balanced(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> lis
     return _dealt(rows, ranks)
 
 
-def local(bins: Sequence[Sequence[int]]) -> tuple[list[int], Bins]:
-    """What one rank holds, in order, and its bins in that numbering. Where one is empty it has the number after the
-    last: a blank sample belongs there.
-
-    >>> local([[7, 2], [], [5]])
-    ([2, 5, 7], [[2, 0], [3], [1]])
-    """
-    held = sorted(i for members in bins for i in members)
-    number = {index: n for n, index in enumerate(held)}
-    return held, [[number[i] for i in members] or [len(held)] for members in bins]
-
-
 def lockstep(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
     """What a step costs when no rank goes ahead: in each row the costliest micro-batch."""
     bins = [members for row in zip(*cut, strict=True) for members in row]

@@ -1,6 +1,6 @@
 """Samples become micro-batches: packed arrays without padding, under a token budget."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -60,18 +60,16 @@ def pack(
     samples: Sequence[Sample],
     scales: Sequence[Scales],
     budget: int,
-    prox: Sequence[NDArray | None] | None = None,
-    bins: Sequence[Sequence[int]] | None = None,
+    prox: Sequence[NDArray | None] = (),
 ) -> list[MicroBatch]:
     """Pack by first-fit-decreasing. A sample longer than the budget gets a micro-batch of its own.
 
     Inside a micro-batch samples keep their order, so that tries of one example lie side by side. `prox` are the log
-    probabilities of each sample under the policy at the batch's start. `bins`, where ranks have agreed on them, are the
-    micro-batches themselves: none may be empty, for a rank with nothing to do runs a blank sample.
+    probabilities of each sample under the policy at the batch's start.
     """
-    if bins is None:
-        bins = first_fit_decreasing([len(s) for s in samples], budget)
-    return [_join(sorted(members), samples, scales, prox or [None] * len(samples)) for members in bins]
+    bins = first_fit_decreasing([len(s) for s in samples], budget)
+    streams = {i: stream for i, stream in enumerate(prox) if stream is not None}
+    return [lay(sorted(members), samples, dict(enumerate(scales)), streams) for members in bins]
 
 
 def minibatches(samples: Sequence[Sample], number: int) -> list[list[int]]:
@@ -164,9 +162,10 @@ class Places:
             heappush(self._rooms, -room)
 
 
-def _join(
-    members: Sequence[int], samples: Sequence[Sample], scales: Sequence[Scales], prox: Sequence[NDArray | None]
+def lay(
+    members: Sequence[int], samples: Sequence[Sample], scales: Mapping[int, Scales], prox: Mapping[int, NDArray]
 ) -> MicroBatch:
+    """Some samples of a batch laid end to end, by their indices in it."""
     chosen = [samples[i] for i in members]
     nan, zero = np.float32(np.nan), np.float32(0)
 
@@ -190,7 +189,7 @@ def _join(
         rewards=joined("rewards", nan),
         ref_logprobs=joined("ref_logprobs", zero),
         base_logprobs=joined("base_logprobs", nan),
-        prox_logprobs=filled((prox[i] for i in members), nan),
+        prox_logprobs=filled((prox.get(i) for i in members), nan),
         rl_scale=np.concatenate([scales[i].rl for i in members]),
         ce_scale=np.concatenate([scales[i].ce for i in members]),
         ref_kl_scale=np.concatenate([scales[i].ref_kl for i in members]),

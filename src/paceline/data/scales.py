@@ -29,26 +29,33 @@ class Scales:
 
 
 def fold(
-    samples: Sequence[Sample], normalise: Normalise = "token", fixed_length: int = 1, totals: NDArray | None = None
+    samples: Sequence[Sample],
+    normalise: Normalise = "token",
+    fixed_length: int = 1,
+    totals: NDArray | None = None,
+    own: Sequence[int] | None = None,
 ) -> list[Scales]:
-    """The scales of one optimizer step. `totals` are the counts over all ranks, where these are not all samples.
+    """The scales of one optimizer step. `totals` are the counts over all ranks, where these are not all samples. Where
+    they are, and others train some of them, `own` are the places of those whose scales are wanted.
 
     `token`: one over the component's tokens. `sample`: each rollout weighs the same, each of its tokens the same within
     it. `fixed`: one over rollouts times a constant length. N counts tokens of non-zero weight: weights scale numerators
     only.
     """
-    per_owner = _tokens(samples)
+    per_owner, names = _tokens(samples), owners(samples)
+    totals = _totals(per_owner) if totals is None else totals
+    own = range(len(samples)) if own is None else own
     columns = []
-    for name, weights in _weights(samples).items():
+    for name, weights in _weights([samples[i] for i in own]).items():
         part = COMPONENTS.index("rl" if name == "policy" else name)
-        tokens, rollouts = _totals(per_owner)[part] if totals is None else totals[part]
+        tokens, rollouts = totals[part]
         match normalise:
             case "token":
-                divisors = [tokens] * len(samples)
+                divisors = [tokens] * len(own)
             case "sample":
-                divisors = [rollouts * per_owner[part][owner] for owner in owners(samples)]
+                divisors = [rollouts * per_owner[part][names[i]] for i in own]
             case "fixed":
-                divisors = [rollouts * fixed_length] * len(samples)
+                divisors = [rollouts * fixed_length] * len(own)
         columns.append([(w / np.float64(max(1, d))).astype(np.float32) for w, d in zip(weights, divisors, strict=True)])
     return [Scales(*parts) for parts in zip(*columns, strict=True)]
 

@@ -124,17 +124,24 @@ class Adapters:
     def load(self, slot: int, tensors: Mapping[str, Tensor], scale: float) -> None:
         """Replace what a slot holds. A layer the tensors do not name becomes zero; a bad adapter changes nothing."""
         self._check_slot(slot)
-        if not math.isfinite(scale) or scale == 0:
-            raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
+        self.check_scale(scale)
         pairs = self._fit(tensors)
         with torch.no_grad():
             self._zero(slot)
+            # Before the first is written: whatever breaks off is zeroed by the next.
+            self._ranks[slot] |= {name: pair.rank for name, pair in pairs.items()}
             views = [(self._view(slot, name), pair) for name, pair in pairs.items()]
             # Few launches for hundreds of small matrices: a running engine stands still meanwhile.
             torch._foreach_copy_([a[: pair.rank] for (a, _), pair in views], [pair.a for _, pair in views])
             torch._foreach_copy_([b[:, : pair.rank] for (_, b), pair in views], [pair.b for _, pair in views])
             self._table[slot, self._columns(slot)].fill_(scale)
         self._ranks[slot] = {name: pair.rank for name, pair in pairs.items()}
+
+    @staticmethod
+    def check_scale(scale: float) -> None:
+        """Refuse what no adapter can be multiplied by."""
+        if not math.isfinite(scale) or scale == 0:
+            raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its tokens get the base."""

@@ -24,9 +24,9 @@ class VarlenPlan:
         return _varlen(q, k, v, self._starts, self._longest, scale, window or 0)[0]
 
 
-def can_varlen(model: PreTrainedModel) -> bool:
-    """Whether FlashAttention computes this model's attention; float32 takes the padded way."""
-    if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+def can_varlen(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether FlashAttention computes this model's attention there; float32 takes the padded way."""
+    if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
         return False
     return attention_shape(model).head_dim <= MAX_HEAD_DIM
 

@@ -32,6 +32,9 @@ class StepReport:
     """What was wrong, as a sentence for the user; empty when nothing was."""
     roll_back: bool = False
     """The run file asks for the last good checkpoint after such a step: load it before anything is published."""
+    memory: float = 0.0
+    """Bytes of the trainer's process at their highest so far (`peak_bytes`); of the first rank, where there are
+    several."""
 
 
 class Trainer(Protocol):

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, count, fold, pack
+from paceline.data import MicroBatch, Sample, Scales, fold, pack
 from paceline.model import trainable, twin
+from paceline.trainer.blank import BLANK
 from paceline.trainer.forward import Forward
 from paceline.trainer.gae import gae, per_action
 from paceline.trainer.layout import Layout
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.tuning import SMALLEST
-from paceline.trainer.world import World
+from paceline.trainer.world import Ranks, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class ValueModel(nn.Module):
     """A copy of the policy with one number per token instead of logits. The new layer starts at zero, so that the first
     advantages are plain returns. Frozen tensors are shared with the policy, trainable ones are its own."""
 
-    def __init__(self, policy: PreTrainedModel, compiled: bool) -> None:
+    def __init__(self, policy: PreTrainedModel, compiled: bool, context: World | None = None) -> None:
         super().__init__()
         self.body = twin(policy)
         names = trainable(policy).keys()
@@ -45,22 +46,22 @@ class ValueModel(nn.Module):
         self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
-        self.forwards = Forward(self.body, compiled=compiled)
+        self.forwards = Forward(self.body, compiled=compiled, context=context)
 
     def forward(self, micro_batch: MicroBatch, places: Tensor) -> tuple[Tensor, Tensor]:
         """Values of choosing at `places`, read off the token before; and a zero that reaches every parameter."""
-        hidden, where = self.forwards.hidden(micro_batch)
-        before = hidden.index_select(0, where.index_select(0, places - 1))
-        values = self.value(before.to(self.value.weight.dtype))[:, 0]
-        return values, (hidden * 0).sum() + 0 * (self.value.weight.sum() + self.value.bias.sum())
+        dtype = self.value.weight.dtype
+        values, zero = self.forwards.read(micro_batch, places, lambda before, _: self.value(before.to(dtype)))
+        return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
 
 
 class Critic:
     """Values, advantages and the value model's own optimizer. The model is made when first needed."""
 
-    def __init__(self, policy: PreTrainedModel, c: config.Trainer, total_steps: int | None, world: World) -> None:
+    def __init__(self, policy: PreTrainedModel, c: config.Trainer, total_steps: int | None, ranks: Ranks) -> None:
         assert c.critic is not None
-        self._policy, self._trainer, self._config, self._world = policy, c, c.critic, world
+        self._policy, self._trainer, self._config = policy, c, c.critic
+        self._ranks, self._world = ranks, ranks.data
         self._budget = SMALLEST if c.micro_batch_tokens == "auto" else c.micro_batch_tokens
         self._total = total_steps
         self._model: ValueModel | None = None
@@ -72,11 +73,19 @@ class Critic:
         """The policy is held while the critic learns what it is worth."""
         return self.batches < self._config.freeze_steps
 
-    def credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
-        """Advantages for samples that bring rewards instead, the lessons in them by index, and metrics."""
-        chosen = [i for i, s in enumerate(samples) if s.advantages is None and s.rewards is not None and s.rl.any()]
-        if not self._world.sum(torch.tensor([len(chosen)])).item():
+    def pupils(self, samples: Sequence[Sample]) -> list[int]:
+        """Samples that bring rewards instead of advantages."""
+        return [i for i, s in enumerate(samples) if s.advantages is None and s.rewards is not None and s.rl.any()]
+
+    def credit(
+        self, samples: Sequence[Sample], own: Sequence[int]
+    ) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
+        """Advantages for those of a batch that are this rank's and bring rewards instead, the lessons in them by index,
+        and metrics of all ranks; none where nobody brings rewards."""
+        pupils = set(self.pupils(samples))
+        if not pupils:
             return list(samples), {}, {}
+        chosen = [i for i in own if i in pupils]
         self._make()
         wanted = [samples[i] for i in chosen]
         lessons = [self._lesson(s, v) for s, v in zip(wanted, self._values(wanted), strict=True)]
@@ -89,17 +98,13 @@ class Critic:
             out[i] = samples[i].with_streams(advantages=stream)
         return out, dict(zip(chosen, lessons, strict=True)), metrics
 
-    def update(self, lessons: Sequence[Lesson], blank: Sample) -> dict[str, float] | None:
-        """One optimizer step, on these lessons and those of the other ranks; a rank without any runs `blank`. None when
-        no rank has a lesson, and no step where the gradient is not finite."""
+    def update(self, lessons: Sequence[Lesson], scales: Sequence[Scales]) -> dict[str, float]:
+        """One optimizer step, on these lessons and those of the other ranks; a rank without any runs a blank. No step
+        where the gradient is not finite."""
         optimizer = self._made[1]
-        lessons = lessons or [Lesson(blank, np.zeros(len(blank)), np.zeros(len(blank)))]
-        samples = [lesson.sample for lesson in lessons]
-        totals = self._world.sum(torch.from_numpy(count(samples))).cpu().numpy()
-        if not totals.any():
-            return None
-        scales = fold(samples, self._trainer.normalise, self._trainer.fixed_length, totals)
-        packs = pack(samples, scales, self._budget)
+        if not lessons:
+            lessons, scales = [Lesson(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])
+        packs = pack([lesson.sample for lesson in lessons], scales, self._budget)
         loss, norm = self._gradient(packs, lessons)
         while not np.isfinite(norm) and optimizer.retreat(bool(np.isfinite(loss))):
             loss, norm = self._gradient(packs, lessons)
@@ -128,7 +133,8 @@ class Critic:
         if self._model is not None:
             return
         c = self._trainer
-        self._model = ValueModel(self._policy, c.compile and self._policy.device.type == "cuda").eval()
+        compiled = c.compile and self._policy.device.type == "cuda"
+        self._model = ValueModel(self._policy, compiled, self._ranks.context).eval()
         rate = c.optimizer.lr if self._config.lr is None else self._config.lr
         settings = c.optimizer.model_copy(update={"lr": rate})
         self._optimizer = MasterAdamW(trainable(self._model), settings, self._total, Layout(self._policy.dtype))
@@ -165,7 +171,7 @@ class Critic:
         model.train()
         losses = [self._backward(one, [lessons[i] for i in one.members]) for one in packs]
         model.eval()
-        self._world.sum_gradients(optimizer.unsummed)
+        self._ranks.tokens.sum_gradients(optimizer.unsummed)
         return self._world.sum(torch.stack(losses).sum()[None]).item(), optimizer.clip().item()
 
     def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson]) -> Tensor:

@@ -34,7 +34,7 @@ def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[F
     """Each sample alone at the present weights. Nothing is stepped on."""
     found = []
     for sample, micro_batch in zip(samples, learner.alone(samples), strict=True):
-        sums = learner.backward(micro_batch, version).values
+        sums = learner.stepper.backward(micro_batch, version).values
         norm = float(learner.optimizer.clip())
         learner.optimizer.zero()
         losses = {name.removeprefix("loss_"): float(x) for name, x in sums.items() if name.startswith("loss_")}

@@ -4,6 +4,8 @@ On a GPU sequences attend by FlashAttention, without padding. Elsewhere those of
 common prompts are computed once.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,23 +17,33 @@ from paceline.model import PLAN, Head, PackedPlan, token_logprobs
 from paceline.model.attention import Plan
 from paceline.model.compiling import compile_blocks
 from paceline.model.varlen import VarlenPlan, can_varlen
+from paceline.trainer.context import Cut, SlicedPlan, SlicedVarlenPlan
 from paceline.trainer.layout import Layout
 from paceline.trainer.prefix import TreePlan, share_prefixes
+from paceline.trainer.world import World
 
 KEPT = 0.9
 """Share of its activations a compiled layer keeps. At 0.9 it drops what one pointwise pass brings back: a third."""
 
 
 class Forward:
-    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type."""
+    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type and may
+    first bring it to its device."""
 
     def __init__(
-        self, model: PreTrainedModel, fp32_head: bool = False, compiled: bool = False, again: bool = False
+        self,
+        model: PreTrainedModel,
+        fp32_head: bool = False,
+        compiled: bool = False,
+        again: bool = False,
+        context: World | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._decoder = model.get_decoder()
-        self._device = model.device
-        self._varlen = can_varlen(model)
+        self._device = model.device if device is None else device
+        self._varlen = can_varlen(model, self._device)
         self._compile, self._again = compiled, again
+        self._context = context if context is not None and context.size > 1 else None
         self.head = Head(model, fp32_head)
         self.layout = Layout(model.dtype)
 
@@ -42,13 +54,29 @@ class Forward:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states, and for each token of the micro-batch the place of its own."""
+    def read(
+        self, micro_batch: MicroBatch, places: Tensor, of: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What `of` makes of the hidden states before `places`, a row each, and a zero that hangs on all hidden states.
+        Of the places it may be given only some: ranks that share sequences ask each other for the rest."""
+        cut = None if self._context is None else Cut(self._context, micro_batch.lengths.tolist())
+        hidden, where = self._hidden(micro_batch, cut)
+        owners, own = (None, places) if cut is None else cut.own(places)
+        rows = of(hidden.index_select(0, where.index_select(0, own - 1)), own)
+        if cut is not None and owners is not None:
+            rows = cut.told(rows, owners)
+        return rows, (hidden * 0).sum()
+
+    def _hidden(self, micro_batch: MicroBatch, cut: Cut | None) -> tuple[Tensor, Tensor]:
+        """Hidden states, and for each token of the micro-batch, if it is here, the place of its own."""
         if self._compile:  # here and not earlier, because the compiler's settings belong to a thread
             compile_blocks(self._decoder, memory=KEPT, again=self._again)
             self._compile = False
-        if self._varlen:
-            plan: Plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
+        if cut is not None:
+            plan: Plan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(cut, self._device)
+            streams = (micro_batch.token_ids[cut.places], micro_batch.positions[cut.places], cut.where)
+        elif self._varlen:
+            plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
             streams = (micro_batch.token_ids, micro_batch.positions, np.arange(len(micro_batch)))
         else:
             plan, streams = self._trees(micro_batch)
@@ -75,10 +103,13 @@ class Forward:
     def _logprobs(
         self, micro_batch: MicroBatch, places: Tensor, entropy: bool, entropy_grad: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        hidden, where = self.hidden(micro_batch)
-        before = hidden.index_select(0, where.index_select(0, places - 1))
-        targets, temperatures = (
-            self.send(x).index_select(0, places) for x in (micro_batch.token_ids, micro_batch.temperatures)
-        )
-        values, spread = token_logprobs(self.head, before, targets, temperatures, entropy, entropy_grad)
-        return values, spread, (hidden * 0).sum()
+        def scores(before: Tensor, own: Tensor) -> Tensor:
+            targets, temperatures = (
+                self.send(x).index_select(0, own) for x in (micro_batch.token_ids, micro_batch.temperatures)
+            )
+            values, spread = token_logprobs(self.head, before, targets, temperatures, entropy, entropy_grad)
+            return values[:, None] if spread is None else torch.stack((values, spread), 1)
+
+        rows, zero = self.read(micro_batch, places, scores)
+        values, *spread = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
+        return values, spread[0] if spread else None, zero

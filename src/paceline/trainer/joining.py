@@ -1,5 +1,6 @@
 """How a process becomes one of several ranks."""
 
+import contextlib
 import os
 from datetime import timedelta
 
@@ -35,20 +36,36 @@ def join(
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % gpus)))
     meeting = address if "://" in address else f"tcp://{address}"
+    limit = timedelta(seconds=seconds)
     try:
-        dist.init_process_group(
-            backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
-        )
-    except (dist.DistError, ValueError) as error:
+        store, *_ = next(dist.rendezvous(meeting, rank, world, timeout=limit))
+        store = dist.PrefixStore(_life(), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except (RuntimeError, ValueError) as error:
         raise TrainerError(f"rank {rank} of {world} did not meet the others at {address}: {error}") from error
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def call_off() -> None:
+    """End what this process waits for from the others, who will not come; it can only leave then."""
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        with contextlib.suppress(RuntimeError):  # gloo notices by itself, and may not be able to
+            dist.group.WORLD.abort()
 
 
 def leave() -> None:
     """End the meeting. What this process does afterwards it does alone."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _life() -> str:
+    """A torchrun that starts all ranks once more keeps its store, where the addresses of the dead still are. Only on
+    one machine do all ranks count their lives alike."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else '0'}"
 
 
 def _number(name: str) -> int:

@@ -38,6 +38,18 @@ class Layout:
         """Do work that needs the model's own weights: a forward pass and the head after it."""
         return work()
 
+    def summed(self, name: str) -> bool:
+        """Whether a parameter's gradient comes as the sum over all ranks."""
+        return False
+
+    def copies(self, name: str) -> int:
+        """How many of `shards` hold the same part of a parameter."""
+        return 1
+
+    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Make gradients one where ranks have the same parameter and saw parts of a token. Every rank must ask, once
+        for all micro-batches of a step."""
+
     def narrow(self, parameter: Tensor) -> torch.dtype:
         """The type a parameter is computed with, which it may be kept wider than."""
         return parameter.dtype

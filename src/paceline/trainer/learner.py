@@ -1,54 +1,38 @@
-"""What happens to one batch: prepare it once, then step K times.
+"""What happens to one batch: know all of it on every rank, prepare it once, then step K times.
 
-    credit (a critic, if rewards come without advantages) -> batch's start -> KL reference -> minibatch by minibatch:
-    counts -> scales -> micro-batches backward -> gradients of all ranks -> clip -> step
-
-What is prepared no later step may change: the K steps aim at fixed targets.
+together -> cut -> prepare -> minibatch by minibatch:
+scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, count, first_fit_decreasing, fold, minibatches, pack
+from paceline.config.parallel import Parallel
+from paceline.data import MicroBatch, Sample, count, cuts, fold, lay
+from paceline.data.cutting import everyone, held
 from paceline.model import Canary, trainable
 from paceline.model.canary import make_canary
-from paceline.trainer.base import TrainerError
-from paceline.trainer.blank import BLANK, filled_up
-from paceline.trainer.critic import Critic, Lesson
+from paceline.trainer.batch import Batch, cost_of, scales_of, together
+from paceline.trainer.blank import BLANK_PACK, packed
+from paceline.trainer.critic import Critic
 from paceline.trainer.forward import Forward
-from paceline.trainer.loss import Loss, Sums, metrics
-from paceline.trainer.norms import Norms, Outcome
+from paceline.trainer.loss import metrics
+from paceline.trainer.norms import Outcome
 from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.reference import Reference, shaped
-from paceline.trainer.scoring import score
-from paceline.trainer.sharding import make_mesh, shard
+from paceline.trainer.preparing import Preparation, Prepared
+from paceline.trainer.reference import Reference
+from paceline.trainer.sharding import shard
+from paceline.trainer.stepping import Stepper
 from paceline.trainer.stream import Stream
-from paceline.trainer.tokens import Tokens
 from paceline.trainer.tuning import tuned
-from paceline.trainer.world import World
-
-STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs")
-SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A batch with all that its optimizer steps aim at."""
-
-    samples: list[Sample]
-    prox: list[NDArray | None]
-    """Log probabilities at the batch's start, where a step later than the first needs them."""
-    lessons: dict[int, Lesson]
-    """What the critic learns, by sample."""
+from paceline.trainer.world import Ranks
 
 
 class Learner:
@@ -61,23 +45,26 @@ class Learner:
         total_steps: int | None = None,
         fp32_head: bool = False,
         group: ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._model, self._config = model.eval(), c  # newly attached adapters come in training mode
-        compiled = c.compile and model.device.type == "cuda"
-        self.forward = Forward(model, fp32_head, compiled, again=c.stream)
-        if group is not None and c.parallel.shard != "none":
-            self.forward.layout = shard(model, make_mesh(group, model.device.type, c.parallel), c.parallel)
-        self.layout = self.forward.layout
-        self._loss = Loss(c)
+        self.device = model.device if device is None else device
+        # The compiler is not asked to see through matrices that lie on several ranks.
+        compiled = c.compile and self.device.type == "cuda" and c.parallel.tensor == 1
+        self.ranks = Ranks(group, self.device, c.parallel)
+        self.forward = Forward(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
+        self.layout = self.forward.layout = shard(model, self.ranks, c.parallel if group is not None else Parallel())
         self._found: int | None = None
+        self._cost = cost_of(model.config)
         total = total_steps and total_steps * c.minibatches
         waiting = 0 if c.critic is None else c.critic.freeze_steps * c.minibatches
         self.optimizer = MasterAdamW(trainable(model), c.optimizer, total and max(1, total - waiting), self.layout)
-        self.world = World(group, model.device)
+        self.stepper = Stepper(model, c, self.forward, self.optimizer, self.ranks)
+        self.world = self.ranks.data
         self._reference = Reference(model, c.kl, self.layout) if c.kl is not None else None
-        self._critic = Critic(model, c, total, self.world) if c.critic is not None else None
+        self._critic = Critic(model, c, total, self.ranks) if c.critic is not None else None
+        self._preparation = Preparation(c, self.forward, self._reference, self._critic)
         self._stream: Stream | None = None
-        self._norms = Norms(c.spike, self.world)
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
         """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
@@ -85,8 +72,8 @@ class Learner:
         self._stream = self._stream or Stream(self._config, self.optimizer)
         if not samples:
             return
-        work = self._prepare(self._credit(samples)[0], {})
-        self._run(self._stream, self._stream.add(work.samples, self._budget), version)
+        work = self._alone(samples)
+        self.stepper.feed(self._stream, self._stream.add(work.batch.samples, self._budget), version)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
         """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
@@ -114,52 +101,27 @@ class Learner:
         self, samples: Sequence[Sample], version: int
     ) -> tuple[list[Outcome], dict[str, float], list[dict[str, float]]]:
         """K steps on a whole batch: how they went, and what the critic reports of the batch and of each step."""
-        samples, lessons, report = self._credit(samples)
-        taught = bool(report)  # on some rank at least
-        held = taught and self._critic is not None and self._critic.warming_up
-        work = Prepared(list(samples), [None] * len(samples), lessons) if held else self._prepare(samples, lessons)
+        work, report = self._preparation.credit(self._together(samples))
+        critic = self._critic if work.taught else None
+        waits = critic is not None and critic.warming_up
+        work = work if waits else self._preparation.scored(work)
         steps: list[Outcome] = []
-        critic: list[dict[str, float]] = []
-        for number, members in enumerate(minibatches(work.samples, self._config.minibatches)):
-            if not held and (outcome := self._step(work, members, version, first=number == 0)):
+        reports: list[dict[str, float]] = []
+        for number in range(self._config.minibatches):
+            if not waits and (outcome := self._step(work, number, version)):
                 steps.append(outcome)
-            if taught and self._critic is not None:
-                taken = self._critic.update([lessons[i] for i in members if i in lessons], BLANK)
-                critic += [taken] if taken else []
-        if taught and self._critic is not None:
-            self._critic.batches += 1
-            report |= {name: fmean(one[name] for one in critic) for name in critic[0]}
-        return steps, report, critic
-
-    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> Sums:
-        """Add one micro-batch's gradient."""
-        tokens, anchor = self.tokens(micro_batch)
-        loss, sums = self._loss(tokens, version, first)
-        self.optimizer.backward(loss, anchor)
-        return sums
-
-    def tokens(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
-        """The tokens that train, as the policy sees them now; and the forward pass's zero."""
-        trained = np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
-        owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
-        streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
-        streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
-        at = {name: self.forward.send(stream[trained]) for name, stream in streams.items()}
-        logprobs, entropy, anchor = self.forward.logprobs(
-            micro_batch,
-            self.forward.send(trained),
-            entropy=True,
-            entropy_grad=bool(self._config.entropy_coef),
-        )
-        assert entropy is not None
-        return Tokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **at), anchor
+            if critic is not None and (taken := self._teach(critic, work, number)):
+                reports.append(taken)
+        if critic is not None:
+            critic.batches += 1
+            report |= {name: fmean(one[name] for one in reports) for name in reports[0]}
+        return steps, report, reports
 
     def alone(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Each sample in a micro-batch of its own, with its share of the whole batch's normalisers."""
-        work = self._prepare(self._credit(samples)[0], {})
-        scales = fold(work.samples, self._config.normalise, self._config.fixed_length)
-        parts = zip(work.samples, scales, work.prox, strict=True)
-        return [pack([sample], [scale], self._budget, [prox])[0] for sample, scale, prox in parts]
+        work = self._alone(samples)
+        scales = dict(enumerate(fold(work.batch.samples, self._config.normalise, self._config.fixed_length)))
+        return [lay([i], work.batch.samples, scales, work.prox) for i in scales]
 
     def canary(self) -> Canary:
         """What the weights of now say of a few tokens."""
@@ -188,13 +150,13 @@ class Learner:
             "loss_scale": self.optimizer.scale,
             "base": "" if self._reference is None else self._reference.base_fingerprint(),
             "critic": {} if self._critic is None else self._critic.state(),
-            "grad_norms": self._norms.state(),
+            "grad_norms": self.stepper.norms.state(),
         }
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
         self._stream = None  # what was fed belongs to a batch that is no more
         self.optimizer.zero()
-        self._norms.load(state.get("grad_norms", ()))
+        self.stepper.norms.load(state.get("grad_norms", ()))
         self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
             self._reference.load(_under("reference/", tensors), state.get("base", ""))
@@ -211,131 +173,48 @@ class Learner:
             self._found = tuned(self.forward, self._model, self._config) if given == "auto" else given
         return self._found
 
-    def _credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
-        for sample in samples:
-            pulled = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
-            if pulled and sample.ref_logprobs is None:
-                raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `ref_logprobs`")
-            if sample.advantages is not None or not sample.rl.any():
-                continue
-            if sample.rewards is None:
-                raise TrainerError(f"{sample.where}: tokens train with rl but carry neither advantages nor rewards")
-            if self._critic is None:
-                raise TrainerError(
-                    f"{sample.where}: carries rewards and no advantages, which needs a critic to turn one into the "
-                    "other: write [trainer.critic] in the run file"
-                )
-        return (list(samples), {}, {}) if self._critic is None else self._critic.credit(samples)
+    def _alone(self, samples: Sequence[Sample]) -> Prepared:
+        """Samples that no other rank needs to know of."""
+        batch = Batch.alone(samples, self._config, self._budget)
+        return self._preparation.scored(self._preparation.credit(batch)[0])
 
-    def _prepare(self, samples: Sequence[Sample], lessons: dict[int, Lesson]) -> Prepared:
-        c = self._config
-        samples = list(samples)
-        shaping = c.kl is not None and c.kl.how == "advantage"
-        started, lacking, frozen = self._unscored(samples, shaping)
-        passes = self._passes(samples, started, lacking, frozen)
-        prox = self._scored(samples, started, passes[0])
-        if self._reference is not None and passes[1]:
-            with self._reference.in_place():
-                scores = self._scored(samples, lacking, passes[1])
-            for i in lacking:
-                samples[i] = samples[i].with_streams(base_logprobs=scores[i])
-        if shaping and c.kl is not None:
-            own = self._scored(samples, frozen, passes[2])
-            known = zip(prox, [s.logprobs for s in samples], own, strict=True)
-            policy = [next(stream for stream in streams if stream is not None) for streams in known]
-            samples = shaped(samples, policy, c.kl)
-        return Prepared(samples, prox, lessons)
+    def _together(self, samples: Sequence[Sample]) -> Batch:
+        """All ranks' samples, and the same cut of them on every rank."""
+        everything, self._found = together(samples, self.world, self._budget)
+        cut = cuts(everything, self._config.minibatches, self.world.size, self._found, self._cost)
+        return Batch(everything, cut, self.world.rank)
 
-    def _unscored(self, samples: Sequence[Sample], shaping: bool) -> tuple[list[int], list[int], list[int]]:
-        """The samples that need scores: at the batch's start, by the reference, and by the policy for its KL shaping
-        where nobody else gave any."""
-        c = self._config
-        started: list[int] = []
-        if c.proximal is not None:
-            # The first step needs none: it is taken from the batch's start itself.
-            later = [i for part in minibatches(samples, c.minibatches)[0 if shaping else 1 :] for i in part]
-            started = [i for i in later if samples[i].rl.any()]
-        held = self._reference is not None
-        lacking = [i for i, s in enumerate(samples) if held and s.base_logprobs is None and s.rl.any()]
-        frozen = [i for i, s in enumerate(samples) if shaping and s.logprobs is None and i not in started]
-        return started, lacking, frozen
-
-    def _passes(self, samples: Sequence[Sample], *chosen: Sequence[int]) -> list[int]:
-        """Micro-batches of each scoring pass; as many as the busiest rank's where all must keep step."""
-        own = [len(self._bins([samples[i] for i in some])) for some in chosen]
-        scores = self._config.proximal is not None or self._reference is not None
-        if not self.layout.lockstep or not scores:
-            return own
-        return self.world.each(torch.tensor(own)).amax(0).int().tolist()
-
-    def _bins(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """How this rank's samples are cut into micro-batches. The one place where a cut that all ranks have agreed on
-        (`paceline.data.balance`) would come in."""
-        return first_fit_decreasing([len(sample) for sample in samples], self._budget)
-
-    def _scored(self, samples: Sequence[Sample], chosen: Sequence[int], passes: int) -> list[NDArray | None]:
-        scores = score(self.forward, [samples[i] for i in chosen], self._budget, passes)
-        found = dict(zip(chosen, scores, strict=True))
-        return [found.get(i) for i in range(len(samples))]
-
-    def _step(self, work: Prepared, members: Sequence[int], version: int, first: bool) -> Outcome | None:
-        """One optimizer step on all ranks' samples; None when no rank has any. The ranks meet once to agree on it: on
-        the normalisers, and on how many micro-batches each runs."""
-        samples = [work.samples[i] for i in members]
-        bins = self._bins(samples)
-        counted = torch.from_numpy(np.append(count(samples).ravel(), [len(samples), len(bins)]))
-        ranks = self.world.each(counted).cpu().numpy()
-        totals, number = ranks[:, :-2].sum(0), int(ranks[:, -2].sum())
-        if not number and self._config.minibatches > 1:
+    def _step(self, work: Prepared, number: int, version: int) -> Outcome | None:
+        """One optimizer step on all ranks' samples; None for one of several that has none."""
+        batch, cut = work.batch, work.batch.cuts[number]
+        members, bins = everyone(cut), cut[batch.rank]
+        if not members and self._config.minibatches > 1:
             return None
-        scales = fold(samples, self._config.normalise, self._config.fixed_length, totals.reshape(-1, 2))
-        packs = pack(samples, scales, self._budget, [work.prox[i] for i in members], bins)
-        packs = filled_up(packs, max(1, int(ranks[:, -1].max()) if self.layout.lockstep else 1))
-        outcome = self._gradient(packs, version, first)
-        while not outcome.finite and self.optimizer.retreat(bool(outcome.sums.isfinite().all())):
-            outcome = self._gradient(packs, version, first)
-        return self._take(outcome, bool(totals.any()))
+        scales = scales_of(batch.samples, members, held(bins), self._config)
+        packs = packed(batch.samples, scales, bins, work.prox) or [BLANK_PACK]
+        trains = bool(count([batch.samples[i] for i in members]).any())
+        return self.stepper.step(packs, version, number == 0, trains)
 
-    def _take(self, outcome: Outcome, trains: bool) -> Outcome:
-        """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
-        its last one again."""
-        trouble = self._norms.trouble(outcome)
-        if trouble or not trains:
-            self.optimizer.zero()
-        else:
-            self.optimizer.step()
-            self._norms.add(outcome.grad_norm)
-        return replace(outcome, trouble=trouble)
-
-    def _run(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
-        self._model.train()
-        for micro_batch in packs:
-            stream.backward(*self.tokens(micro_batch), self._loss, version)
-        self._model.eval()
+    def _teach(self, critic: Critic, work: Prepared, number: int) -> dict[str, float] | None:
+        """The critic's step beside one of the policy's; None where nothing in it teaches."""
+        cut = work.batch.cuts[number]
+        members = [i for i in everyone(cut) if i in work.taught]
+        own = [i for i in held(cut[work.batch.rank]) if i in work.lessons]
+        if not members:
+            return None
+        scales = scales_of(work.batch.samples, members, own, self._config)
+        return critic.update([work.lessons[i] for i in own], [scales[i] for i in own])
 
     def _finish(self, version: int) -> Outcome:
         """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
         assert self._stream is not None
         stream, self._stream = self._stream, None
-        self._run(stream, stream.rest(self._budget), version)
-        totals = self.world.sum(torch.from_numpy(count(stream.samples).ravel())).cpu().numpy().reshape(-1, 2)
-        sums = stream.finish(totals)
-        self.world.sum_gradients(self.optimizer.unsummed)
-        outcome = Outcome(self.world.sum(sums), float(self.optimizer.clip()), stream.micro_batches)
-        if not outcome.finite:
-            self.optimizer.zero()
-            whole = Prepared(stream.samples, [None] * len(stream.samples), {})
-            again = self._step(whole, range(len(stream.samples)), version, first=True)
-            return again or outcome
-        return self._take(outcome, bool(totals.any()))
-
-    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
-        """All ranks' gradient, clipped."""
-        self._model.train()
-        sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
-        self._model.eval()
-        self.world.sum_gradients(self.optimizer.unsummed)
-        return Outcome(self.world.sum(Sums.total(sums)), float(self.optimizer.clip()), len(packs))
+        self.stepper.feed(stream, stream.rest(self._budget), version)
+        if outcome := self.stepper.finish(stream):
+            return outcome
+        again = self._step(Prepared(self._together(stream.samples), {}, {}), 0, version)
+        assert again is not None  # what is fed has one step
+        return again
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ class MasterAdamW:
     @property
     def unsummed(self) -> list[nn.Parameter]:
         """Masters whose gradients are this rank's alone: a sharded parameter's come summed."""
-        return [self.masters[name] for name, p in self._parameters.items() if not isinstance(p, DTensor)]
+        return [master for name, master in self.masters.items() if not self._layout.summed(name)]
 
     def backward(self, loss: Tensor, anchor: Tensor, again: bool = False) -> None:
         """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
@@ -112,12 +112,12 @@ class MasterAdamW:
         """Of the whole gradient, wherever its parts are."""
         if self._layout.shards is None:
             return nn.utils.get_total_norm(_gradients(self.masters.values()))
-        whole = self.unsummed
-        known = {id(master) for master in whole}
-        parts = [master for master in self.masters.values() if id(master) not in known]
-        squares = [nn.utils.get_total_norm(_gradients(some)).double().square() for some in (whole, parts)]
-        everywhere = self._layout.shards.sum(squares[1].view(1))[0]
-        return (squares[0].to(everywhere.device) + everywhere).sqrt().float()
+        alike: dict[int, list[nn.Parameter]] = {}
+        for name, master in self.masters.items():
+            alike.setdefault(self._layout.copies(name), []).append(master)
+        norms = {copies: nn.utils.get_total_norm(_gradients(some)).double() for copies, some in alike.items()}
+        squares = torch.stack([norm.square() / copies for copies, norm in norms.items()])
+        return self._layout.shards.sum(squares.sum()[None])[0].sqrt().float()
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,29 +1,33 @@
-"""FSDP2: each rank keeps one part of every weight, and the whole of a layer only while it computes."""
+"""A model cut up: each rank keeps one part of every weight, and the whole of a layer only while it computes (FSDP2); or
+of each matrix only the part it computes with (tensor parallelism); or a part of that part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 from transformers import PreTrainedModel
 
 from paceline.config.parallel import Parallel
-from paceline.model import trainable
+from paceline.model import Head, trainable
+from paceline.model.canary import make_canary
 from paceline.trainer.base import TrainerError
 from paceline.trainer.layout import Layout, T, local
-from paceline.trainer.world import World
+from paceline.trainer.tensor import Plan, check_same
+from paceline.trainer.world import Ranks
 
 
-def make_mesh(group: ProcessGroup, device: str, settings: Parallel) -> DeviceMesh:
-    """The ranks in a row that shares one model; under `hybrid` in several rows, a model each."""
-    ranks = torch.tensor(get_process_group_ranks(group))
-    if settings.shard != "hybrid":
-        return DeviceMesh(device, ranks, mesh_dim_names=("shard",))
-    return DeviceMesh(device, ranks.view(settings.replicas, -1), mesh_dim_names=("replica", "shard"))
+def make_mesh(ranks: Ranks) -> DeviceMesh:
+    """Rows of ranks that share each layer's weights, of which several may hold a model each, and beside each rank those
+    it shares matrices with. Ranks that share sequences compute different tokens: here they are like any others."""
+    sizes = {"replica": ranks.grid.shape[0], "shard": -1, "tensor": ranks.grid.shape[3]}
+    kept = {name: size for name, size in sizes.items() if name == "shard" or size > 1}
+    return DeviceMesh(ranks.device.type, ranks.grid.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
 
 
 class Whole(nn.Module):
@@ -41,26 +45,61 @@ class Whole(nn.Module):
 class Sharded(Layout):
     """A model cut up by `shard`.
 
-    What trains lies on the ranks in float32 and is rounded to the compute type on its way into a layer, so a rank's
-    part of a parameter is its own master. Gradients come back in float32, summed over all ranks and never divided: the
-    loss's scales hold the counts of all ranks already. Adapters are small and stay whole on every rank.
+    Under FSDP what trains lies on the ranks in float32 and is rounded to the compute type on its way into a layer, so a
+    rank's part of a parameter is its own master. Gradients come back in float32, summed over all ranks and never
+    divided: the loss's scales hold the counts of all ranks already. Adapters are small and stay whole on every rank.
     """
 
     lockstep = True
 
-    def __init__(self, root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        root: nn.Module | None,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        partial: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(dtype)
-        self._root, self._mesh = root, mesh
+        self._root, self._device, self._partial = root, ranks.device, partial
         self._parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        self.shards = World(mesh.get_group("shard"), model.device)
+        self._tensor = ranks.along("tensor")
+        self.shards = self._tensor if root is None else ranks.along("shard", "context", "tensor")
 
     def run(self, work: Callable[[], T]) -> T:
+        if self._root is None:
+            return work()
         assert isinstance(self._root, FSDPModule)
         done = self._root(work)
         if not torch.is_grad_enabled():
             # No backward pass will: and until then the root would compute with the weights of now.
             self._root.reshard()
         return done
+
+    def summed(self, name: str) -> bool:
+        return self._root is not None and name in self._parameters
+
+    def copies(self, name: str) -> int:
+        assert self.shards is not None
+        return self.shards.size // prod(self._cuts(name).values())
+
+    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
+        whole = [name for name in masters if "tensor" not in self._cuts(name)]
+        if self._tensor.size == 1 or not whole:
+            return
+        self._tensor.sum_gradients(masters[name] for name in whole)
+        # The other gradients are the same but for rounding, by which ranks must not drift apart: all take the mean.
+        same = [masters[name].grad for name in whole if name not in self._partial]
+        torch._foreach_div_([grad for grad in same if grad is not None], self._tensor.size)
+
+    def _cuts(self, name: str) -> dict[str, int]:
+        """Into how many parts a parameter is cut along which dimension of the mesh."""
+        if name not in self._parameters:
+            return {}
+        parameter = self._parameters[name]
+        mesh = parameter.device_mesh
+        sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+        return {dimension: size for dimension, size, placement in sizes if not placement.is_replicate()}
 
     def narrow(self, parameter: Tensor) -> torch.dtype:
         return self.dtype
@@ -77,10 +116,12 @@ class Sharded(Layout):
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._parameters:
             return tensor
-        tensor = tensor.to(self._mesh.device_type, self.dtype)  # rounded first: half the bytes to send
+        tensor = tensor.to(self._device, self.dtype)  # rounded first: half the bytes to send
         full = self.like(name, tensor)
         assert isinstance(full, DTensor)
-        return full.full_tensor()
+        for done in range(1, len(full.placements) + 1):  # what is cut twice comes together in two steps
+            full = full.redistribute(placements=(Replicate(),) * done + full.placements[done:])
+        return full.to_local()
 
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if name not in self._parameters or self._parameters[name].shape != shape:
@@ -99,30 +140,61 @@ class Sharded(Layout):
         return out if keep else {}
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, settings: Parallel) -> Sharded:
-    """Cut a model up in place, layer by layer and then the rest. Each rank comes with the whole model."""
-    dtype = model.dtype
+def shard(model: PreTrainedModel, ranks: Ranks, settings: Parallel) -> Layout:
+    """Cut a model up in place, layer by layer and then the rest. Each rank comes with the whole model; without tensor
+    parallelism it may still lie on the host, and of each layer only this rank's part stays on the device."""
+    if settings.shard == "none" and settings.tensor == 1:
+        return Layout(model.dtype)
+    if settings.tensor == 1:
+        return _cut(model, ranks, settings, None)
+    head = Head(model)
+    plan = Plan(model, settings.tensor)
+    before = make_canary(model, head, quiet=torch.no_grad)
+    layout = _cut(model, ranks, settings, plan)
+    with torch.no_grad():
+        after = layout.run(lambda: make_canary(model, head, layout.dtype, torch.no_grad))
+    check_same(type(model).__name__, before.logprobs, after.logprobs, before.tolerance)
+    return layout
+
+
+def _cut(model: PreTrainedModel, ranks: Ranks, settings: Parallel, plan: Plan | None) -> Sharded:
+    dtype, mesh = model.dtype, make_mesh(ranks)
     if others := {p.dtype for p in model.parameters()} - {dtype}:
         raise TrainerError(
             f"parts of the model are {', '.join(map(str, others))} and the rest {dtype}, which cannot be sharded "
             'together: set trainer.parallel.shard = "none"'
         )
     adapters = set(trainable(model).values()) if hasattr(model, "peft_config") else set()
+    for adapter in adapters:
+        adapter.data = adapter.data.to(ranks.device)
+    root = None if settings.shard == "none" else Whole(model)
+    for block in _blocks(model):
+        if root is not None:
+            _widen(block, adapters)
+        if plan is not None:
+            parallelize_module(block, mesh["tensor"], plan.within(model, block))
+        if root is not None:
+            _fully_shard(block, mesh, settings, dtype, adapters)
+    if root is not None:
+        _widen(root, adapters)
+        _fully_shard(root, mesh, settings, dtype, adapters)
+    return Sharded(root, model, ranks, dtype, frozenset() if plan is None else plan.summed)
+
+
+def _fully_shard(
+    module: nn.Module, mesh: DeviceMesh, settings: Parallel, dtype: torch.dtype, adapters: set[nn.Parameter]
+) -> None:
     offload = settings.cpu_offload and mesh.device_type != "cpu"
-    root = Whole(model)
-    for module in (*_blocks(model), root):
-        _widen(module, adapters)
-        cut = fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=module is not root,
-            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params=adapters,
-        )
-        cut.set_gradient_divide_factor(1.0)
-        cut.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    return Sharded(root, model, mesh, dtype)
+    cut = fully_shard(
+        module,
+        mesh=mesh["replica", "shard"] if settings.shard == "hybrid" else mesh["shard"],
+        reshard_after_forward=not isinstance(module, Whole),
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+        ignored_params=adapters,
+    )
+    cut.set_gradient_divide_factor(1.0)
+    cut.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:

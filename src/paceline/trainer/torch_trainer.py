@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
-from paceline.model import Adapter, WeightUpdate, trainable
+from paceline.model import Adapter, WeightUpdate, fingerprint, trainable
 from paceline.model.adapters import trained_adapter
+from paceline.model.bits import MASK
 from paceline.model.saving import writing
 from paceline.trainer import checkpoint
 from paceline.trainer.base import StepReport, TrainerError
@@ -25,6 +26,7 @@ from paceline.trainer.layout import local
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import Sums
 from paceline.trainer.noise import noise, restore_noise
+from paceline.trainer.peak import peak_bytes
 
 
 class TorchTrainer:
@@ -44,12 +46,13 @@ class TorchTrainer:
         fp32_head: bool = False,
         dumps: Path | None = None,
         group: ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._model = model
         self._config = c
         if group is not None and (size := get_world_size(group)) != c.parallel.ranks:
             raise TrainerError(f"trainer.parallel.ranks is {c.parallel.ranks}, but {size} ranks have met")
-        self.learner = Learner(model, c, total_steps, fp32_head, group)
+        self.learner = Learner(model, c, total_steps, fp32_head, group, device)
         self._dumps = dumps
         self._bad_steps = 0
         self._rolled_back: Counter[int] = Counter()
@@ -66,8 +69,8 @@ class TorchTrainer:
         self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._set_threads)
 
     def _set_threads(self) -> None:
-        if self._model.device.type == "cuda":
-            torch.cuda.set_device(self._model.device)  # each thread has its own idea of the current one
+        if self.learner.device.type == "cuda":
+            torch.cuda.set_device(self.learner.device)  # each thread has its own idea of the current one
         elif self._config.threads:
             torch.set_num_threads(self._config.threads)
 
@@ -82,6 +85,11 @@ class TorchTrainer:
 
     async def weights(self) -> WeightUpdate:
         return await self._run(self._weights)
+
+    async def pour(self, held: Mapping[str, Tensor]) -> WeightUpdate:
+        """Copy the weights of now into tensors that an engine of this process holds, on every rank and one at a time,
+        so that no second copy of the model is needed. The update names those very tensors, or the adapter."""
+        return await self._run(self._pour, held)
 
     async def save(self, folder: Path) -> None:
         await self._run(self._save, folder)
@@ -122,11 +130,11 @@ class TorchTrainer:
         metrics["train_tokens/s"] = tokens / seconds
         metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
-        return StepReport(metrics, bool(trouble), trouble, roll_back)
+        return StepReport(metrics, bool(trouble), trouble, roll_back, peak_bytes(self.learner.device))
 
     def backward(self, micro_batch: MicroBatch) -> Sums:
         """Add one micro-batch's gradient."""
-        return self.learner.backward(micro_batch, self.version)
+        return self.learner.stepper.backward(micro_batch, self.version)
 
     def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
         """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""
@@ -158,8 +166,8 @@ class TorchTrainer:
         return f"; the batch is in {path} (see it with `paceline replay {self._dumps.parent} --dump {step}`)"
 
     def _weights(self) -> WeightUpdate:
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        if self.learner.device.type == "cuda":
+            torch.cuda.synchronize(self.learner.device)
         canary = self.learner.canary()
         adapter = trained_adapter(self._model)
         if adapter is None:
@@ -177,9 +185,24 @@ class TorchTrainer:
                 out[name] = whole.cpu() if layout.lockstep else whole
         return out
 
+    def _pour(self, held: Mapping[str, Tensor]) -> WeightUpdate:
+        canary = self.learner.canary()
+        adapter = trained_adapter(self._model)
+        if adapter is not None:
+            tensors, scale = adapter
+            return WeightUpdate(self.version, tensors, Adapter("", scale), fingerprint(tensors.items()), canary)
+        layout, poured, total = self.learner.layout, {}, 0
+        for name, parameter in trainable(self._model).items():
+            whole = layout.whole(name, local(parameter.detach()))
+            poured[name] = held[name].copy_(whole)
+            total += int(fingerprint([(name, whole)]), 16)  # of what was gathered: what is held must prove to be that
+        if self.learner.device.type == "cuda":
+            torch.cuda.synchronize(self.learner.device)
+        return WeightUpdate(self.version, poured, None, f"{total & MASK:016x}", canary)
+
     @property
     def _first(self) -> bool:
-        return self.learner.world.rank == 0
+        return self.learner.ranks.all.rank == 0
 
     def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         layout = self.learner.layout
@@ -188,18 +211,18 @@ class TorchTrainer:
             export(self._model, folder, tokenizer, state, layout.dtype)
 
     def _save(self, folder: Path) -> None:
-        world = self.learner.world
-        tensors = self.learner.tensors() | noise(self._model.device, world.rank if world.group else None)
+        world = self.learner.ranks.all
+        tensors = self.learner.tensors() | noise(self.learner.device, world.rank if world.group else None)
         state = {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
         checkpoint.write(folder, tensors, state, world.group)
 
     def _load(self, folder: Path) -> None:
-        world = self.learner.world
+        world = self.learner.ranks.all
         tensors, state = checkpoint.read(folder, self.learner.room, world.group)
         names = {name.removeprefix("master/") for name in tensors if name.startswith("master/")}
         if names != self.learner.optimizer.masters.keys():
             raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
         self.learner.load(tensors, state)
-        restore_noise(tensors, self._model.device, world.rank)
+        restore_noise(tensors, self.learner.device, world.rank)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
         self._fed, self._fed_seconds = {}, 0.0

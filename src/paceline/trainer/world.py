@@ -1,10 +1,17 @@
-"""The ranks that train one batch together, each on its own samples."""
+"""The ranks that train one batch together, each on its own samples or with others on the same ones."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from paceline.config.parallel import Parallel
+from paceline.trainer.joining import SECONDS
+
+DIMENSIONS = ("replica", "shard", "context", "tensor")
 
 
 class World:
@@ -43,6 +50,16 @@ class World:
         dist.all_gather(rows, mine, group=self.group)
         return torch.stack(rows)
 
+    def gather(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Some bytes of every rank, who have told each other how many."""
+        if self.group is None:
+            return [data]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.empty_like(mine, device=self._device) for _ in sizes]
+        dist.all_gather(rows, mine.to(self._device), group=self.group)
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         if self.group is None:
             return
@@ -59,3 +76,40 @@ class World:
             parameter.grad.copy_(grad)
         for work in waiting:
             work.wait()  # bounded: by the process group's own timeout
+
+
+class Ranks:
+    """All ranks in a grid, by what they have in common. Its last dimensions change fastest, so that the ranks which
+    talk most are neighbours.
+
+    Ranks of one `context` and `tensor` group are one data rank: they get the same samples and report the same sums.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, settings: Parallel) -> None:
+        self._group, self.device = group, device
+        members = [0] if group is None else dist.get_process_group_ranks(group)
+        sizes = (settings.replicas, -1, settings.context, settings.tensor) if group is not None else (1, 1, 1, 1)
+        self.grid = torch.tensor(members).view(sizes)
+        self.all = World(group, device)
+        self.data = self.along("replica", "shard")
+        """One of each data rank: what is counted here is counted once."""
+        self.tokens = self.along("replica", "shard", "context")
+        """Those that compute different tokens with the same weights: their gradients add up."""
+        self.context = self.along("context")
+        """Those that share sequences."""
+
+    def along(self, *dimensions: str) -> World:
+        """The ranks that differ from this one only in these. Every rank must ask, in the same order."""
+        at = [DIMENSIONS.index(name) for name in dimensions]
+        others = [dim for dim in range(len(DIMENSIONS)) if dim not in at]
+        rows = self.grid.permute(*others, *at).reshape(-1, prod(self.grid.shape[i] for i in at))
+        if len(rows) == 1:
+            return self.all
+        if rows.shape[1] == 1:
+            return World(None, self.device)
+        assert self._group is not None
+        own = None
+        for row in rows.tolist():
+            made = dist.new_group(row, timeout=timedelta(seconds=SECONDS))
+            own = made if dist.get_rank() in row else own
+        return World(own, self.device)

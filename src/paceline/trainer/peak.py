@@ -1,0 +1,17 @@
+"""How much memory this process has needed, to be held against the planner's word."""
+
+import sys
+
+import torch
+
+
+def peak_bytes(device: torch.device) -> float:
+    """On a GPU, the most that torch has held there at once; on a CPU, the most of the process that was in memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows does not count
+        return 0.0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(most if sys.platform == "darwin" else 1024 * most)
