@@ -1,6 +1,7 @@
 """How long new weights take from a trainer to an engine, by each path, and how few of them a step changes.
 
     python benchmarks/weights.py --size small 0.5B --json FILE            on a CPU
+    python benchmarks/weights.py --part paths --size 1.5B --only http --json FILE    one of them
     python benchmarks/weights.py --gpu --part paths --size 0.5B 1.5B --json FILE
     python benchmarks/weights.py --part delta --model FOLDER --rows FILE.jsonl
 
@@ -23,6 +24,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -51,15 +53,30 @@ from paceline.data import Sample
 from paceline.inference import EmbeddedEngine, HttpEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
 from paceline.model.delta import LastSent
-from paceline.model.weights import bits_of
+from paceline.model.weights import Policy, bits_of
 from paceline.trainer.torch_trainer import TorchTrainer
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 PATHS = ("disk", "http", "delta", "broadcast")
+COPY = "copy"
+LONGEST_SECONDS = 1800
 CHANGED = 0.02
 READY = re.compile(r"paceline: serving \S+ at (http://\S+)/v1")
 BAR, AFTER = 0.10, 20
+
+
+class Merged(Sheet):
+    """Lines that are measured again take the place of the old ones in the file; the others stay."""
+
+    def __init__(self, path: Path | None, title: str) -> None:
+        super().__init__(path, title)
+        if path is not None and path.exists():
+            self.lines = json.loads(path.read_text(encoding="utf-8"))["lines"]
+
+    def _add(self, what: str, *rest, **extra: float) -> None:
+        self.lines = [line for line in self.lines if line["what"] != what]
+        super()._add(what, *rest, **extra)
 
 
 def model_of(shape: str, device: str) -> Qwen2ForCausalLM:
@@ -104,7 +121,8 @@ def change(tensors: dict[str, torch.Tensor]) -> None:
     """Another bit in some elements, wherever they are."""
     for tensor in tensors.values():
         bits = bits_of(tensor)
-        bits ^= (torch.rand(len(bits), device=bits.device) < CHANGED).to(bits.dtype)
+        places = torch.randint(len(bits), (math.ceil(CHANGED * len(bits)),), device=bits.device)
+        bits[places] = bits[places] ^ 1
 
 
 def wait(device: str) -> None:
@@ -125,11 +143,11 @@ async def publish(engine, tensors, rounds: int, device: str, first: int) -> tupl
         pauses.append(await engine.load_weights(WeightUpdate(version, tensors, expected=expected)))
         times.append(time.perf_counter() - begin)
         held = await engine.policy()
-        assert (held.version, held.fingerprint) == (version, fingerprint(tensors.items())), "other weights arrived"
+        assert held == Policy(version, expected or fingerprint(tensors.items())), "other weights arrived"
     return statistics.median(times[1:]), statistics.median(pauses[1:])
 
 
-def paths(sheet: Sheet, shape: str, device: str, rounds: int) -> None:
+def paths(sheet: Sheet, shape: str, device: str, rounds: int, only: list[str]) -> None:
     place = "/dev/shm" if device == "cuda" else None
     with tempfile.TemporaryDirectory(dir=place) as name:
         folder, shared = Path(name) / "model", Path(name) / "shared"
@@ -141,10 +159,12 @@ def paths(sheet: Sheet, shape: str, device: str, rounds: int) -> None:
         model.save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(Path(paceline.__file__).parent / "quickstart" / file, folder)
-        with serving(folder, shared, device) as url:
-            for number, path in enumerate(PATHS):
-                asyncio.run(one_path(sheet, shape, url, path, shared, tensors, rounds, device, 1 + 100 * number))
-        in_process(sheet, shape, model, tensors, rounds, device)
+        if apart := [path for path in only if path != COPY]:
+            with serving(folder, shared, device) as url:
+                for number, path in enumerate(apart):
+                    asyncio.run(one_path(sheet, shape, url, path, shared, tensors, rounds, device, 1 + 100 * number))
+        if COPY in only:
+            in_process(sheet, shape, model, tensors, rounds, device)
     del model, tensors
     gc.collect()
     if device == "cuda":
@@ -154,7 +174,7 @@ def paths(sheet: Sheet, shape: str, device: str, rounds: int) -> None:
 async def one_path(sheet, shape, url, path, shared, tensors, rounds, device, first) -> None:
     engine = HttpEngine(url, folder=shared, path=path)
     try:
-        took, paused = await asyncio.wait_for(publish(engine, tensors, rounds, device, first), 900)
+        took, paused = await asyncio.wait_for(publish(engine, tensors, rounds, device, first), LONGEST_SECONDS)
     finally:
         await engine.aclose()
     note(sheet, f"{shape} {path}{', gloo' if path == 'broadcast' else ''}", took, paused)
@@ -166,7 +186,7 @@ def in_process(sheet: Sheet, shape: str, model, tensors, rounds: int, device: st
     engine = EmbeddedEngine(model, EngineConfig(max_running=8, max_context=512, compile=False, **room))
     try:
         engine.start()
-        took, paused = asyncio.run(asyncio.wait_for(publish(engine, own, rounds, device, 1), 900))
+        took, paused = asyncio.run(asyncio.wait_for(publish(engine, own, rounds, device, 1), LONGEST_SECONDS))
     finally:
         engine.close()
     note(sheet, f"{shape} copy, in one process", took, paused)
@@ -254,6 +274,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="on CUDA")
     parser.add_argument("--part", choices=["paths", "delta", "all"], default="all")
     parser.add_argument("--size", nargs="+", choices=["small", *SHAPES], default=["small", "0.5B"])
+    parser.add_argument("--only", nargs="+", choices=[*PATHS, COPY], default=[*PATHS, COPY], metavar="PATH")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2", help="a real model's folder")
     parser.add_argument("--rows", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
@@ -262,11 +283,11 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=128)
     given = parser.parse_args()
     device = "cuda" if given.gpu else "cpu"
-    sheet = Sheet(given.json, "weights from trainer to engine")
+    sheet = Merged(given.json, "weights from trainer to engine")
     complete = False
     try:
         for shape in given.size if given.part != "delta" else []:
-            paths(sheet, shape, device, given.rounds)
+            paths(sheet, shape, device, given.rounds, given.only)
         if given.part != "paths":
             deltas(sheet, given)
         complete = True

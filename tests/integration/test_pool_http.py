@@ -174,7 +174,7 @@ def test_refusals_come_back_as_what_they_were(connect, servers, folder):
         with pytest.raises(EngineError, match="tensors this model does not have"):
             await engine.load_weights(WeightUpdate(1, {"strange": torch.zeros(2)}))
         with pytest.raises(EngineError, match="fingerprint"):
-            await engine.load_weights(WeightUpdate(1, {"model.norm.weight": torch.zeros(2)}, expected="beef"))
+            await engine.load_weights(WeightUpdate(1, {"model.norm.weight": torch.zeros(128)}, expected="beef"))
         assert (await engine.generate(good)).token_ids
 
     connect(refused, servers[0].url)

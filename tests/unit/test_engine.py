@@ -173,7 +173,7 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
         def stepping():
             step()
             if engine.tokens == when and engine._catalog.versions[POLICY] == 0:
-                engine._swap(WeightUpdate(1, dict(other.named_parameters())), None)
+                engine._swap(engine._served.read(WeightUpdate(1, dict(other.named_parameters()))), None)
 
         engine._step = stepping
         return await engine.generate(request)
@@ -300,7 +300,8 @@ def test_an_engine_that_breaks_answers_what_was_still_on_its_way(model):
         engine._runner.launch = fail
         first = asyncio.create_task(engine.generate(requests()[0]))
         await until(stepping.is_set)
-        late = [engine.policy(), engine.generate(requests()[1]), engine.load_weights(WeightUpdate(1, {}))]
+        update = WeightUpdate(1, dict(model.named_parameters()))
+        late = [engine.policy(), engine.generate(requests()[1]), engine.load_weights(update)]
         tasks = [first, *map(asyncio.ensure_future, late)]
         await until(lambda: engine._inbox.qsize() == len(late))
         asked.set()

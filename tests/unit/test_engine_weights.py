@@ -2,20 +2,22 @@
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from test_engine import requests, serve, together, trainer_logprobs
+from test_engine import requests, serve, together, trainer_logprobs, until
 
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, merged, random_adapter
-from paceline.inference import Completion, EngineError, GenerateRequest, RequestError, noise_key
-from paceline.inference.base import UnknownModel
-from paceline.model import PLAN, Adapter, Canary, Head, WeightUpdate, fingerprint, twin
+from paceline.inference import Completion, EngineError, GenerateRequest, Pool, RequestError, noise_key
+from paceline.inference.base import OtherBase, Torn, UnknownModel
+from paceline.model import PLAN, Adapter, Canary, Head, Policy, WeightUpdate, fingerprint, twin
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.canary import make_canary
+from paceline.model.delta import Delta, LastSent
 
 POLICIES = [tiny_model(seed) for seed in range(4)]
 
@@ -77,7 +79,7 @@ def under_swaps(config: dict, seed: int) -> list[tuple[GenerateRequest, Completi
             step()
             version = engine._catalog.versions[""]
             if version < 3 and engine.steps >= moments[version]:
-                engine._swap(WeightUpdate(version + 1, weights(version + 1)), None)
+                engine._swap(engine._served.read(WeightUpdate(version + 1, weights(version + 1))), None)
 
         engine._step = stepping
         answers = await asyncio.gather(*await together(engine, wanted))
@@ -210,6 +212,125 @@ def test_weights_that_arrive_damaged_close_the_door(monkeypatch):
     assert gap(trainer_logprobs(POLICIES[2], CROWD[0], good), good.logprobs) < 1e-4
 
 
+class Gone:
+    """A copy that fails at the k-th tensor, as one does that finds no memory."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, mine, sent, non_blocking=False):
+        for number, (a, b) in enumerate(zip(mine, sent, strict=True)):
+            if number == self.at:
+                raise torch.OutOfMemoryError(f"no room for tensor {number}")
+            a.copy_(b)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("at", [0, 3, len(weights(0)) - 1])
+def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkeypatch, at, check):
+    """Not a token is answered from the mixture, nothing can build on it, and a whole update makes all good."""
+    last = LastSent(share=9.0)
+    last.advance(0, weights(0))
+    change = last.advance(1, weights(1))
+    assert change is not None
+
+    async def work(engine):
+        tasks = await together(engine, CROWD, stop_at=10)
+        monkeypatch.setattr(torch, "_foreach_copy_", Gone(at))
+        with pytest.raises(Torn, match=f"version 1 broke off .*no room for tensor {at}"):
+            await engine.load_weights(WeightUpdate(1, weights(1)))
+        monkeypatch.undo()
+        await engine.resume()
+        for refused in (*tasks, engine.generate(CROWD[0]), engine.score([[1, 2, 3]])):
+            with pytest.raises(Torn, match="broke off"):
+                await refused
+        broken = await engine.policy()
+        assert broken.version < 0
+        assert (broken.fingerprint == fingerprint(weights(0).items())) == (at == 0)
+        for part in (WeightUpdate(1, {}, delta=change), WeightUpdate(1, {NAME: GOOD})):
+            with pytest.raises(OtherBase, match="broke off here"):
+                await engine.load_weights(part)
+            with pytest.raises(Torn):
+                await engine.generate(CROWD[0])
+        await engine.load_weights(WeightUpdate(1, weights(1), delta=change))  # which has all of it beside the delta
+        return await asyncio.gather(*map(engine.generate, CROWD)), await engine.policy()
+
+    answers, policy = serve(twin(POLICIES[0]), work, verify_weights=check)
+    assert policy == Policy(1, fingerprint(weights(1).items()))
+    for request, completion in zip(CROWD, answers, strict=True):
+        assert set(completion.versions) == {1}
+        assert gap(trainer_logprobs(POLICIES[1], request, completion), completion.logprobs) < 1e-4
+
+
+def test_a_delta_that_breaks_off_in_the_middle_leaves_no_name_either(monkeypatch):
+    last = LastSent(share=9.0)
+    last.advance(0, weights(0))
+    change = last.advance(1, weights(1))
+    assert change is not None
+
+    async def work(engine):
+        write = Delta.write
+
+        def half(self, tensors):
+            write(self, tensors)
+            raise RuntimeError("a kernel failed")
+
+        monkeypatch.setattr(Delta, "write", half)
+        with pytest.raises(Torn, match="a kernel failed"):
+            await engine.load_weights(WeightUpdate(1, {}, delta=change))
+        monkeypatch.undo()
+        with pytest.raises(OtherBase):
+            await engine.load_weights(WeightUpdate(1, {}, delta=change))
+        await engine.load_weights(WeightUpdate(1, weights(1)))
+        return await engine.generate(CROWD[0])
+
+    good = serve(twin(POLICIES[0]), work)
+    assert gap(trainer_logprobs(POLICIES[1], CROWD[0], good), good.logprobs) < 1e-4
+
+
+def test_the_pool_sends_all_weights_to_an_engine_whose_update_broke_off(monkeypatch):
+    """Requests that ran are answered, from the new weights alone."""
+
+    async def work(engine):
+        pool = Pool([engine])
+        await engine.pause()
+        asked = [asyncio.ensure_future(pool.generate(request)) for request in CROWD]
+        await until(lambda: engine._inbox.qsize() + engine._scheduler.waiting == len(CROWD))
+        copy, once = torch._foreach_copy_, [Gone(4)]
+        monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **how: (once.pop() if once else copy)(*a, **how))
+        await pool.load_weights(WeightUpdate(1, weights(1)))
+        assert not once
+        await engine.resume()
+        return await asyncio.gather(*asked), await engine.policy()
+
+    answers, policy = serve(twin(POLICIES[0]), work)
+    assert policy == Policy(1, fingerprint(weights(1).items()))
+    for request, completion in zip(CROWD, answers, strict=True):
+        assert gap(trainer_logprobs(POLICIES[1], request, completion), completion.logprobs) < 1e-4
+
+
+def test_an_update_is_read_and_checked_before_anybody_waits_for_it(monkeypatch):
+    """The engine's thread decodes while the tensors are read and their fingerprint is taken."""
+    readers = []
+
+    class Read(dict):
+        def __getitem__(self, name):
+            readers.append(threading.current_thread().name)
+            return super().__getitem__(name)
+
+        def items(self):
+            readers.append(threading.current_thread().name)
+            return super().items()
+
+    async def work(engine):
+        await engine.load_weights(WeightUpdate(1, Read(weights(1))))
+        assert readers
+        assert "paceline-engine" not in readers
+        return await engine.policy()
+
+    assert serve(twin(POLICIES[0]), work).version == 1
+
+
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 LORA = {"adapters": 2, "adapter_rank": 4}
@@ -274,7 +395,7 @@ def test_an_adapter_update_leaves_the_others_alone(config, on_swap):
         def stepping():
             step()
             if update and engine.steps == 9:
-                engine._swap(adapter_update("named", 3, version=2), None)
+                engine._swap(engine._served.read(adapter_update("named", 3, version=2)), None)
 
         engine._step = stepping
         return await asyncio.gather(*await together(engine, crowd))

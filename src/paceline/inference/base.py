@@ -36,8 +36,17 @@ class OtherBase(EngineError):
     """The engine does not hold the weights a delta builds on: it must be sent all of them."""
 
 
+class UpdateLost(EngineError):
+    """The weights of an update are gone: nobody can be given them any more."""
+
+
 class Unreachable(EngineError):
     """No answer came: the engine or the way to it is gone. Noise is keyed, so asking another one is safe."""
+
+
+class Torn(Unreachable):
+    """An update broke off in the middle: the engine holds a mixture of two versions, says so, and answers nobody until
+    it is sent all weights."""
 
 
 @dataclass(frozen=True, slots=True)

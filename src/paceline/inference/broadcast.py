@@ -182,12 +182,21 @@ class Receiver(Group):
         self._join(self._store)
 
     def receive(self, layout: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The tensors of one update, in a buffer that the next one overwrites."""
+        """The tensors of one update, in a buffer of the host that the next one overwrites. A GPU holds a bucket of them
+        on the way: it has no room for all weights twice."""
         places, size = places_of(layout)
         if self._staging is None or len(self._staging) != size:
-            self._staging = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._staging = None  # two of them need not be there at once
+            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+        onward = self.device.type != "cpu"
+        through = torch.empty(min(self.bucket, size) if onward else 0, dtype=torch.uint8, device=self.device)
         for start in range(0, size, self.bucket):
-            self._pass_on(self._staging[start : start + self.bucket])
+            part = self._staging[start : start + self.bucket]
+            if onward:
+                self._pass_on(through[: len(part)])
+                part.copy_(through[: len(part)])
+            else:
+                self._pass_on(part)
         return {p.name: self._staging[p.start : p.end].view(p.dtype).view(p.shape) for p in places}
 
 

@@ -10,13 +10,13 @@ Whichever it is, the server applies the update between two tokens and checks its
 """
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from paceline.inference.base import EngineError, OtherBase
 from paceline.inference.broadcast import Sender, layout_of
+from paceline.inference.private import PrivateFolder
 from paceline.inference.shelf import Shelf
 from paceline.inference.stored import StoredTensors
 from paceline.model.weights import WeightUpdate
@@ -71,8 +71,11 @@ class Upload:
     """A request's body. Kept in a file here meanwhile: in `folder`, or in a private one of this process."""
 
     def __init__(self, folder: Path | None = None, deltas: bool = False) -> None:
-        self._private = tempfile.TemporaryDirectory(prefix="paceline-") if folder is None else None
-        self.shelf = Shelf(folder or Path(self._private.name if self._private else ""), deltas=deltas)
+        self._private = None
+        if folder is None:
+            self._private = PrivateFolder()
+            folder = self._private.path
+        self.shelf = Shelf(folder, deltas=deltas)
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         return await self.shelf.keep(update)

@@ -5,6 +5,7 @@ bytes or as the paths of files both sides can read.
 """
 
 import asyncio
+import socket
 import struct
 from array import array
 from collections.abc import Sequence
@@ -25,12 +26,15 @@ from paceline.inference.base import (
     Piece,
     RequestError,
     TopLogprobs,
+    Torn,
     UnknownModel,
 )
 from paceline.model.weights import Adapter, Canary, Policy
 
 HEAD = struct.Struct("<Q")
-ERRORS = {kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase)}
+ERRORS = {
+    kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase, Torn)
+}
 Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
 
 
@@ -185,6 +189,13 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 def frame(batch: ToEngine | FromEngine) -> list[bytes]:
     body = _encoder.encode(batch)
     return [HEAD.pack(len(body)), body]
+
+
+async def opened(door: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connected socket as streams, whether its other end is on this machine or elsewhere."""
+    if door.family == socket.AF_UNIX:
+        return await asyncio.open_unix_connection(sock=door)
+    return await asyncio.open_connection(sock=door)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httpx
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,7 @@ from paceline.config.reference import ModelRef
 from paceline.config.secret import hidden
 from paceline.inference.base import (
     Completion,
+    Engine,
     EngineError,
     EngineStats,
     GenerateRequest,
@@ -41,10 +42,18 @@ ASKING: Ways = ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1})
 """How endpoints are asked for the log probabilities of a prompt, the way of vLLM and the older way of OpenAI."""
 
 
+class Frozen(Engine, Protocol):
+    """An engine whose weights never change."""
+
+    async def aclose(self) -> None:
+        """Let go of the connection to it."""
+        ...
+
+
 class FrozenPool(Pool):
     """One model behind one endpoint or several, asked by so many at once and no more."""
 
-    def __init__(self, engines: "Sequence[HttpEngine | CompletionsEngine]", ref: ModelRef) -> None:
+    def __init__(self, engines: Sequence[Frozen], ref: ModelRef) -> None:
         super().__init__(engines)
         self.ref = ref
         self._engines = engines
@@ -53,7 +62,7 @@ class FrozenPool(Pool):
     @property
     def any_temperature(self) -> bool:
         """Whether it scores at temperatures other than 1."""
-        return all(isinstance(engine, HttpEngine) for engine in self._engines)
+        return not any(isinstance(engine, CompletionsEngine) for engine in self._engines)
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
         async with self._places:  # bounded: each request before it has a deadline
@@ -106,12 +115,7 @@ async def _engine(
 ) -> "HttpEngine | CompletionsEngine":
     asked = CompletionsEngine(url, name, key)
     try:
-        ours, theirs = tokenizer.encode(SAMPLE), await asked.tokens(SAMPLE)
-        if ours != theirs:
-            raise EngineError(
-                f"`{name}` at {url} has another vocabulary than the policy: it reads a text of "
-                f"{len(ours)} tokens as {len(theirs)}, or as others. A teacher must share the policy's tokenizer"
-            )
+        same_words(f"`{name}` at {url}", tokenizer.encode(SAMPLE), await asked.tokens(SAMPLE))
         if not await asked.is_paceline():
             return asked
     except BaseException:
@@ -119,6 +123,15 @@ async def _engine(
         raise
     await asked.aclose()
     return HttpEngine(url, api_key=key)
+
+
+def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Raise unless the policy and somebody else split `SAMPLE` alike."""
+    if list(ours) != list(theirs):
+        raise EngineError(
+            f"{who} has another vocabulary than the policy: it reads a text of {len(ours)} tokens as {len(theirs)}, or "
+            "as others. A teacher must share the policy's tokenizer"
+        )
 
 
 def _key(ref: ModelRef) -> str | None:

@@ -19,6 +19,7 @@ from paceline.inference.frames import (
     decode_to_engine,
     frame,
     join,
+    opened,
     read_frame,
 )
 
@@ -45,7 +46,7 @@ class EngineHost:
     async def serve(self, door: socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
         self._loop = asyncio.get_running_loop()
-        reader, self._writer = await asyncio.open_unix_connection(sock=door)
+        reader, self._writer = await opened(door)
         self._post(Hello(0, self._end_tokens))
         try:
             while (body := await read_frame(reader)) is not None:

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
-from socket import socket
+from pathlib import Path
+from socket import AF_UNIX, socket
 from typing import Any
 
 from safetensors.torch import save
@@ -38,13 +39,19 @@ from paceline.inference.frames import (
     decode_from_engine,
     frame,
     ints,
+    opened,
     read_frame,
 )
+from paceline.inference.private import PrivateFolder
 from paceline.inference.stored import StoredTensors
+from paceline.model.saving import write_tensors
 from paceline.model.weights import Policy, WeightUpdate
 
 START_SECONDS = 1800.0
 """For the other side to load its weights and warm up."""
+LAID_DOWN_BYTES = 16 << 20
+"""From this size on weights go to the process beside us as a file: through the socket all of them would be copied some
+seven times, in pieces of 64 KiB."""
 
 
 class EngineLink:
@@ -64,6 +71,8 @@ class EngineLink:
         self._reading: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[EngineError] | None = None
         self._busy = 0.0
+        self._folder: PrivateFolder | None = None
+        """Where weights lie on their way."""
         self.end_tokens: tuple[int, ...] = ()
 
     # -- the engine's protocol ----------------------------------------------------------------------------------------
@@ -87,6 +96,8 @@ class EngineLink:
         if self._reading is not None:
             self._reading.cancel()
         self._door.close()
+        if self._folder is not None:
+            self._folder.close()
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         number = next(self._numbers)
@@ -111,9 +122,21 @@ class EngineLink:
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
         if isinstance(tensors, StoredTensors) and not tensors.deltas:
-            weights: bytes | list[str] = [str(file) for file in tensors.files]
-        else:
-            weights = await asyncio.to_thread(_packed, tensors)
+            return await self._load(update, [str(file) for file in tensors.files])
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._door.family != AF_UNIX or size < LAID_DOWN_BYTES:
+            return await self._load(update, await asyncio.to_thread(_packed, tensors))
+        self._folder = self._folder or PrivateFolder()
+        file = self._folder.path / f"{next(self._numbers)}.safetensors"
+        try:
+            await asyncio.to_thread(_lay_down, tensors, file)
+            return await self._load(update, [str(file)])
+        except OSError as error:
+            raise EngineError(f"the weights cannot be written to {file.parent}: {error.strerror}") from error
+        finally:
+            file.unlink(missing_ok=True)
+
+    async def _load(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
         number = next(self._numbers)
         message = Load(
             number, update.version, weights, update.adapter, update.expected, update.canary, _bytes_of(update)
@@ -156,8 +179,7 @@ class EngineLink:
     # -- the socket ---------------------------------------------------------------------------------------------------
 
     def _first_word(self) -> Hello | None:
-        head = _receive(self._door, HEAD.size)
-        body = _receive(self._door, HEAD.unpack(head)[0]) if head else None
+        body = received(self._door)
         if body is None:
             return None
         hello = decode_from_engine(body).messages[0]
@@ -200,7 +222,7 @@ class EngineLink:
 
     async def _read(self) -> None:
         assert self._lost is not None
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._door)
+        reader, self._writer = await opened(self._door)
         self._flush()
         while (body := await read_frame(reader)) is not None:
             self._hear(decode_from_engine(body))
@@ -231,8 +253,18 @@ def _bytes_of(update: WeightUpdate) -> bytes:
     return b"" if update.delta is None else update.delta.data
 
 
+def _lay_down(tensors: Any, file: Path) -> None:
+    write_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
 def _packed(tensors: Any) -> bytes:
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def received(door: socket) -> bytes | None:
+    """The next frame's body, without an event loop; None when the other side is gone."""
+    head = _receive(door, HEAD.size)
+    return _receive(door, HEAD.unpack(head)[0]) if head else None
 
 
 def _receive(door: socket, size: int) -> bytes | None:

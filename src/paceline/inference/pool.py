@@ -143,6 +143,11 @@ class Pool:
         return self._unanswered
 
     @property
+    def busy(self) -> dict[str, float]:
+        """Seconds that each engine has spent computing; may be asked from any thread."""
+        return {member.name: member.engine.busy_seconds for member in list(self._roster.members)}
+
+    @property
     def busy_seconds(self) -> float:
         """Mean time the engines have spent computing."""
         members = self._roster.members

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
-from paceline.inference.base import Engine, EngineError, Unreachable
+from paceline.inference.base import Engine, EngineError, Torn, Unreachable, UpdateLost
 from paceline.inference.routing import Member
 from paceline.model.weights import WeightUpdate
 from paceline.seldom import Seldom
@@ -61,8 +61,9 @@ class Roster:
 
     @property
     def hopeless(self) -> bool:
-        """Nobody serves and nobody will."""
-        return not self.serving and not any(isinstance(member.engine, Remote) for member in self.members)
+        """Nobody serves and nobody will: an engine of this process comes back only by an update."""
+        remote = any(isinstance(member.engine, Remote) for member in self.members)
+        return not self.serving and not self._publishing and not remote
 
     @property
     def trouble(self) -> EngineError:
@@ -101,8 +102,10 @@ class Roster:
             self._set_aside(member, error)
             return True
         current = [update.version for name, update in self._updates.items() if not name]
-        if current and policy.version not in current and not self._publishing:
-            self._set_aside(member, EngineError(f"it serves version {policy.version}, not {current[-1]}"))
+        torn = policy.version < 0  # an update broke off there: it must be sent all weights
+        if torn or (current and policy.version not in current and not self._publishing):
+            held = "a mixture of versions" if torn else f"version {policy.version}"
+            self._set_aside(member, EngineError(f"it serves {held}, not version {max(current, default=0)}"))
             return True
         return False
 
@@ -141,7 +144,7 @@ class Roster:
         pauses = [answer for answer in answers if isinstance(answer, float)]
         if not pauses and refused and not all(isinstance(error, Unreachable) for _, error in refused):
             self._updates = before
-            raise refused[0][1]
+            raise next(error for _, error in refused if not isinstance(error, Unreachable))
         for member, error in refused:
             self._set_aside(member, error)
         pause = max(pauses) if pauses else await self._returned()
@@ -188,6 +191,8 @@ class Roster:
     async def _returned(self) -> float:
         waited, attempt = 0.0, 0
         while not self.serving:
+            if lost := next((m.trouble for m in self.members if isinstance(m.trouble, UpdateLost)), None):
+                raise lost
             if self.hopeless or waited > PUBLISH_SECONDS:
                 raise self.trouble
             waited += (delay := self.delay(attempt))
@@ -197,7 +202,11 @@ class Roster:
 
     async def _send(self, member: Member, update: WeightUpdate) -> float | EngineError:
         try:
-            pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
+            try:
+                pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
+            except Torn:
+                whole = dataclasses.replace(update, delta=None) if update.tensors else update
+                pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
         except EngineError as error:
             return error
         if not isinstance(member.engine, Remote):

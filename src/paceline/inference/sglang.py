@@ -1,8 +1,9 @@
-"""An SGLang server as the policy's engine, by its documented HTTP calls. Never tried against a live one.
+"""An SGLang server as the policy's engine, by its own HTTP calls: those of version 0.5.23, whose source a test reads.
+None of them was tried against a live server.
 
-An answer names one version of the weights (`meta_info.weight_version`), not one for each token. So no request may live
-through an update: those under way are aborted, which gives back what they have so far, and asked again from there. Each
-stretch was then sampled by one version, which its answer names. Adapters need no such care: each version has its name.
+Requests are aborted by an update, which gives back what they have so far, and asked again from there. So each stretch
+was sampled by one version, which its answer names (`meta_info.weight_version`), also on servers that do not tell spans
+apart (`meta_info.weight_versions`). Adapters need no such care: each version has its name.
 """
 
 import time
@@ -47,13 +48,27 @@ class SglangEngine(ForeignEngine):
     # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Check that an SGLang answers at this address and takes our key."""
+        """Check that an SGLang answers at this address, takes our key, and tells what the trainer needs."""
         self.wire.look("/health")
-        if "weight_version" not in self.wire.look("/get_model_info"):
+        if "weight_version" not in self.wire.look("/model_info"):
             raise EngineError(f"{self.name} does not name the version of its weights: take a newer SGLang")
+        self._check_temperature()
+
+    def _check_temperature(self) -> None:
+        """Log probabilities must be those of log_softmax(logits / temperature), as the trainer has them."""
+
+        def best(temperature: float) -> float:
+            params = {"max_new_tokens": 1, "temperature": temperature}
+            body = {"input_ids": [0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 1}
+            (place,) = self.wire.look("/generate", body)["meta_info"]["output_top_logprobs"]
+            return float(place[0][0])
+
+        cold, hot = best(0.5), best(2.0)
+        if cold < -1e-3 and abs(cold - hot) < 1e-6:
+            raise EngineError(f"{self.name} leaves the temperature out: unset SGLANG_RETURN_ORIGINAL_LOGPROB there")
 
     async def limits(self) -> Limits:
-        told = await self.wire.get("/get_server_info")
+        told = await self.wire.get("/server_info")
         context = told.get("max_req_input_len") or told.get("context_length") or 1 << 30
         adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}
         return Limits(max_context=int(context), vocabulary=self._vocabulary, adapters=adapters)
@@ -97,10 +112,9 @@ class SglangEngine(ForeignEngine):
             answer = await self.wire.ask("/generate", _body(request, ids, adapter))
             meta = answer["meta_info"]
             found = meta.get("output_token_logprobs") or []
-            version = adapter.version if adapter else self._stamp(meta["weight_version"])
             ids += [int(entry[1]) for entry in found]
             logprobs += [float(entry[0]) for entry in found]
-            versions += [version] * len(found)
+            versions += self._versions(meta, len(found), adapter)
             if request.top_logprobs:
                 top += [[(int(e[1]), float(e[0])) for e in place] for place in meta.get("output_top_logprobs") or []]
             cached = cached or int(meta.get("cached_tokens") or 0)
@@ -120,6 +134,16 @@ class SglangEngine(ForeignEngine):
                 cached=cached,
             )
         raise Unreachable(f"{self.name} cut a request {MOST_STRETCHES} times")
+
+    def _versions(self, meta: dict[str, Any], count: int, adapter: Loaded | None) -> list[int]:
+        if adapter is not None:
+            return [adapter.version] * count
+        alone = {"version": meta["weight_version"], "start": 0, "end": count}
+        spans: list[dict[str, Any]] = meta.get("weight_versions") or [alone]
+        versions = [self._stamp(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        if len(versions) != count:
+            raise EngineError(f"{self.name} named the weights of {len(versions)} tokens, not of {count}")
+        return versions
 
     async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
         body: dict[str, Any] = {
@@ -157,11 +181,11 @@ class SglangEngine(ForeignEngine):
         return "/unload_lora_adapter", {"lora_name": name}
 
     async def _held(self) -> int | None:
-        return self._version_of(str((await self.wire.get("/get_model_info"))["weight_version"]))
+        return self._version_of(str((await self.wire.get("/model_info"))["weight_version"]))
 
     async def _adapter_names(self) -> set[str]:
         """As of the last load: SGLang lists them then. A server that was restarted refuses the name."""
-        await self.wire.get("/get_model_info")
+        await self.wire.get("/model_info")
         return self._names
 
 

@@ -1,5 +1,6 @@
 """Which model names an engine answers to, and what stands behind each."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paceline.inference.engine.sequence import Family
@@ -7,6 +8,8 @@ from paceline.inference.engine.sequence import Family
 POLICY = ""
 BASE = "base"
 """The name of the plain base, beside a policy that is an adapter."""
+BROKEN = -1
+"""The version of weights that are no version: an update broke off while they were written."""
 
 
 @dataclass(slots=True)
@@ -20,6 +23,12 @@ class Catalog:
     weights: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
     """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
     Replaced, never changed, so that all completions of the same weights share one."""
+
+    def renew(self, models: Iterable[str], version: int) -> None:
+        """These hold other weights from now on, which nobody has proved yet."""
+        self.versions |= dict.fromkeys(models, version)
+        self.weights |= {model: {} for model in models}
+        self.base_version = self.versions[BASE]
 
     def family(self, model: str) -> Family:
         """What tells keys and values of these weights from all others."""

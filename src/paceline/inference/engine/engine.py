@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import queue
 import threading
@@ -24,9 +25,12 @@ from paceline.inference.base import (
     Limits,
     Listener,
     Mismatch,
+    OtherBase,
     Overloaded,
     RequestError,
+    Torn,
 )
+from paceline.inference.engine.arrived import Arrived
 from paceline.inference.engine.build import build
 from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
 from paceline.inference.engine.herald import Herald
@@ -72,7 +76,7 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._distrust: dict[str | None, str] = {}
+        self._distrust: dict[str | None, EngineError] = {}
         """Models whose last update failed its checks, and why; None for the base and so for all."""
         self._closed = False
         self._paused = False
@@ -104,6 +108,11 @@ class EmbeddedEngine:
         elif not self._ready.is_set():  # it was never started
             self._let_go()
 
+    def outlive(self) -> BaseException | None:
+        """Wait for the end of the engine's thread; answers with what it failed of, None if it was closed."""
+        self._thread.join()  # unbounded: serving is its job
+        return self._failure
+
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         if request.grammar is not None:
             await asyncio.to_thread(self._guide, request.grammar)  # compiled off the loop, and found again below
@@ -134,12 +143,23 @@ class EmbeddedEngine:
 
     async def load_weights(self, update: WeightUpdate) -> float:
         ready = None
-        if update.delta is not None:
-            await asyncio.to_thread(update.delta.changes, self._device)  # decoded before decoding has to pause
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
-        return await self._ask(lambda: self._swap(update, ready))
+        try:
+            arrived = await asyncio.to_thread(self._read, update, ready)
+            return await self._ask(lambda: self._swap(arrived, ready))
+        except OtherBase:
+            if update.delta is None or not update.tensors:
+                raise
+        return await self.load_weights(dataclasses.replace(update, delta=None))  # all of it is here too
+
+    def _read(self, update: WeightUpdate, ready: "torch.cuda.Event | None") -> Arrived:
+        """Before decoding has to pause, and beside it: the pause is then the copy alone."""
+        with torch.no_grad(), torch.cuda.device(self._device) if ready is not None else contextlib.nullcontext():
+            if ready is not None:
+                ready.wait()  # bounded: orders two CUDA streams, the host goes on
+            return self._served.read(update, self._config.verify_weights)
 
     async def policy(self) -> Policy:
         return await self._ask(self._served.policy)
@@ -188,7 +208,7 @@ class EmbeddedEngine:
         check(request, self._catalog, self.max_context - room, self._vocabulary)
         for model in (None, request.model):
             if model in self._distrust:
-                raise Mismatch(self._distrust[model])
+                raise type(self._distrust[model])(str(self._distrust[model]))
 
     def _guide(self, grammar: Grammar) -> Guide:
         if self._grammars is None:
@@ -343,8 +363,9 @@ class EmbeddedEngine:
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    def _swap(self, update: WeightUpdate, ready: "torch.cuda.Event | None") -> float:
+    def _swap(self, arrived: Arrived, ready: "torch.cuda.Event | None") -> float:
         """Nothing drains: what is in flight lands with its own version, what runs goes on with the new one."""
+        update = arrived.update
         recompute = self._config.on_swap == "recompute"
         self._land(0)
         start = time.perf_counter()
@@ -352,16 +373,18 @@ class EmbeddedEngine:
             ready.wait()  # bounded: orders two CUDA streams, the host goes on
         name = None if update.adapter is None else update.adapter.name
         before = dict(self._catalog.weights)
-        sent = self._served.apply(update, check=self._config.verify_weights)
+        try:
+            sent = self._served.apply(arrived)
+        except Torn as error:
+            self._lock(name, error)
+            raise
         self._carry_over(name, before, update.version, sent)
         self._scheduler.swap(name, recompute)
         try:
             if sent is not None:
                 self._served.verify(update, sent)
         except Exception as error:  # whatever it was, these weights are not proved
-            self._distrust[name] = str(error)
-            for sequence in self._scheduler.withdraw(name):
-                self._fail(sequence, str(error), Mismatch)
+            self._lock(name, error)
             raise
         self._runner.sync()
         self._distrust.pop(name, None)
@@ -369,6 +392,14 @@ class EmbeddedEngine:
         self.swaps += 1
         self.pause_seconds += pause
         return pause
+
+    def _lock(self, name: str | None, error: Exception) -> None:
+        """Nothing is sampled from these weights: who runs or waits is told why, and so is whoever asks from now on."""
+        kind = Torn if isinstance(error, Torn) else Mismatch
+        self._distrust[name] = kind(str(error))
+        self._scheduler.swap(name, recompute=True)
+        for sequence in self._scheduler.withdraw(name):
+            self._fail(sequence, str(error), kind)
 
     def _carry_over(self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None) -> None:
         """Who goes on under new weights keeps the names of the old. After a roll-back a version's number comes again

@@ -10,8 +10,8 @@ from paceline.model import WeightUpdate, fingerprint
 from paceline.model.delta import Delta, DeltaError
 
 
-def patch(parameters: Mapping[str, Tensor], update: WeightUpdate, catalog: Catalog) -> str:
-    """Apply the update's delta in place; answers with the fingerprint the weights then have. Refusals change nothing.
+def proved(parameters: Mapping[str, Tensor], update: WeightUpdate, catalog: Catalog) -> str:
+    """The fingerprint the weights will have once the update's delta is written to them. Nothing is changed yet.
 
     The base is proved before: by the mark it was proved with when it came, or else by looking at all of it. What the
     changed elements make of that mark is the new one, and must be the sender's.
@@ -19,7 +19,6 @@ def patch(parameters: Mapping[str, Tensor], update: WeightUpdate, catalog: Catal
     delta = update.delta
     assert delta is not None
     try:
-        delta.check_fit(parameters)
         _check_base(parameters, delta, catalog)
         sent = delta.moved(parameters)
         if {sent} != {sent, update.expected or sent, delta.result.fingerprint}:
@@ -27,7 +26,6 @@ def patch(parameters: Mapping[str, Tensor], update: WeightUpdate, catalog: Catal
                 f"the delta to version {update.version} is damaged: it leads to weights {sent}, not to "
                 f"{update.expected or delta.result.fingerprint}"
             )
-        delta.write(parameters)
     except DeltaError as error:
         raise EngineError(str(error)) from error
     return sent

@@ -1,17 +1,20 @@
 """The weights an engine holds: the base and its adapters, changed in place, and proved to be what was sent."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.inference.base import EngineError, Mismatch, OtherBase
-from paceline.inference.engine.catalog import BASE, POLICY, Catalog
-from paceline.inference.engine.patch import patch
+from paceline.inference.base import EngineError, Mismatch, OtherBase, Torn
+from paceline.inference.engine.arrived import Arrived, at_hand
+from paceline.inference.engine.catalog import BASE, BROKEN, POLICY, Catalog
+from paceline.inference.engine.patch import proved
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
 from paceline.model.adapters import AdapterError, Adapters
 from paceline.model.canary import rounding, sequence_logprobs
+from paceline.model.delta import DeltaError
 from paceline.model.native.layers import Native
 
 
@@ -29,6 +32,8 @@ class Served:
         self._parameters = dict(model.named_parameters())
         self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
+        self._torn: set[str] = set()
+        """Parameters that an update which broke off may have changed."""
 
     def warm(self) -> None:
         """Do once what an update does, so that no running request waits for a kernel to be loaded."""
@@ -46,30 +51,64 @@ class Served:
             self._adapters.clear(1)
 
     def policy(self) -> Policy:
-        """Read off the tensors that are really used."""
-        return Policy(self._catalog.versions[POLICY], fingerprint(self._held(POLICY).items()))
+        """As it was read off the tensors that are really used, when they came; or is now, where nobody did."""
+        version = self._catalog.versions[POLICY]
+        mark = self._catalog.weights[POLICY].get(version)
+        return Policy(version, mark or fingerprint(self._held(POLICY).items()))
 
-    def apply(self, update: WeightUpdate, check: bool = True) -> str | None:
-        """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing."""
+    def read(self, update: WeightUpdate, check: bool = True) -> Arrived:
+        """All that can be done while decoding goes on, on any thread: read it, look whether it fits and is whole."""
+        if check and update.canary is not None:
+            self._check_form(update.canary)
         if update.delta is not None:
             try:
-                return self._apply_delta(update, check)
-            except OtherBase:
-                if not update.tensors:
-                    raise  # else all of it is here too
-        tensors = dict(update.tensors) if update.adapter is None else self._fit_adapter(update)
+                update.delta.check_fit(self._parameters)
+                update.delta.changes(self._model.device)
+            except DeltaError as error:
+                raise EngineError(str(error)) from error
+            return Arrived(update, {}, check=check)
+        if update.adapter is not None:
+            tensors = self._fit_adapter(update)
+        else:
+            self._check_fit(update.tensors)
+            tensors = at_hand(update.tensors, self._model.device)
         sent = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, sent):
             raise Mismatch(
                 f"the weights of version {update.version} are damaged: their fingerprint is {sent}, not the "
                 f"{update.expected} they were sent with"
             )
-        if check and update.canary is not None:
-            self._check_form(update.canary)
-        name = self._apply_base(update) if update.adapter is None else self._apply_adapter(tensors, update.adapter)
-        self._catalog.versions[name] = update.version
-        self._catalog.weights |= {model: {} for model in _touched(update)}
+        return Arrived(update, tensors, sent, check)
+
+    def apply(self, arrived: Arrived) -> str | None:
+        """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
+        breaks off in the middle leaves weights that have no name, and is told as `Torn`."""
+        update, sent = arrived.update, arrived.sent
+        if update.delta is not None:
+            sent = self._apply_delta(update, arrived.check)
+        elif update.adapter is not None:
+            self._apply_adapter(arrived, update.adapter)
+        else:
+            self._apply_base(arrived)
+        self._catalog.renew(_touched(update), update.version)
         return sent
+
+    @contextmanager
+    def _writing(self, update: WeightUpdate) -> Generator[None]:
+        """From the first element that is changed to the last."""
+        try:
+            yield
+        except Exception as error:
+            models = [model for model in _touched(update) if model in self._catalog.versions]
+            self._catalog.renew(models, BROKEN)
+            if update.adapter is None:
+                self._torn |= set(update.names)
+            raise Torn(
+                f"the update to version {update.version} broke off ({type(error).__name__}: {error}), and this engine "
+                "now holds neither the old weights nor the new: it answers nobody until it is sent all of them"
+            ) from error
+        if update.adapter is None:
+            self._torn.clear()
 
     def verify(self, update: WeightUpdate, sent: str) -> None:
         """What is held now must be what was sent, and compute what the trainer computes."""
@@ -90,32 +129,36 @@ class Served:
         if update.adapter is None and self._catalog.slots[POLICY]:
             self._catalog.weights[POLICY] = {update.version: fingerprint(self._held(POLICY).items())}
 
-    def _apply_base(self, update: WeightUpdate) -> str:
-        if not update.tensors:
+    def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
             raise EngineError("the update holds no tensors")
-        unknown = update.tensors.keys() - self._parameters.keys()
+        unknown = tensors.keys() - self._parameters.keys()
         if unknown:
             raise EngineError(f"the update names tensors this model does not have: {sorted(unknown)[:3]}")
-        for name, tensor in update.tensors.items():
+        for name, tensor in tensors.items():
             mine = self._parameters[name]
             if mine.shape != tensor.shape or mine.dtype != tensor.dtype:
                 raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(mine)} in the model")
-        mine: list[Tensor] = [self._parameters[name] for name in update.tensors]
-        torch._foreach_copy_(mine, list(update.tensors.values()), non_blocking=True)
-        return self._changed(update)
+
+    def _apply_base(self, arrived: Arrived) -> None:
+        if left := self._torn - arrived.tensors.keys():
+            raise OtherBase(f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all")
+        mine: list[Tensor] = [self._parameters[name] for name in arrived.tensors]
+        with self._writing(arrived.update):
+            torch._foreach_copy_(mine, list(arrived.tensors.values()), non_blocking=True)
+            self._native.refresh()
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
-        if check and update.canary is not None:
-            self._check_form(update.canary)
-        sent = patch(self._parameters, update, self._catalog)
-        self._catalog.versions[self._changed(update)] = update.version
-        self._catalog.weights |= {model: {} for model in _touched(update)}
+        assert update.delta is not None
+        if self._torn:
+            raise OtherBase(
+                "an update broke off here, so nothing can build on what this engine holds: send all weights"
+            )
+        sent = proved(self._parameters, update, self._catalog)
+        with self._writing(update):
+            update.delta.write(self._parameters)
+            self._native.refresh()
         return sent if check else None
-
-    def _changed(self, update: WeightUpdate) -> str:
-        self._native.refresh()
-        self._catalog.base_version = self._catalog.versions[BASE] = update.version
-        return POLICY
 
     def _fit_adapter(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The adapter as its slot would hold it; refuses what does not fit."""
@@ -126,7 +169,7 @@ class Served:
         except AdapterError as error:
             raise EngineError(str(error)) from error
 
-    def _apply_adapter(self, tensors: Mapping[str, Tensor], adapter: Adapter) -> str:
+    def _apply_adapter(self, arrived: Arrived, adapter: Adapter) -> None:
         assert self._adapters is not None
         name, slots = adapter.name, self._catalog.slots
         if name == BASE:
@@ -135,13 +178,14 @@ class Served:
         if not slot:
             raise EngineError(f"all adapter slots are taken by {sorted(self._catalog.adapters)}: raise engine.adapters")
         try:
-            self._adapters.load(slot, tensors, adapter.scale)
+            self._adapters.check_scale(adapter.scale)
         except AdapterError as error:
             raise EngineError(str(error)) from error
+        with self._writing(arrived.update):
+            self._adapters.load(slot, arrived.tensors, adapter.scale)
         if not slots.get(name):
             self._free.pop()
         slots[name] = slot
-        return name
 
     def _check_form(self, canary: Canary) -> None:
         ids, most = canary.token_ids, self._head.vocabulary

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from fastapi import Request
 
+from paceline.inference.private import PrivateFolder, sweep
 from paceline.inference.server.errors import Refusal
 
 WRITTEN_AT_ONCE = 4 << 20
@@ -19,10 +20,11 @@ SILENT_SECONDS = 120.0
 
 
 class Spool:
-    """Readable by nobody else (mode 700), and gone with the server."""
+    """Made when the first body comes. What a killed server left is removed when the next one starts."""
 
     def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        sweep()
+        self._folder: PrivateFolder | None = None
         self._numbers = 0
         self._here = 0
 
@@ -49,13 +51,13 @@ class Spool:
 
     def close(self) -> None:
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     def _name(self, ending: str) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+            self._folder = PrivateFolder()
         self._numbers += 1
-        return Path(self._folder.name) / f"{self._numbers}.{ending}"
+        return self._folder.path / f"{self._numbers}.{ending}"
 
 
 async def _write(request: Request, file: Path, limit: int) -> None:
@@ -73,7 +75,7 @@ async def _write(request: Request, file: Path, limit: int) -> None:
                     if written + piled > limit:
                         raise _too_large(limit)
                 if piled >= WRITTEN_AT_ONCE or (piece is None and pile):
-                    await asyncio.to_thread(opened.write, b"".join(pile))
+                    await asyncio.to_thread(write_all, opened, b"".join(pile))
                     written, pile, piled = written + piled, [], 0
                 if piece is None:
                     return
@@ -81,6 +83,13 @@ async def _write(request: Request, file: Path, limit: int) -> None:
         raise Refusal(400, f"the body stopped after {written + piled} bytes") from None
     except OSError as error:
         raise Refusal(503, f"the body cannot be kept: {error.strerror}", code="no_room") from error
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """An unbuffered file may take less than it is given: on a disk that fills up, or when a signal comes."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _too_large(limit: int) -> Refusal:

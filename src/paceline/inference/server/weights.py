@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded, RequestError
+from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded, RequestError, Torn
 from paceline.inference.link import EngineLink
 from paceline.inference.server.bodies import AdapterBody, CanaryBody, WeightsBody
 from paceline.inference.server.errors import MISMATCH, OTHER_BASE, Refusal, bad
@@ -57,7 +57,7 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
     """Give the engine an update. A refused one is the sender's fault as long as the engine lives."""
     try:
         pause = await service.engine.load_weights(update)
-    except (RequestError, Overloaded):
+    except (RequestError, Overloaded, Torn):
         raise
     except OtherBase as error:
         raise Refusal(409, str(error), code=OTHER_BASE) from error
