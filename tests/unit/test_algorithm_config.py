@@ -39,10 +39,9 @@ def algo(line: str) -> str:
         ('type = "opd"', r"env.0.algo: opd needs a teacher: write \{name = "),
         ('type = "opd", teacher = "policy"', 'zero by construction: write .* or use type = "opsd"'),
         ('type = "opd", teacher = "gpt"', "env.0.algo.teacher: expected"),
-        (
-            'type = "opd", teacher = { name = "m" }',
-            "env.0.algo.teacher: `base_url` is missing; it takes Where it is served",
-        ),
+        ('type = "opd", teacher = { name = "m" }', "nobody serves `m`: start `paceline serve m --scores-only`"),
+        ('type = "opd", teacher = { name = "m", api_key_env = "K" }', "give its base_url too, or leave the key out"),
+        ('type = "sft", teacher = { name = "m" }', "an sft teacher plays, and the run's own scorers only score"),
         ('type = "opd", teacher = { base_url = "http://there" }', "env.0.algo.teacher: `name` is missing"),
         ('type = "opd", teacher = { name = "m", base_url = "there" }', "`there` is no address: write where"),
         ('type = "opd", teacher = { name = "m", base_url = "http://x", key = 1 }', "there is no key `key`"),

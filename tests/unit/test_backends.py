@@ -1,6 +1,6 @@
 """Engines of other makers: what a run file may ask of them, and how SGLang is spoken to.
 
-There is no SGLang here. A small HTTP server replays the answers its documentation shows and keeps what it was asked.
+There is no SGLang here. A small HTTP server replays the answers that its source builds and keeps what it was asked.
 """
 
 import asyncio
@@ -72,7 +72,8 @@ class Replay(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict]] = []
         self.version = "default"
         self.cut: list[int] = []
-        self.fails = False
+        self.spans: list[tuple[str, int, int]] = []
+        self.fails = self.original = False
 
     @property
     def url(self) -> str:
@@ -93,6 +94,11 @@ class Replay(ThreadingHTTPServer):
             first = body["input_ids"][-1] + 1
             told = [[-0.5, first + place, None] for place in range(most)]
             meta = {"finish_reason": reason, "output_token_logprobs": told, "weight_version": self.version}
+            if body.get("top_logprobs_num"):
+                best = -0.5 if self.original else -0.5 * body["sampling_params"]["temperature"]
+                meta["output_top_logprobs"] = [[[best, token, None]] for _, token, _ in told]
+            if self.spans:
+                meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in self.spans]
             return {"text": "", "output_ids": [t for _, t, _ in told], "meta_info": {**meta, "cached_tokens": 1}}
         if path == "/update_weights_from_disk":
             if self.fails:
@@ -101,7 +107,7 @@ class Replay(ThreadingHTTPServer):
             return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         if path == "/load_lora_adapter":
             return {"success": True, "error_message": "", "loaded_adapters": {body["lora_name"]: body["lora_path"]}}
-        if path in ("/get_model_info", "/get_server_info"):
+        if path in ("/model_info", "/server_info"):
             return {"model_path": "m", "weight_version": self.version, "max_req_input_len": 512}
         return {}
 
@@ -184,7 +190,7 @@ def test_an_update_pauses_loads_flushes_and_goes_on_in_that_order(server, tmp_pa
         await engine.load_weights(whole(1))
 
     with_engine(server, tmp_path, work)
-    paths = [path for path, _ in server.asked]
+    paths = [path for path, body in server.asked if "top_logprobs_num" not in body]
     orders = ["/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation", "/generate"]
     assert paths == orders
     assert server.of("/pause_generation") == [{"mode": "abort"}]
@@ -211,6 +217,27 @@ def test_a_request_that_an_update_cuts_goes_on_from_there_with_the_versions_told
     sent = server.of("/generate")[-1]
     assert (sent["input_ids"], sent["sampling_params"]["max_new_tokens"]) == ([5, 6, 7], 3)
     assert sent["sampling_params"]["sampling_seed"] == 5
+
+
+def test_where_the_server_tells_spans_apart_each_token_has_its_own_version(server, tmp_path):
+    async def work(engine):
+        await engine.load_weights(whole(1))
+        await engine.load_weights(whole(2))
+        ours = server.version.removesuffix("2")
+        server.spans = [(f"{ours}1", 0, 2), (f"{ours}2", 2, 5)]
+        said = await engine.generate(GenerateRequest(prompt_ids=(5,), max_tokens=5))
+        server.spans.pop()
+        with pytest.raises(EngineError, match="named the weights of 2 tokens, not of 5"):
+            await engine.generate(GenerateRequest(prompt_ids=(5,), max_tokens=5))
+        return said
+
+    assert with_engine(server, tmp_path, work).versions == [1, 1, 2, 2, 2]
+
+
+def test_a_server_that_leaves_the_temperature_out_is_refused(server, tmp_path):
+    server.original = True
+    with pytest.raises(EngineError, match="unset SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        with_engine(server, tmp_path, None)
 
 
 def test_weights_of_another_run_and_wrong_ones_are_not_taken_for_ours(server, tmp_path):

@@ -336,6 +336,7 @@ def test_a_run_keeps_its_plan_and_is_compared_with_it(here, tmp_path):
     done = here("check", "runs/quickstart", "--json")
     lines = {line["what"]: line for line in json.loads(done.stdout)["lines"]}
     assert {"step", "train", "publish", "sampled tokens", "trained tokens"} <= lines.keys()
+    assert lines["memory of the trainer's process"]["measured"] > 0.1  # GB, of any process with torch
     assert "measured" in here("check", "runs/quickstart").stdout
     assert here("check", str(tmp_path)).returncode == 2
     for what, line in lines.items():
@@ -348,3 +349,65 @@ def test_lengths_are_halved_only_where_nobody_says():
     work = assumed(run_file(), SMALL)
     assert (work.prompt, work.reply, work.assumed) == (128, 256, True)
     assert assumed(run_file(), SMALL, 50, 100).trained_tokens == 256 * 150
+
+
+# -- teachers, tensor and context parallel, evaluation ---------------------------------------------------------------
+
+
+def taught(**more):
+    env = [{"type": "reverse-text", "algo": {"type": "opd", "teacher": {"name": "paceline:quickstart"}}}]
+    return run_file(placement="ray", **more).model_copy(
+        update={"env": RunConfig.model_validate({"placement": "ray", "env": env}).env}
+    )
+
+
+def test_each_scorer_takes_a_gpu_and_halves_the_scoring():
+    hardware = parse("h200x8")
+    one, two = taught(cluster__scorers=1), taught(cluster__scorers=2)
+    places = [look(config, SMALL, hardware).places[-1] for config in (one, two)]
+    assert [place.count for place in places] == [1, 2]
+    assert places[0].parts == places[1].parts
+    assert layout_of(two, hardware).devices == layout_of(one, hardware).devices + 1
+    assert speeds(one, SMALL, hardware).score_seconds(WORK) == 2 * speeds(two, SMALL, hardware).score_seconds(WORK) > 0
+    assert speeds(run_file(), SMALL, hardware).score_seconds(WORK) == 0
+
+
+def test_ranks_that_share_a_matrix_or_a_sequence_hold_less_of_it():
+    hardware = parse("h200x8")
+
+    def parts(**more):
+        config = run_file(placement="ray", trainer__parallel__ranks=4, **more)
+        return next(place for place in look(config, LARGER, hardware).places if place.name == "trainer GPU").parts
+
+    whole = parts(trainer__parallel__shard="none")
+    cut = parts(trainer__parallel__shard="none", trainer__parallel__tensor=2)
+    long = parts(trainer__parallel__shard="none", trainer__parallel__context=2)
+    for name in ("trainer weights", "trainer moments", "trainer gradients"):
+        assert cut[name] == whole[name] / 2
+        assert long[name] == whole[name]
+    assert long["trainer activations"] < whole["trainer activations"]
+    assert cut["trainer activations"] < whole["trainer activations"]
+    sharded = [parts(trainer__parallel__shard="full", trainer__parallel__tensor=tensor) for tensor in (1, 2)]
+    assert sharded[0]["trainer moments"] == sharded[1]["trainer moments"]
+
+
+def test_colocated_ranks_need_no_gpus_beside_their_own():
+    hardware = parse("h200x8")
+    config = run_file(placement="colocated", trainer__parallel__ranks=4)
+    layout = layout_of(config, hardware)
+    assert (layout.engines, layout.ranks, layout.devices) == (4, 4, 4)
+    (place,) = [place for place in look(config, LARGER, hardware).places if place.name != "host"]
+    assert place.count == 4
+    apart = look(run_file(placement="ray", trainer__parallel__ranks=4), LARGER, hardware).places
+    assert place.used < sum(each.used for each in apart if each.name != "host")
+
+
+def test_an_evaluation_is_planned_by_its_episodes():
+    hardware = parse("h200x1")
+    config = run_file(eval__examples=64, eval__samples=2)
+    work = assumed(config, SMALL)
+    assert work.evaluated == 128
+    once = speeds(config, SMALL, hardware).evaluate_seconds(work)
+    more = speeds(config, SMALL, hardware).evaluate_seconds(replace(work, evaluated=256))
+    assert more == pytest.approx(2 * once)
+    assert assumed(run_file(eval__every=0), SMALL).evaluated == 0

@@ -1,7 +1,7 @@
 """The `local` placement: engine and trainer in this process."""
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,11 @@ from paceline.config import RunConfig
 from paceline.config.backends import NAMES
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
+from paceline.config.reference import ModelRef
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
+from paceline.inference.frozen import FrozenPool
 from paceline.inference.past import PoolWithPast
 from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
 from paceline.model.loading import engine_twin
@@ -43,6 +45,8 @@ class Placed:
     parameters: int
     past: PoolWithPast | None = None
     """The pool once more, where an environment has a league."""
+    attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
+    """Finds frozen models, where the placement serves some itself."""
 
 
 @contextmanager
@@ -92,9 +96,11 @@ def local(
         trainer.close()
 
 
-def engine_for(model: PreTrainedModel, config: RunConfig) -> EmbeddedEngine:
+def engine_for(
+    model: PreTrainedModel, config: RunConfig, kind: type[EmbeddedEngine] = EmbeddedEngine
+) -> EmbeddedEngine:
     """An engine of this process that serves the run's model."""
-    return EmbeddedEngine(
+    return kind(
         model,
         config.engine,
         deterministic=config.deterministic,

@@ -80,6 +80,11 @@ class Scorer:
         if self._thread.is_alive():
             self._thread.join(30.0)
 
+    def outlive(self) -> Exception | None:
+        """Wait for the end of the scorer's thread; answers with what it failed of, None if it was closed."""
+        self._thread.join()  # unbounded: being asked is its job
+        return self._failure
+
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
@@ -148,11 +153,11 @@ class Scorer:
 
     def _score(self, pack: Sequence[tuple[Question, int]]) -> None:
         samples = [_sample(question.sequences[at], question.temperature) for question, at in pack]
-        scores = score(self._forward, samples, self._budget)
+        scores = score(self._forward, samples, [list(range(len(samples)))])
         self.packs += 1
         self.scored += sum(map(len, samples))
-        for (question, at), values in zip(pack, scores, strict=True):
-            question.scores[at] = values.tolist()
+        for number, (question, at) in enumerate(pack):
+            question.scores[at] = scores[number].tolist()
             if len(question.scores) == len(question.sequences) and question.answer.set_running_or_notify_cancel():
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
 

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.cluster.local import SMALL_MODEL, pick_device
+from paceline.cluster.lost import leave, lost, watch
 from paceline.cluster.scorer import Scorer
 from paceline.config import RunConfig
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
-from paceline.inference import EmbeddedEngine, Engine
+from paceline.inference import EmbeddedEngine
 from paceline.inference.engine.grammar import grammars
 from paceline.inference.frames import FromEngine, Hello, frame
 from paceline.inference.host import EngineHost
@@ -27,8 +28,8 @@ from paceline.model import end_tokens, load_model, load_tokenizer, quick_handove
 CLOSE_SECONDS = 30.0
 SCORED_AT_ONCE = 32_768
 """Tokens of a scorer's micro-batch where the trainer would find out its own."""
-Served = tuple[Engine, tuple[int, ...]]
-"""An engine, and the tokens that end a turn."""
+Ends = tuple[int, ...]
+"""The tokens that end a turn."""
 
 
 def serve_model(config: RunConfig, settings: Serve) -> None:
@@ -49,15 +50,15 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
             allowed=[Path(folder) for folder in settings.allow],
             max_body_bytes=settings.max_body_bytes,
         )
-        lost = engine.lost if isinstance(engine, EngineLink) else None
+        gone = engine.lost if isinstance(engine, EngineLink) else lost(engine)
         ready = f"paceline: serving {name} at {address}"
         with asyncio.Runner(loop_factory=quick_loop()) as runner:
-            runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), lost))
+            runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), gone))
     print("paceline: stopped", file=sys.stderr)
 
 
 @contextmanager
-def embedded(config: RunConfig) -> Generator[Served]:
+def embedded(config: RunConfig) -> Generator[tuple[EmbeddedEngine, Ends]]:
     """An engine in this process."""
     model = load_model(config.model, pick_device(config.device))
     model.requires_grad_(False)
@@ -85,7 +86,7 @@ def embedded(config: RunConfig) -> Generator[Served]:
 
 
 @contextmanager
-def scoring(config: RunConfig) -> Generator[Served]:
+def scoring(config: RunConfig) -> Generator[tuple[Scorer, Ends]]:
     """A scorer in this process: no cache, no decode loop."""
     model = load_model(config.model, pick_device(config.device))
     ends = end_tokens(load_tokenizer(config.model), model)
@@ -103,7 +104,7 @@ def scoring(config: RunConfig) -> Generator[Served]:
 
 
 @contextmanager
-def isolated(config: RunConfig) -> Generator[Served]:
+def isolated(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
     """An engine in a process of its own, so that HTTP and JSON never hold the lock of the decode loop."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "paceline.cluster.serving", str(theirs.fileno())]
@@ -133,6 +134,7 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
     door = socket.socket(fileno=descriptor)
     try:
         with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
+            watch(engine, leave)
             runner.run(EngineHost(engine, ends).serve(door))
     except PacelineError as error:
         door.sendall(b"".join(frame(FromEngine([Hello(0, (), str(error))]))))

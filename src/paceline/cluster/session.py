@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.cluster.colocated.seat import refuse_torchrun
 from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
@@ -34,6 +35,7 @@ from paceline.monitor import (
 )
 from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, RollBack, RunStopped, opened
 from paceline.planner import keep_plan
+from paceline.record import Keeper
 from paceline.rollout import Voice
 from paceline.trainer import TrainerLost
 
@@ -68,6 +70,11 @@ def train(
 
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     """
+    if config.placement == "colocated":
+        from paceline.cluster.colocated.start import colocated
+
+        return colocated(config, environments, overwrite, screen)
+    refuse_torchrun(config)
     if config.placement == "local":
         return conduct(config, here, environments=environments, overwrite=overwrite, screen=screen)
     if config.placement == "ray":
@@ -113,7 +120,9 @@ def conduct(
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         shown = [choose(screen)] if screen is not None else []
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
-        monitor = stack.enter_context(Monitors(Recorder(path, keep_batches=config.record.batches), *shown, *exporters))
+        keepers = [Keeper(path)] if config.record.all else []
+        recorder = Recorder(path, keep_batches=config.record.batches)
+        monitor = stack.enter_context(Monitors(recorder, *keepers, *shown, *exporters))
         stack.enter_context(watching(monitor, path, config.record.watchdog_seconds))
         error: Exception | None = None
         try:
@@ -156,7 +165,7 @@ async def _train(
     with _overheard(monitor):
         async with placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
             voice = parts.voice(config.sampling)
-            async with opened(parts.courses, voice):
+            async with opened(parts.courses, voice, parts.attach):
                 return await _conduct(config, directory, monitor, parts, voice)
 
 

@@ -1,8 +1,15 @@
 """Where the parts of a run go when they are spread over machines."""
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
+from paceline.config.reference import ModelRef
+
+if TYPE_CHECKING:
+    from paceline.config.run import RunConfig
 
 
 class Cluster(Section):
@@ -29,9 +36,48 @@ class Cluster(Section):
     run beside the orchestrator."""
     worker_cpus: float = Field(default=1.0, ge=0)
     """Cores of each worker."""
+    scorers: int = Field(default=1, ge=1)
+    """Logprob workers for each teacher that is named without a `base_url`. They load it by the trainer's own code,
+    score what the policy sampled, and never sample."""
+    scorer_gpus: float | None = Field(default=None, ge=0)
+    """GPUs of each scorer; 1 where the cluster has any."""
+    scorer_cpus: float = Field(default=1.0, ge=0)
+    """Cores of each scorer."""
 
     @model_validator(mode="after")
     def _room_to_grow(self) -> "Cluster":
         if self.most_engines is not None and self.most_engines < self.engines:
             raise ValueError(f"most_engines = {self.most_engines} is less than engines = {self.engines}")
         return self
+
+
+def scored_here(config: "RunConfig") -> list[str]:
+    """The frozen models that the run itself serves, each once, in the order of the run file."""
+    named = [ref.name for _, _, ref in references(config) if ref.base_url is None]
+    return list(dict.fromkeys(named))
+
+
+def problems(config: "RunConfig") -> Iterator[str]:
+    """Teachers that nobody would serve."""
+    for where, plays, ref in references(config):
+        if ref.base_url is not None:
+            continue
+        if plays:
+            yield (
+                f"{where}: an sft teacher plays, and the run's own scorers only score: serve `{ref.name}` with "
+                "`paceline serve` and give its base_url"
+            )
+        elif config.placement != "ray":
+            yield (
+                f"{where}: nobody serves `{ref.name}`: start `paceline serve {ref.name} --scores-only` and give its "
+                'base_url, or set placement = "ray", which starts scorers for it'
+            )
+
+
+def references(config: "RunConfig") -> Iterator[tuple[str, bool, ModelRef]]:
+    """Where a frozen model is named, whether it is to play there, and what is said of it."""
+    for env in config.env:
+        for place, algo in env.credits:
+            ref = getattr(algo, "teacher", None)
+            if isinstance(ref, ModelRef):
+                yield f"environment `{env.name}`{place}", algo.type == "sft", ref

@@ -95,7 +95,18 @@ def measured_work(work: Work, steps: Sequence[dict[str, Any]]) -> Work:
         longest=work.longest,
         kept=1 / drawn,
         played=work.played,
+        evaluated=work.evaluated,
         assumed=False,
+    )
+
+
+def _peak(planned: float, informed: float, steps: Sequence[dict[str, Any]]) -> Line | None:
+    """Memory of the trainer's process: a peak is no mean."""
+    found = [entry["memory/trainer"] for entry in steps if entry.get("memory/trainer")]
+    return (
+        Line("memory of the trainer's process", "GB", planned / 1e9, informed / 1e9, max(found) / 1e9)
+        if found
+        else None
     )
 
 
@@ -120,5 +131,8 @@ def _lines(table: dict[str, Any], informed: Plan, steps: Sequence[dict[str, Any]
         ),
         line("trained tokens", "/s", planned["train_tokens_s"], times.train_tokens_s, "train_tokens/s"),
         line("reply", "tokens", work["reply"], informed.work.reply, "length"),
+        line("evaluation", "s", planned.get("evaluate", 0.0), times.evaluate, "time/eval"),
+        line("scoring by teachers", "s", planned["score"], times.score, "time/score"),
+        _peak(table["memory"].get("process", 0.0), informed.memory.process, steps),
     ]
     return [one for one in found if one is not None]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
+from paceline.config.cluster import scored_here
 from paceline.planner.hardware import Hardware
 
 
@@ -13,7 +14,15 @@ class Layout:
     engines: int = 1
     ranks: int = 1
     shards: int = 1
-    """Ranks that hold one model, its masters and moments between them; 1: each has all."""
+    """Ranks that hold one model, its masters and moments between them; 1: each has all of what `tensor` leaves it."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    scorers: int = 0
+    """For teachers of the run's own; each has a device of its own."""
+    colocated: bool = False
+    """Each rank hosts an engine, which sleeps while it trains."""
     apart: bool = False
     """Engines have devices of their own; else engine and first rank share one."""
     processes: int = 1
@@ -21,16 +30,21 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        return self.engines + self.ranks if self.apart else self.ranks
+        return self.engines + self.ranks + self.scorers if self.apart else self.ranks
 
 
 def layout_of(config: RunConfig, hardware: Hardware) -> Layout:
     parallel, on_ray = config.trainer.parallel, config.placement == "ray"
-    shards = {"none": 1, "full": parallel.ranks, "hybrid": parallel.ranks // parallel.replicas}
+    colocated, left = config.placement == "colocated", max(1, parallel.ranks // parallel.tensor)
+    shards = {"none": 1, "full": left, "hybrid": max(1, left // parallel.replicas)}
     return Layout(
-        engines=config.cluster.engines if on_ray else 1,
+        engines=config.cluster.engines if on_ray else parallel.ranks if colocated else 1,
         ranks=parallel.ranks,
         shards=shards[parallel.shard],
         apart=on_ray and hardware.kind == "cuda",
-        processes=1 if config.placement == "local" else 2,
+        processes=1 if config.placement in ("local", "colocated") else 2,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        scorers=config.cluster.scorers * len(scored_here(config)),
+        colocated=colocated,
     )

@@ -5,21 +5,20 @@ Static state is exact: it follows from the shape and the run file. Activations a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
 from paceline.planner.layout import Layout
+from paceline.planner.places import BYTES, LOGITS, Place
 from paceline.planner.shape import Shape
+from paceline.planner.teachers import scorer_places
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE = 16
 FIRST_SLOTS = 256
 """Positions a slot of the CPU's cache begins with."""
 FREE_SHARE = 0.5
 """Of the GPU's free memory, what the KV cache takes when the run file names no size."""
-LOGITS = 1 << 25
-"""Most logits held at once."""
 RUNTIME = {"cuda": 1.2e9, "cpu": 0.7e9}
 """A process's own: CUDA's context, captured graphs and workspaces; on a CPU, the interpreter and its libraries."""
 USABLE = 0.95
@@ -27,26 +26,6 @@ USABLE = 0.95
 AUTO_SHARE, AUTO_STEP, AUTO_MOST = 0.85, 4096, 1 << 17
 EAGER = 1.5
 """Activations of an uncompiled layer, by those of a compiled one."""
-
-
-@dataclass(slots=True)
-class Place:
-    """One device, or several that hold the same."""
-
-    name: str
-    capacity: float | None
-    """Bytes that can be used; None where nobody knows."""
-    count: int = 1
-    parts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def used(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def missing(self) -> float:
-        """Bytes that do not fit."""
-        return 0.0 if self.capacity is None else max(0.0, self.used - self.capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +39,9 @@ class Memory:
     """As given, or what `auto` would find."""
     lacking: int = 0
     """Devices the run wants beyond those there are."""
+    process: float = 0.0
+    """Bytes of the trainer's process at its peak, as `memory/trainer` measures them: what it allocates on a GPU, or all
+    that it has in memory on a CPU."""
 
     @property
     def missing(self) -> float:
@@ -77,10 +59,12 @@ class _Sizes:
         self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
         self.item = BYTES[config.model.dtype]
         self.weights = float(shape.parameters * self.item)
+        self.held = shape.parameters / layout.tensor
+        """Parameters of a rank before they are sharded."""
         self.on_gpu = hardware.kind == "cuda"
         lora = config.model.lora
         self.adapters = shape.adapters(lora) if lora else 0
-        self.trainable = self.adapters or shape.parameters
+        self.trainable = self.adapters or self.held
 
     # -- engine -----------------------------------------------------------------------------------------------------
 
@@ -132,19 +116,20 @@ class _Sizes:
         to = host if t.parallel.cpu_offload and self.on_gpu else None
         if split > 1 and not self.adapters:
             # What trains lies there in float32: a rank's part is its own master.
-            yield from _moved("trainer weights", 4 * self.shape.parameters / split, to)
+            yield from _moved("trainer weights", 4 * self.held / split, to)
         else:
-            yield from _moved("trainer weights", self.weights / split, to)
+            yield from _moved("trainer weights", self.held * self.item / split, to)
         if split > 1:
             # Embeddings and head stay whole, and of the layers this one and the next.
-            yield "trainer gathered blocks", min(self.shape.gathered * self.item, self.weights * (1 - 1 / split))
+            gathered = min(self.shape.gathered / self.layout.tensor, self.held * (1 - 1 / split))
+            yield "trainer gathered blocks", gathered * self.item
         yield from self._optimizer("trainer", self.trainable / (1 if self.adapters else split), host)
         if t.kl is not None and not (self.adapters and t.kl.reference == "base"):
             kept = (4 if t.kl.reference == "ema" else self.item) + self.item  # and the policy's own, while it scores
             to = host if t.kl.offload else None
             yield from _moved("KL reference", kept * self.trainable / split, to)
         if t.critic is not None:
-            body = 0.0 if self.adapters else self.weights / split
+            body = 0.0 if self.adapters else self.held * self.item / split
             yield "critic weights", body + self.adapters * self.item / split
             yield from self._optimizer("critic", self.trainable / split, host)
 
@@ -161,9 +146,11 @@ class _Sizes:
             yield f"{whose} fresh gradients", self.item * trainable
 
     def activations(self, tokens: float) -> float:
-        """Kept from the forward to the backward pass over so many tokens, the head's chunk of logits included."""
+        """Kept from the forward to the backward pass over so many tokens, the head's chunk of logits included. Of what
+        ranks share, a rank keeps its part: of a sequence its tokens, of a matrix its columns."""
         t, shape = self.c.trainer, self.shape
-        wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
+        tokens /= self.layout.context
+        wide = 2 * shape.hidden + (4 * shape.hidden + 2 * shape.mlp * shape.active_experts) / self.layout.tensor
         wide *= 1 if t.compile and self.on_gpu else EAGER
         borders = shape.layers * shape.hidden + EAGER * wide  # of every layer, and the inside of one
         kept = borders if t.gradient_checkpointing else shape.layers * wide
@@ -214,13 +201,23 @@ def memory(config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) 
     micro = sizes.micro_batch((device or 0.0) - sum(first.values()))
     for parts in (rank, shared):
         parts["trainer activations"] = sizes.activations(micro)
+    own = rank if layout.apart or layout.processes > 1 else shared
+    if layout.colocated:  # whoever computes has the other's room
+        shared["trainer activations"] = max(0.0, shared["trainer activations"] - cache)
+    process = sum(own.values()) - (runtime if sizes.on_gpu else 0.0)
     places = _places(layout, hardware, device, alone, shared, rank)
+    for scorers in scorer_places(config, device, runtime):
+        if sizes.on_gpu:
+            places.append(scorers)
+            continue
+        for name, size in scorers.parts.items():  # one memory for everybody
+            places[0].parts[name] = places[0].parts.get(name, 0.0) + scorers.count * size
     if host:
         places.append(Place("host", USABLE * hardware.host_memory if hardware.host_memory else None, 1, host))
         for name in host:
             host[name] *= layout.ranks
     lacking = layout.devices - hardware.count if hardware.kind == "cuda" else 0
-    return Memory(places, requests, micro, max(0, lacking))
+    return Memory(places, requests, micro, max(0, lacking), process)
 
 
 def _places(
@@ -233,9 +230,11 @@ def _places(
 ) -> list[Place]:
     if hardware.kind == "cpu":  # one memory for everybody
         parts = dict(shared)
-        for name, size in rank.items():
+        for name, size in (shared if layout.colocated else rank).items():
             parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
         return [Place("memory", device, 1, parts)]
+    if layout.colocated:
+        return [Place("GPU of engine and trainer", device, layout.ranks, shared)]
     if layout.apart:
         return [Place("engine GPU", device, layout.engines, alone), Place("trainer GPU", device, layout.ranks, rank)]
     places = [Place("GPU of engine and trainer", device, 1, shared)]

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.planner.compare import Comparison
-from paceline.planner.memory import Place
+from paceline.planner.places import Place
 from paceline.planner.plan import Plan
 
 
@@ -69,12 +69,14 @@ def _time_table(plan: Plan) -> Table:
         "sample", _s(times.sample), f"{_count(times.decode_tokens_s)} tokens/s, {times.running:.0f} at once an engine"
     )
     if times.score:
-        table.add_row("score", _s(times.score), "")
+        table.add_row("score", _s(times.score), "by teachers")
     table.add_row("train", _s(times.train), f"{_count(times.train_tokens_s)} tokens/s")
     used = next(way for way in plan.ways if way.used)
     table.add_row("publish", _s(times.publish), f"{used.name}, {used.bytes / 1e9:.2g} GB")
     table.add_section()
     table.add_row("step", _s(times.step), f"waits {_s(times.waits)} s for samples")
+    if times.evaluate:
+        table.add_row("evaluation", _s(times.evaluate), f"{plan.work.evaluated:.0f} episodes, beside the steps")
     return table
 
 

@@ -6,8 +6,10 @@ from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
 from paceline.planner.layout import Layout
 from paceline.planner.measured import ADAPTED, CONDUCTED, DETERMINISTIC, OVER_HTTP, RANKS, Reach, reach
-from paceline.planner.memory import BYTES, Memory
+from paceline.planner.memory import Memory
+from paceline.planner.places import BYTES
 from paceline.planner.shape import Shape
+from paceline.planner.teachers import teachers
 from paceline.planner.weights import Way
 from paceline.planner.work import Work
 
@@ -30,6 +32,8 @@ class Times:
     """Requests an engine decodes at once, on average."""
     decode_tokens_s: float
     train_tokens_s: float
+    evaluate: float
+    """One evaluation, which happens every so many steps beside them; 0 where nobody knows how many episodes it has."""
     device_busy: float
     """Of `sample`, what the engine's device computes; the rest is launches, in which others may compute."""
 
@@ -81,7 +85,7 @@ class Speeds:
     def _slowed(self) -> float:
         adapted = ADAPTED if self.c.model.lora and self.on_gpu else 1.0
         steady = DETERMINISTIC if self.c.deterministic and self.on_gpu else 1.0
-        return adapted * steady * (OVER_HTTP if self.c.placement != "local" else 1.0)
+        return adapted * steady * (OVER_HTTP if self.c.placement not in ("local", "colocated") else 1.0)
 
     def sample(self, work: Work, memory: Memory) -> tuple[float, float, float]:
         """Seconds to sample a batch, seconds of it that the device computes, and requests at once in one engine.
@@ -135,7 +139,7 @@ class Speeds:
         c, lora = self.c.trainer, self.c.model.lora
         trainable = self.shape.adapters(lora) if lora else self.shape.parameters
         bandwidth = 20e9 if c.optimizer.offload and self.on_gpu else self._bandwidth
-        seconds = 60 * trainable / self.layout.shards / bandwidth
+        seconds = 60 * trainable / self.layout.tensor / self.layout.shards / bandwidth
         if self.layout.ranks > 1:
             seconds += 2 * 4 * trainable / self.hardware.card.link
         return c.minibatches * seconds * (2 if c.critic is not None else 1)
@@ -143,13 +147,39 @@ class Speeds:
     def _ranks(self) -> float:
         return self.layout.ranks * (RANKS if self.layout.ranks > 1 else 1.0)
 
+    # -- teachers and evaluation ------------------------------------------------------------------------------------
+
+    def score_seconds(self, work: Work) -> float:
+        """Until all teachers have said what they think of a batch; they are asked at once."""
+        return max((self._scored(work, teacher.share, teacher.shape) for teacher in teachers(self.c)), default=0.0)
+
+    def _scored(self, work: Work, share: float, shape: Shape | None) -> float:
+        length = work.prompt + work.reply
+        tokens = share * work.rollouts * length
+        if shape is None:
+            return self.prefill_seconds(tokens) / self.layout.engines
+        flops = 2 * shape.multiplied + 2 * shape.layers * shape.heads * shape.head_dim * length
+        rate = self._flops * self.r.train_flops * self._trainer_share
+        return tokens * (flops + 2 * shape.vocabulary * shape.hidden) / rate / self.c.cluster.scorers
+
+    def evaluate_seconds(self, work: Work) -> float:
+        """All episodes of one evaluation, so many at once."""
+        episodes = work.evaluated
+        if not episodes or not self.c.eval.every:
+            return 0.0
+        engines = self.layout.engines
+        running = max(1.0, min(self.c.eval.concurrency, episodes, engines * self.c.engine.max_running) / engines)
+        steps = episodes * work.reply / (running * engines)
+        decode = steps * self.decode_seconds(running, work.prompt + work.reply / 2)
+        return decode + self.prefill_seconds(episodes * work.prompt / engines) + episodes * self.r.rollout
+
     # -- all of it --------------------------------------------------------------------------------------------------
 
     def times(self, work: Work, memory: Memory, way: Way) -> Times:
         sample, busy, running = self.sample(work, memory)
-        train, score = self.train_seconds(work), 0.0
+        train, score = self.train_seconds(work), self.score_seconds(work)
         rest = score + train + way.seconds
-        if self.c.staleness == 0:
+        if self.c.staleness == 0 or self.layout.colocated:
             step = sample + rest
         elif self.on_gpu and not self.layout.apart:
             step = max(sample, rest, busy + rest)  # one device computes both; launches of one hide in the other
@@ -162,6 +192,7 @@ class Speeds:
             publish=way.seconds,
             step=step,
             waits=step - rest,
+            evaluate=self.evaluate_seconds(work),
             running=running,
             decode_tokens_s=work.sampled * work.reply / sample if sample else 0.0,
             train_tokens_s=work.trained_tokens / train,

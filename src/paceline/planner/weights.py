@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
 from paceline.planner.measured import reach
-from paceline.planner.memory import BYTES
+from paceline.planner.places import BYTES
 from paceline.planner.shape import Shape
 
 DISK = 2e9
@@ -57,7 +57,7 @@ def ways(config: RunConfig, shape: Shape, hardware: Hardware) -> list[Way]:
 
 def _taken(config: RunConfig) -> str:
     """As the run file says, or as `auto` decides on one machine."""
-    if config.placement == "local":
+    if config.placement in ("local", "colocated"):
         return "in process"
     if config.placement == "ray":
         return "object store"

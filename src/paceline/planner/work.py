@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
+from paceline.config.env import EnvConfig
 from paceline.planner.shape import Shape
 
 PROMPT = 128
@@ -23,6 +24,8 @@ class Work:
     """Share of the sampled groups that train; filters drop the rest, and others are sampled in their stead."""
     played: float = 1.0
     """Share of the rollouts that the engine samples; demonstrations are only read."""
+    evaluated: float = 0.0
+    """Episodes of one evaluation; 0 where the run file does not say."""
     assumed: bool = True
 
     @property
@@ -53,5 +56,12 @@ def assumed(config: RunConfig, shape: Shape, prompt: int | None = None, reply: i
         reply=reply or max(1.0, most / 2),
         longest=max(most, reply or 0),
         played=sum(weight for weight, plays, _ in weights if plays) / total,
+        evaluated=sum(_held_out(config, env) for env in config.env) * config.eval.samples if config.eval.every else 0,
         assumed=prompt is None or reply is None,
     )
+
+
+def _held_out(config: RunConfig, env: EnvConfig) -> int:
+    """Examples of an environment that an evaluation plays, where its section counts them."""
+    there = getattr(env, "eval_examples", None) or 0
+    return min(there, config.eval.examples or there)

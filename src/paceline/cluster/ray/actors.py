@@ -5,7 +5,12 @@ import socket
 import sys
 from pathlib import Path
 
+import ray
+
 from paceline.config import RunConfig
+
+CONTROL = "control"
+"""The group of calls that are answered however many requests there are; it has an event loop of its own."""
 
 
 class Actor:
@@ -18,6 +23,7 @@ class Actor:
         if Path(live).is_dir():
             _write_to(Path(live) / f"{name}.log")
 
+    @ray.method(concurrency_group=CONTROL)
     async def whereabouts(self) -> tuple[str, int]:
         """This machine and process."""
         return socket.gethostname(), os.getpid()

@@ -12,13 +12,18 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paceline.cluster.ray.actors import CONTROL
 from paceline.config import RunConfig
+from paceline.config.cluster import scored_here
 from paceline.errors import PacelineError
 
 NAMESPACE = "paceline"
 ROOM_SECONDS = 60.0
 """How long the cluster may take to make room."""
 
+CONTROLS = 64
+"""Calls of its control group that one actor answers at once, beside its requests."""
+GROUPS: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROLS}}
 Resources = dict[str, float]
 
 
@@ -29,9 +34,11 @@ class Needs:
     engine: Resources
     rank: Resources
     worker: Resources
+    scorer: Resources
     engines: int
     ranks: int
     workers: int
+    scorers: int
 
     @classmethod
     def of(cls, config: RunConfig, gpus: float) -> "Needs":
@@ -41,16 +48,30 @@ class Needs:
             engine={"CPU": c.engine_cpus, "GPU": each if c.engine_gpus is None else c.engine_gpus},
             rank={"CPU": c.rank_cpus, "GPU": each if c.rank_gpus is None else c.rank_gpus},
             worker={"CPU": c.worker_cpus},
+            scorer={"CPU": c.scorer_cpus, "GPU": each if c.scorer_gpus is None else c.scorer_gpus},
             engines=c.engines,
             ranks=config.trainer.parallel.ranks,
             workers=c.workers,
+            scorers=c.scorers * len(scored_here(config)),
         )
 
     @property
     def bundles(self) -> list[Resources]:
-        """One for each actor: engines, then ranks, then workers."""
-        all_of = [self.engine] * self.engines + [self.rank] * self.ranks + [self.worker] * self.workers
-        return [{name: amount for name, amount in one.items() if amount} or {"CPU": 0.001} for one in all_of]
+        """One for each actor: engines, then ranks, then workers, then scorers."""
+        all_of = [self.engine] * self.engines + [self.rank] * self.ranks
+        all_of += [self.worker] * self.workers + [self.scorer] * self.scorers
+        return [_bundle(one) for one in all_of]
+
+    @property
+    def words(self) -> str:
+        counts = {
+            "engines": self.engines,
+            "trainer ranks": self.ranks,
+            "workers": self.workers,
+            "scorers": self.scorers,
+        }
+        *most, last = [f"{count} {name}" for name, count in counts.items() if count]
+        return f"{', '.join(most)} and {last}"
 
     def total(self, name: str) -> float:
         return sum(bundle.get(name, 0.0) for bundle in self.bundles)
@@ -85,33 +106,41 @@ def joined(config: RunConfig) -> Generator[None]:
 class Room:
     """Reserved places, one for each actor of a run. All are reserved or none, so two runs cannot each hold half."""
 
-    def __init__(self, group: PlacementGroup, needs: Needs) -> None:
-        self.needs, self._group = needs, group
-        self._bundles = needs.bundles
+    def __init__(self, group: PlacementGroup, bundles: Sequence[Resources]) -> None:
+        self._group, self._bundles = group, bundles
 
     @classmethod
-    async def reserve(cls, config: RunConfig) -> "Room":
+    async def reserve(cls, needs: Needs) -> "Room":
+        """Room for a whole run, within a bound."""
         there = ray.cluster_resources()
-        needs = Needs.of(config, there.get("GPU", 0.0))
         for name, unit in (("GPU", "GPUs"), ("CPU", "cores")):
             if needs.total(name) > there.get(name, 0.0) + 1e-6:
                 raise PacelineError(
-                    f"the run needs {needs.total(name):g} {unit} ({needs.engines} engines, {needs.ranks} ranks, "
-                    f"{needs.workers} workers) and the cluster has {there.get(name, 0.0):g}: ask for fewer in "
-                    "[cluster] or [trainer.parallel], or join more machines with `paceline up --join`"
+                    f"the run needs {needs.total(name):g} {unit} ({needs.words}) and the cluster has "
+                    f"{there.get(name, 0.0):g}: ask for fewer in [cluster] or [trainer.parallel], or join more "
+                    "machines with `paceline up --join`"
                 )
-        group = placement_group(needs.bundles, strategy="PACK")
         try:
             async with asyncio.timeout(ROOM_SECONDS):
-                await group.ready()
+                return await cls.when_free(needs.bundles)
         except TimeoutError:
-            remove_placement_group(group)
             free = ", ".join(f"{amount:g} {name}" for name, amount in sorted(ray.available_resources().items()))
             raise PacelineError(
                 f"the cluster made no room for {needs.bundles} within {ROOM_SECONDS:g} s: free are {free}; wait for "
                 "other runs to end (`paceline status`), or ask for less"
             ) from None
-        return cls(group, needs)
+
+    @classmethod
+    async def when_free(cls, bundles: Sequence[Resources]) -> "Room":
+        """Room as soon as there is any, each bundle on one machine. Whoever does not wait for it leaves nothing
+        behind."""
+        group = placement_group([_bundle(one) for one in bundles], strategy="PACK")
+        try:
+            await group.ready()  # unbounded: whoever asks decides how long
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        return cls(group, bundles)
 
     def start(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool, at_once: int) -> Any:
         """An actor in the given place; `again` if Ray is to start it anew after a death."""
@@ -120,6 +149,11 @@ class Room:
 
     def give_back(self) -> None:
         remove_placement_group(self._group)
+
+
+def _bundle(resources: Resources) -> Resources:
+    """Ray wants something of every bundle, and nothing of which there is none."""
+    return {name: amount for name, amount in resources.items() if amount} or {"CPU": 0.001}
 
 
 def actor(
@@ -144,7 +178,10 @@ def actor(
     if strategy is not None:
         options["scheduling_strategy"] = strategy
     try:
-        return ray.remote(kind).options(**options).remote(*arguments)
+        made: Any = ray.remote(**GROUPS)(kind)
+        return made.options(**options).remote(*arguments)
     except ValueError as error:
+        if "already" not in str(error):
+            raise
         run = name.partition("/")[0]
         raise PacelineError(f"a run named {run} is on this cluster already: choose another --name ({error})") from error

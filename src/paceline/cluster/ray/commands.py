@@ -85,12 +85,12 @@ async def _parts() -> list[str]:
 
 
 async def _tell(run: str, part: str) -> str:
-    """One line on a part: where it is and, if it is an engine, what it does."""
+    """One line on a part: where it is and, if it is an engine or a scorer, what it does."""
     try:
         handle = ray.get_actor(f"{run}/{part}", namespace=NAMESPACE)
         async with asyncio.timeout(ANSWER_SECONDS):
             host, pid = await handle.whereabouts.remote()
-            doing = await _doing(handle, part) if part.startswith("engine") else ""
+            doing = await _doing(handle, part) if part.startswith(("engine", "scorer")) else ""
     except (RayError, GetTimeoutError, EngineError, TimeoutError, ValueError):
         return f"{part:<12} does not answer"
     return f"{part:<12} {host}, process {pid}{doing}"
@@ -99,6 +99,8 @@ async def _tell(run: str, part: str) -> str:
 async def _doing(handle: Any, part: str) -> str:
     engine = RayEngine(handle, part)
     policy, stats = await asyncio.gather(engine.policy(), engine.stats())
+    if part.startswith("scorer"):
+        return f", {stats.waiting} sequences wait, {stats.prompt_tokens:,} tokens scored"
     return f", version {policy.version}, {stats.running} requests run and {stats.waiting} wait, {stats.tokens:,} tokens"
 
 

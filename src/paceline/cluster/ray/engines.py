@@ -3,21 +3,37 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.cluster.ray.actors import Actor
-from paceline.cluster.serving import embedded
-from paceline.inference.base import Completion, EngineStats, GenerateRequest, Limits, Listener, Piece, Unreachable
+from paceline.cluster.lost import leave, watch
+from paceline.cluster.ray.actors import CONTROL, Actor
+from paceline.cluster.ray.collective import Receiving, Round, WeightsGroup, row_of
+from paceline.cluster.ray.pace import Pace
+from paceline.cluster.scorer import Scorer
+from paceline.cluster.serving import Ends, embedded
+from paceline.config import RunConfig
+from paceline.inference import EmbeddedEngine
+from paceline.inference.base import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    Limits,
+    Listener,
+    Piece,
+    Unreachable,
+    UpdateLost,
+)
 from paceline.inference.desk import Desk, unpacked
 from paceline.inference.frames import (
     Answer,
@@ -37,37 +53,68 @@ from paceline.inference.frames import (
     decode_to_engine,
     ints,
 )
+from paceline.inference.stored import tensors_in
 from paceline.model.weights import Policy, WeightUpdate
+from paceline.trainer import TrainerLost
 
+PACE = Pace()
+"""Of all calls of this process."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class EngineActor(Actor):
+class WeightsLost(UpdateLost, TrainerLost):
+    """The object store lost the newest weights, and with them what was trained since the newest checkpoint."""
+
+
+class EngineActor(Receiving, Actor):
     """One embedded engine. Started again after a death it holds the weights it began with, and says so: the roster then
-    gives it the current ones before it serves."""
+    gives it the current ones before it serves. One whose thread has failed ends itself, so that Ray starts it again.
+
+    Whoever controls it has places of its own beside those of requests: a full engine must still take new weights.
+    """
+
+    serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[EmbeddedEngine | Scorer, Ends]]]] = embedded
 
     def __init__(self, config: str, name: str, live: str) -> None:
         super().__init__(config, name, live)
         self._stack = contextlib.ExitStack()
-        self._engine, self.ends = self._stack.enter_context(embedded(self.config))
+        self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
+        watch(self._engine, leave)
         self._desk = Desk(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
         (message,) = decode_to_engine(question).messages
         return self._framed(await self._desk.answer(message))
 
+    @ray.method(concurrency_group=CONTROL)
+    async def order(self, question: bytes) -> bytes:
+        """What a full engine answers too."""
+        return await self.answer(question)
+
+    @ray.method(concurrency_group=CONTROL)
     async def load(self, head: bytes, weights: NDArray) -> bytes:
         """Weights that lie in the object store; Ray has brought them to this machine."""
         (message,) = decode_to_engine(head).messages
         assert isinstance(message, Load)
-        tensors = await asyncio.to_thread(unpacked, weights.tobytes())
-        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
+        return await self._apply(message, row_of(weights))
+
+    @ray.method(concurrency_group=CONTROL)
+    async def receive_row(self, head: bytes, size: int) -> bytes:
+        """Weights that the first rank broadcasts now."""
+        (message,) = decode_to_engine(head).messages
+        assert isinstance(message, Load)
+        return await self._apply(message, await self.received(size))
+
+    async def _apply(self, message: Load, row: Tensor) -> bytes:
         try:
+            tensors = tensors_in(row)
+            update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
             answer: Message = Answer(message.id, seconds=await self._engine.load_weights(update))
         except Exception as error:
             answer = Failed.of(message.id, error)
         return self._framed(answer)
 
+    @ray.method(concurrency_group=CONTROL)
     async def end_tokens(self) -> tuple[int, ...]:
         return self.ends
 
@@ -79,8 +126,8 @@ class RayEngine:
     """Speaks the `Engine` protocol to an actor. Ray starts a dead actor again; whoever asks meanwhile is told that
     nobody is there, and the pool asks elsewhere."""
 
-    def __init__(self, actor: Any, name: str) -> None:
-        self.actor, self.name = actor, name
+    def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
+        self.actor, self.name, self._group = actor, name, group
         self._numbers = count(1)
         self._busy = 0.0
 
@@ -103,7 +150,13 @@ class RayEngine:
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, ObjectTensors)
         head = Load(next(self._numbers), update.version, b"", update.adapter, update.expected, update.canary)
-        answer: Answer = await self._heard(self.actor.load.remote(_encode(ToEngine([head])), tensors.reference))
+        framed = _encode(ToEngine([head]))
+        if self._group is not None and update.adapter is None:
+            said = await self._group.deliver(self, framed, tensors)
+            if said is not None:
+                return self._answer(said).seconds
+        await PACE.turn()
+        answer: Answer = await self._heard(self.actor.load.remote(framed, tensors.reference))
         return answer.seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
@@ -145,21 +198,32 @@ class RayEngine:
         ray.kill(self.actor)
 
     async def _question(self, what: Question) -> Answer:
-        return await self._ask(Ask(next(self._numbers), what))
+        await PACE.turn()
+        message = Ask(next(self._numbers), what)
+        return await self._heard(self.actor.order.remote(_encode(ToEngine([message]))))
 
     async def _ask(self, message: Any) -> Any:
+        await PACE.turn()
         return await self._heard(self.actor.answer.remote(_encode(ToEngine([message]))))
 
     async def _heard(self, reference: Any) -> Any:
         try:
-            batch = decode_from_engine(await reference)  # bounded: by the pool's deadline, and by the actor's life
+            said = await reference  # bounded: by the pool's deadline, and by the actor's life
         except asyncio.CancelledError:
             ray.cancel(reference)  # which takes the request out of the engine
             raise
+        except ObjectLostError as error:
+            raise WeightsLost(f"the weights were lost with the machine that held them: {_brief(error)}") from error
         except RayActorError as error:
             raise Unreachable(f"{self.name} does not answer: {_brief(error)}") from None
         except RayError as error:
+            if isinstance(getattr(error, "cause", None), ObjectLostError):
+                raise WeightsLost(f"{self.name} cannot fetch the weights: {_brief(error)}") from error
             raise Unreachable(f"{self.name}: {_brief(error)}") from error
+        return self._answer(said)
+
+    def _answer(self, said: bytes) -> Any:
+        batch = decode_from_engine(said)
         self._busy = batch.busy_seconds
         (answer,) = batch.messages
         if isinstance(answer, Failed):
@@ -172,6 +236,8 @@ class ObjectTensors(Mapping[str, Tensor]):
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference
+        self.round: Round | None = None
+        """The broadcast of these, where there was one."""
         self._tensors: dict[str, Tensor] | None = None
 
     @classmethod

@@ -7,15 +7,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
 from paceline.cluster.local import Placed, engine_for, make_room_for_adapters, pick_device, renderer_of
-from paceline.cluster.ray.cluster import Room, joined
+from paceline.cluster.ray.cluster import Needs, Room, joined
+from paceline.cluster.ray.collective import WeightsGroup, weights_group
 from paceline.cluster.ray.engines import EngineActor, RayEngine
 from paceline.cluster.ray.growth import Growth
 from paceline.cluster.ray.ranks import RankActor, RayTrainer
+from paceline.cluster.ray.scorers import RayScorer, ScorerActor, Scorers, of_teacher
 from paceline.cluster.ray.workers import RayWorkers, WorkerActor
 from paceline.config import RunConfig
+from paceline.config.cluster import scored_here
 from paceline.config.inference import Sampling
 from paceline.envs.workers import elsewhere
 from paceline.errors import PacelineError
@@ -45,22 +49,26 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         config = make_room_for_adapters(config, past)
         phase("joining Ray")
         stack.enter_context(joined(config))
-        room = await Room.reserve(config)
+        needs = Needs.of(config, ray.cluster_resources().get("GPU", 0.0))
+        room = await Room.reserve(needs)
         stack.callback(room.give_back)
-        parts = Parts(config, room, RunDirectory(dumps.parent).live)
-
-        phase(f"starting {parts.words} of {config.model.name}")
-        engines = [parts.engine(number) for number in range(room.needs.engines)]
-        for engine in engines:
-            stack.callback(engine.close)
+        parts = Parts(config, room, needs, RunDirectory(dumps.parent).live)
         trainer = RayTrainer(config, parts.ranks)
+        parts.group = weights_group(config, needs, trainer.first)
+
+        phase(f"starting {needs.words} of {config.model.name}")
+        engines = [parts.engine(number) for number in range(needs.engines)]
+        teachers = parts.scorers()
+        scorers = [scorer for each in teachers.values() for scorer in each]
+        for part in (*engines, *scorers):
+            stack.callback(part.close)
         stack.callback(trainer.close)
-        if room.needs.workers:
-            workers = RayWorkers([parts.worker(number) for number in range(room.needs.workers)])
+        if needs.workers:
+            workers = RayWorkers([parts.worker(number) for number in range(needs.workers)])
             stack.callback(workers.close)
             stack.enter_context(elsewhere(workers.call))
         hello = await trainer.meet()
-        await parts.up(engines)
+        await parts.up([*engines, *scorers])
 
         def twin() -> EmbeddedEngine:
             """Who speaks for a past version that is a whole model: an engine of this process."""
@@ -79,43 +87,41 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
 
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(Growth(parts, pool, config.cluster.most_engines))
-        yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)
+        find = Scorers(config, tokenizer, teachers).attach
+        yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past, find)
 
 
 class Parts:
     """Makes the actors of one run."""
 
-    def __init__(self, config: RunConfig, room: Room, live: Path) -> None:
+    def __init__(self, config: RunConfig, room: Room, needs: Needs, live: Path) -> None:
         live.mkdir(parents=True, exist_ok=True)
-        self.needs = room.needs
+        self.needs = needs
         self._config, self._room, self._live = config, room, str(live.resolve())
         self._lives = 0
         """Times the ranks were started."""
-        cores = config.cluster
-        # Each part has its own cores, and is told how many: it would take all that its machine has.
-        self._text = config.model_copy(
-            update={
-                "engine": config.engine.model_copy(
-                    update={"threads": config.engine.threads or max(1, int(cores.engine_cpus))}
-                ),
-                "trainer": config.trainer.model_copy(
-                    update={"threads": config.trainer.threads or max(1, int(cores.rank_cpus))}
-                ),
-                "runs": str(Path(config.runs).resolve()),
-            }
-        ).model_dump_json()
+        self.group: WeightsGroup | None = None
+        """In which weights are broadcast, if they are."""
+        self._text = told(config, config.cluster.engine_cpus)
 
-    @property
-    def words(self) -> str:
-        needs = self.needs
-        return f"{needs.engines} engines, {needs.ranks} trainer ranks and {needs.workers} workers"
-
-    def engine(self, number: int) -> RayEngine:
+    def engine(self, number: int, room: Room | None = None) -> RayEngine:
+        """An engine in its place of the run's room, or in a room of its own."""
         name = f"engine-{number}"
-        return RayEngine(self._start(EngineActor, number, name, again=True), name)
+        place, room = (number, self._room) if room is None else (0, room)
+        return RayEngine(self._start(EngineActor, place, name, self._text, room), name, self.group)
 
-    def arguments(self, name: str) -> list[str]:
-        return [self._text, name, self._live]
+    def scorers(self) -> dict[str, list[RayScorer]]:
+        """For each teacher of the run's own, all that score for it."""
+        found: dict[str, list[RayScorer]] = {}
+        place = first = self.needs.engines + self.needs.ranks + self.needs.workers
+        for model in scored_here(self._config):
+            text = told(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
+            for _ in range(self._config.cluster.scorers):
+                name = f"scorer-{place - first}"
+                scorer = RayScorer(self._start(ScorerActor, place, name, text), name)
+                found.setdefault(model, []).append(scorer)
+                place += 1
+        return found
 
     def ranks(self) -> list[Any]:
         """All of them, anew: each in its old place, under a name of its own, for the old one's is not free at once. Ray
@@ -126,8 +132,8 @@ class Parts:
             self._room.start(
                 RankActor,
                 first + rank,
-                self.full_name(f"rank-{rank}{again}"),
-                self.arguments(f"rank-{rank}"),
+                self._full_name(f"rank-{rank}{again}"),
+                [self._text, f"rank-{rank}", self._live],
                 again=False,
                 at_once=REQUESTS,
             )
@@ -136,21 +142,40 @@ class Parts:
 
     def worker(self, number: int) -> Any:
         place = self.needs.engines + self.needs.ranks + number
-        return self._start(WorkerActor, place, f"worker-{number}", again=True)
+        return self._start(WorkerActor, place, f"worker-{number}", self._text)
 
     async def up(self, engines: Sequence[RayEngine]) -> None:
-        """Wait until all engines have loaded the model."""
+        """Wait until all engines and scorers have loaded their model."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 await asyncio.gather(*(_here(engine) for engine in engines))
         except TimeoutError:
             raise PacelineError(f"the engines were not up within {START_SECONDS:g} s: see {self._live}") from None
 
-    def full_name(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         return f"{self._config.name}/{name}"
 
-    def _start(self, kind: type, place: int, name: str, *, again: bool) -> Any:
-        return self._room.start(kind, place, self.full_name(name), self.arguments(name), again=again, at_once=REQUESTS)
+    def _start(self, kind: type, place: int, name: str, text: str, room: Room | None = None) -> Any:
+        """Ray starts it anew after a death."""
+        arguments = [text, name, self._live]
+        return (room or self._room).start(kind, place, self._full_name(name), arguments, again=True, at_once=REQUESTS)
+
+
+def told(config: RunConfig, engine_cpus: float) -> str:
+    """The run file as parts elsewhere read it. Each has its own cores, and is told how many: it would take all that its
+    machine has. Folders are named in full: other processes stand elsewhere."""
+    threads = config.engine.threads or max(1, int(engine_cpus))
+    ranks = config.trainer.threads or max(1, int(config.cluster.rank_cpus))
+    folder = Path(config.model.name).expanduser()
+    name = str(folder.resolve()) if folder.is_dir() else config.model.name
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"threads": threads}),
+            "trainer": config.trainer.model_copy(update={"threads": ranks}),
+            "model": config.model.model_copy(update={"name": name}),
+            "runs": str(Path(config.runs).resolve()),
+        }
+    ).model_dump_json()
 
 
 async def _here(engine: RayEngine) -> None:

@@ -1,0 +1,244 @@
+"""Rank 0: the orchestrator's side of a run whose ranks host the engines."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.cluster.colocated.doors import Doors, admit, listening, tell
+from paceline.cluster.colocated.follower import END
+from paceline.cluster.colocated.launch import Followers
+from paceline.cluster.colocated.resident import HomeLink, InPlace, Resident, ResidentDesk, meet, move_in
+from paceline.cluster.colocated.seat import Seat
+from paceline.cluster.crew import Crew
+from paceline.cluster.local import Placed, engine_for, make_room_for_adapters, pick_device, renderer_of
+from paceline.cluster.processes.frames import Call, Done, Failed, decode_answer, framed
+from paceline.cluster.ranks import cost_of
+from paceline.config import RunConfig
+from paceline.config.inference import Sampling
+from paceline.errors import PacelineError
+from paceline.inference import EmbeddedEngine, Pool
+from paceline.inference.frames import HEAD, opened, read_frame
+from paceline.inference.past import PoolWithPast
+from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
+from paceline.model.weights import WeightUpdate
+from paceline.monitor import RunDirectory
+from paceline.orchestrator import lay_out
+from paceline.orchestrator.past import members
+from paceline.rollout import Recorder, Voice
+from paceline.trainer import TrainerError
+from paceline.trainer.joining import call_off, leave
+
+LOOK_SECONDS = 0.2
+T = TypeVar("T")
+
+
+class RankGone(ConnectionError):
+    """A rank's connection has ended."""
+
+
+class RankLink:
+    """Asks another rank, one thing at a time."""
+
+    def __init__(self, door: socket.socket) -> None:
+        self._door = door
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, call: Call) -> Done | Failed:
+        self._streams = reader, writer = self._streams or await opened(self._door)
+        writer.write(framed(call))
+        if (body := await read_frame(reader)) is None:
+            raise RankGone
+        answer = decode_answer(body)
+        assert isinstance(answer, Done | Failed)
+        return answer
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+        self._door.close()
+
+
+class ColocatedTrainer(Crew):
+    """The rank of this process and all others as one trainer. They share this process's fate, so a lost one ends the
+    run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resident: Resident,
+        desk: ResidentDesk,
+        others: Sequence[RankLink],
+        why: Callable[[int], str],
+    ) -> None:
+        super().__init__(config)
+        self._resident, self._desk, self._others, self._why = resident, desk, list(others), why
+        self._cost = cost_of(resident.model.config)
+        self.broken = False
+        """Whether the ranks can still be asked: some may wait for others for ever."""
+
+    async def weights(self) -> WeightUpdate:
+        """All engines hold them when this answers: the update only says which they are."""
+        sent = [done.sent for done in await self._call("weights")]
+        marks = [(each.version, each.expected) for each in sent if each is not None]
+        if len(set(marks)) != 1:
+            raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
+        update = self._resident.update
+        assert update is not None
+        return replace(update, tensors=InPlace(update.tensors))
+
+    def close(self) -> None:
+        """The other ranks end: rank 0 says nothing more to them."""
+        self.broken = True
+        for link in self._others:
+            link.close()
+
+    @property
+    def _size(self) -> int:
+        return 1 + len(self._others)
+
+    async def _ask(self, rank: int, call: Call) -> Done | Failed:
+        if rank == 0:
+            return await self._desk.answer(call)
+        return await self._others[rank - 1].ask(call)
+
+    def _there(self) -> None:
+        if self.broken:
+            raise TrainerError("the other ranks have ended: add --resume latest")
+
+    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+        if not isinstance(error, ConnectionError):
+            return None
+        return TrainerError(f"rank {rank} of {self._size} is lost: {self._why(rank)}; go on with --resume latest")
+
+
+@asynccontextmanager
+async def in_place(
+    seat: Seat, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+) -> AsyncGenerator[Placed]:
+    """Meet the other ranks, load the model on all of them, and end them with the run."""
+    async with AsyncExitStack() as stack:
+        phase("preparing environments")
+        courses = lay_out(config, given)
+        tokenizer = load_tokenizer(config.model)
+        past = sum(member.league.size for member in members(courses))
+        config = make_room_for_adapters(config, past)
+        config = config.model_copy(update={"runs": str(Path(config.runs).resolve())})
+        live = RunDirectory(dumps.parent).live
+        live.mkdir(parents=True, exist_ok=True)
+        followers = Followers()
+        if not seat.given:
+            followers = Followers.start(config, seat, live)
+        stack.callback(followers.end)
+
+        phase(f"loading {config.model.name} on {seat.world} ranks")
+        resident, doors = await _beside(followers, lambda: _gather(seat, config, dumps))
+        desk = ResidentDesk(resident, tokenizer, live / "rank-0.log")
+        trainer = ColocatedTrainer(
+            config, resident, desk, [RankLink(other.trainer) for other in doors], followers.cause
+        )
+        stack.callback(_part, trainer, resident, doors)
+        links = [HomeLink(other.engine) for other in doors]
+        for link in links:
+            await _beside(followers, link.start)
+            stack.callback(link.close)
+
+        def twin() -> EmbeddedEngine:
+            """Who speaks for a past version that is a whole model: an engine of this process."""
+            model = load_model(config.model, pick_device(config.device))
+            return engine_for(model.requires_grad_(False), config)
+
+        engines = [resident.engine, *links]
+        with_past = PoolWithPast(engines, twin) if past else None
+        pool = with_past or Pool(engines)
+        stack.callback(pool.close)
+        ends = end_tokens(tokenizer, resident.model)
+        renderer = renderer_of(tokenizer, ends, config.model)
+        recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+
+        def voice(sampling: Sampling) -> Voice:
+            return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
+
+        stack.callback(_hear_no_more, seat)
+        with small_products(resident.model.dtype), quick_handover():
+            yield Placed(pool, trainer, tokenizer, courses, voice, resident.device, resident.parameters, with_past)
+
+
+def _gather(seat: Seat, config: RunConfig, dumps: Path) -> tuple[Resident, list[Doors]]:
+    """All of it on one thread, for a thread is what a GPU is chosen for."""
+    doors: list[Doors] = []
+    group = meet(seat, config)
+    try:
+        if group is not None:
+            with listening(seat.host) as door:
+                doors = admit(door, seat.world, tell(group, door))
+        text = config.model_dump_json().encode()
+        for other in doors:
+            other.trainer.sendall(HEAD.pack(len(text)) + text)
+        return move_in(config, seat, group, dumps), doors
+    except BaseException:
+        for other in doors:
+            other.close()
+        raise
+
+
+async def _beside(followers: Followers, work: Callable[[], T]) -> T:
+    """Do something that waits for other ranks, unless one of them dies first. Then the thread that does it is left
+    behind: it would wait as long as a slow rank may take."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # ty: ignore[invalid-argument-type] - without an error it is there
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as failure:
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="meeting the ranks", daemon=True).start()
+    while not (await asyncio.wait([done], timeout=LOOK_SECONDS))[0]:
+        if followers.dead() is not None:
+            break
+    if (rank := followers.dead()) is not None:  # what this rank says of it is an echo: the cause is over there
+        done.cancel()
+        raise PacelineError(f"rank {rank} did not come up: {followers.cause(rank)}")
+    return done.result()  # bounded: it is done
+
+
+def _hear_no_more(seat: Seat) -> None:
+    """A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first."""
+    if seat.given and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _part(trainer: ColocatedTrainer, resident: Resident, doors: Sequence[Doors]) -> None:
+    """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
+    by themselves, and what this rank still waits for from them is called off."""
+    broken = trainer.broken
+    for other in doors:
+        if not broken:
+            with contextlib.suppress(OSError):
+                other.life.sendall(END)
+    trainer.close()
+    for other in doors:
+        other.close()
+    if broken:
+        call_off()
+    resident.close()
+    leave()

@@ -1,0 +1,23 @@
+"""Begins a run whose ranks host the engines, or takes part in one."""
+
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from paceline.cluster.colocated.follower import follow
+from paceline.cluster.colocated.place import in_place
+from paceline.cluster.colocated.seat import again, take_seat
+from paceline.cluster.session import Given, RunResult, conduct
+from paceline.config import RunConfig
+from paceline.monitor import RunOutcome
+
+
+def colocated(config: RunConfig, environments: Given, overwrite: bool, screen: TextIO | None) -> RunResult:
+    """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
+    config, seat = take_seat(config)
+    if seat.rank == 0:
+        return conduct(
+            again(config), partial(in_place, seat), environments=environments, overwrite=overwrite, screen=screen
+        )
+    follow(config, seat)
+    return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

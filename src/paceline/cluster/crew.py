@@ -1,0 +1,169 @@
+"""Several ranks as one trainer, however they are reached, and one rank's side of it."""
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.cluster.processes.frames import Call, Done, Failed, Hello, What
+from paceline.cluster.ranks import spread
+from paceline.config import RunConfig
+from paceline.data import Sample, decode, encode
+from paceline.data.balance import Cost
+from paceline.errors import PacelineError
+from paceline.trainer import StepReport, Trainer, TrainerError
+from paceline.waits import beat
+
+PULSE_SECONDS = 5.0
+ECHO_SECONDS = 5.0
+"""How long the others are waited for once one rank has failed."""
+T = TypeVar("T")
+
+
+class RankDesk:
+    """Does on one rank what the orchestrator asks of all of them. Whatever goes wrong is an answer too."""
+
+    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
+        self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
+
+    async def answer(self, call: Call) -> Done | Failed:
+        try:
+            return await self._do(call)
+        except OSError as error:
+            return Failed(call.number, error.strerror or str(error), error.errno)
+        except PacelineError as error:
+            return Failed(call.number, str(error))
+        except Exception as error:  # a bug keeps its name there, and its trace in the log here
+            self._keep_trace()
+            return Failed(call.number, f"{type(error).__name__}: {error}")
+
+    def _keep_trace(self) -> None:
+        """In a file where standard error is a person's screen: all ranks fail when one is lost, and one tells why."""
+        if self._log is None:
+            traceback.print_exc()
+        else:
+            with self._log.open("a", encoding="utf-8") as log:
+                traceback.print_exc(file=log)
+
+    async def _do(self, call: Call) -> Done:
+        trainer, folder = self.trainer, Path(call.path)
+        report = None
+        match call.what:
+            case "step":
+                report = await trainer.step(decode(call.data))
+            case "save":
+                await trainer.save(folder)
+            case "load":
+                await trainer.load(folder)
+            case "export":
+                await trainer.export(folder, self._tokenizer)
+            case what:
+                raise ValueError(f"ranks are never asked to {what}")
+        return Done(call.number, trainer.version, report)
+
+
+class Crew:
+    """Speaks the `Trainer` protocol to all ranks at once: each gets its share of a batch, and all do the same things in
+    the same order. If one of them dies the others wait for it in the middle of a sum, so all are ended."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.version = 0
+        self.hello: Hello | None = None
+        self._config = config
+        self._cost = Cost(1.0, 0.0)
+        self._number = 0
+
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        """Which rank trains what is decided when the batch is whole."""
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        parallel = self._config.trainer.parallel
+        shares = spread(batch, parallel.data_ranks, self._config.trainer, self._cost)
+        alike = parallel.ranks // parallel.data_ranks  # neighbours that train the same samples
+        done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
+        assert done.report is not None
+        return done.report
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", path=folder)
+
+    async def load(self, folder: Path) -> None:
+        await self._call("load", path=folder)
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Each rank has a tokenizer of its own."""
+        await self._call("export", path=folder)
+
+    # -- what depends on how ranks are reached ------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        raise NotImplementedError
+
+    def _ask(self, rank: int, call: Call) -> Awaitable[Done | Failed]:
+        raise NotImplementedError
+
+    def _there(self) -> None:
+        """Raise unless all ranks are up."""
+        raise NotImplementedError
+
+    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+        """What to raise if this error means that the rank is lost; None if it only says what went wrong."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    # -- all at once --------------------------------------------------------------------------------------------------
+
+    async def _call(self, what: What, *, path: Path | None = None, shares: Sequence[list[Sample]] = ()) -> list[Done]:
+        self._there()
+        self._number += 1
+        where = "" if path is None else str(path.resolve())
+        calls = [
+            Call("orchestrator", self._number, what, where, encode(share), [-1] * len(share))
+            for share in (shares or [[] for _ in range(self._size)])
+        ]
+        answers = await self._together([_done(self._ask(rank, call)) for rank, call in enumerate(calls)])
+        self.version = answers[0].version
+        return answers
+
+    async def _together(self, answers: Sequence[Awaitable[T]]) -> list[T]:
+        """What all answer, or the first failure: the others may then wait for that rank for ever, so all are ended.
+        Bounded by the life of the ranks, and inside them by the process group's timeout."""
+        waiting = {asyncio.ensure_future(answer): rank for rank, answer in enumerate(answers)}
+        try:
+            left = set(waiting)
+            while left:
+                done, left = await asyncio.wait(left, timeout=PULSE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                if done:
+                    beat()  # whoever works over there moves the run
+                if any(task.exception() for task in done):
+                    # A rank that dies is missed by the others first: the cause comes a moment after its echo.
+                    late, left = await asyncio.wait(left, timeout=ECHO_SECONDS) if left else (set(), left)
+                    raise self._cause({waiting[task]: task.exception() for task in (*done, *late)})
+            return [task.result() for task in waiting]  # bounded: all are done
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
+        """A lost rank rather than what the others say of it."""
+        errors = {rank: error for rank, error in ended.items() if error is not None}
+        for rank, error in errors.items():
+            if (lost := self._gone(rank, error)) is not None:
+                return lost
+        return next(iter(errors.values()))
+
+
+async def _done(answer: Awaitable[Done | Failed]) -> Done:
+    said = await answer  # bounded: by the rank's life
+    if isinstance(said, Failed):
+        raise TrainerError(said.message) if said.errno is None else OSError(said.errno, said.message)
+    return said

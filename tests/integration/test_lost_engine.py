@@ -1,0 +1,63 @@
+"""A server whose engine has failed for good answers whoever still waits, then ends, so that its supervisor starts it
+again. One that lived on would refuse every request, for ever."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import served
+
+from launching import Launched
+
+BREAKS = """
+import sys
+from paceline.cluster import scorer, serving
+from paceline.inference.engine.scheduler import Scheduler
+
+scheduled, scored, started = Scheduler.schedule, scorer.score, serving.subprocess.Popen
+
+
+def schedule(self):
+    chunks = scheduled(self)
+    if any(13 in chunk.sequence.tokens for chunk in chunks):
+        raise RuntimeError("the device is gone")
+    return chunks
+
+
+def score(forward, samples, budget):
+    if any(13 in sample.token_ids for sample in samples):
+        raise RuntimeError("the device is gone")
+    return scored(forward, samples, budget)
+
+
+def start(command, **more):
+    code = CODE + "config = serving.RunConfig.model_validate_json(sys.stdin.buffer.read())\\n"
+    code += "serving.host_engine(int(sys.argv[1]), config)"
+    return started([sys.executable, "-c", code, command[-1]], **more)
+
+
+Scheduler.schedule, scorer.score, serving.subprocess.Popen = schedule, score, start
+"""
+BREAKS = f"CODE = {BREAKS!r}\nexec(CODE)\n"
+SERVES = "from paceline.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+
+
+def breaking(command, **more):
+    """The same command, with an engine that fails over token 13."""
+    return Launched([sys.executable, "-c", BREAKS + SERVES, *command[3:]], **more)
+
+
+@pytest.mark.parametrize("how", ["--no-isolate", "--isolate", "--scores-only"])
+def test_a_server_ends_with_its_engine_once_all_are_answered(how):
+    with served(how, "--engine.max_running", "8", "--engine.threads", "1", starts=breaking) as server:
+
+        def ask(token: int):
+            return server.post("/v1/score", {"token_ids": [[token, 5, 6]]})
+
+        assert ask(4).status_code == 200
+        with ThreadPoolExecutor(4) as others:
+            answers = list(others.map(ask, [4, 13, 4, 4]))
+        assert all(answer.status_code in (200, 500, 503) for answer in answers)
+        assert "the device is gone" in answers[1].text
+        assert server.process.wait(60) == 1
+        assert "the device is gone" in server.log.read_text()
