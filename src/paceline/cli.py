@@ -112,6 +112,26 @@ examples:
   paceline doctor runs/quickstart > report.txt             plain text, to send to somebody
 """
 
+SHOWING = """
+Shows runs in a browser, live and after they ended or died; reads nothing but their directories. Opens no browser: it
+prints the address. Other machines may look only where a key is set.
+
+examples:
+  paceline ui                                              the folder `runs`, at http://127.0.0.1:8200/
+  paceline ui runs/quickstart --port 0                     one run, at a free port
+  PACELINE_UI_KEY=KEY paceline ui --host 0.0.0.0           for other machines; the page asks for the key
+"""
+
+DIFFERING = """
+Walks through both runs in the order in which one thing leads to the next and stops where they part: a setting, a row of
+the data, a prompt, weights, a sampled token, a reward, credit, the loss, the gradient. Times are not compared. Exits
+with 1 if there is a difference. Runs that are to be the same need `deterministic = true` and `staleness = 0`.
+
+examples:
+  paceline diff runs/a runs/b                              on one machine: equal to the last bit, or not
+  paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
+"""
+
 DATA = """
 examples:
   paceline data rows.jsonl                                 the first rows, as the model will see them
@@ -131,6 +151,8 @@ examples:
   paceline data rows.jsonl                                 look at rows as the model will see them
   paceline replay runs/quickstart 40                       a recorded batch's loss once more, component by component
   paceline doctor runs/quickstart                          does it live, who waits for whom, how to go on
+  paceline ui                                              look at all runs in a browser, live
+  paceline diff runs/a runs/b                              the first thing in which two runs differ
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
@@ -239,6 +261,17 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--dump", metavar="STEP", help="a batch kept because its step was bad: step or path")
     doctor = command("doctor", _doctor, "Show how a run is: alive or dead, who waits for whom, how to go on.", DOCTOR)
     doctor.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+    diff = command("diff", _diff, "Name the first thing in which two runs differ.", DIFFERING)
+    diff.add_argument("one", metavar="A", help="a run directory")
+    diff.add_argument("other", metavar="B", help="another")
+    diff.add_argument("--tolerance", type=float, default=0.0, help="numbers this far apart count as the same (0)")
+    diff.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+    ui = command("ui", _ui, "Look at runs in a browser, live.", SHOWING)
+    ui.add_argument("runs", metavar="RUNS", nargs="?", help="folder of run directories, or one of them (runs)")
+    ui.add_argument("--host", help="address to listen on (127.0.0.1)")
+    ui.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8200)")
+    ui.add_argument("--key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)")
     data = command("data", _data, "Show dataset rows as the model will see them, with token counts.", DATA)
     data.add_argument("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name")
     data.add_argument("--limit", type=int, default=5, help="rows to show (5)")
@@ -264,11 +297,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(known: argparse.Namespace, overrides: list[str]) -> int:
     loaded = load(known.file, overrides)
-    _show_warnings(loaded)
+    if os.environ.get("RANK", "0") == "0":  # of the ranks of a torchrun one is enough to speak
+        _show_warnings(loaded)
     from paceline.cluster import train
 
     result = train(loaded.config, overwrite=known.overwrite, screen=None if known.quiet else sys.stdout)
-    print("\n".join(result.summary))
+    if result.summary:
+        print("\n".join(result.summary))
     if result.outcome.status == "failed":
         print(f"paceline: {result.outcome.message}", file=sys.stderr)
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
@@ -441,6 +476,31 @@ def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
 
     # A pipe has no width: wide enough there that no line of a stack is broken.
     Console(width=None if sys.stdout.isatty() else 160).print(report(examine(Path(known.directory))))
+    return 0
+
+
+def _diff(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.record import open_run
+    from paceline.record.parting import compare
+
+    one, other = open_run(known.one), open_run(known.other)
+    compared = compare(one, other, known.tolerance)
+    if known.json:
+        print(json.dumps(compared.as_json()))
+    else:
+        from rich.console import Console
+
+        from paceline.record.telling import told
+
+        Console().print(told(compared, one.name, other.name))
+    return int(compared.first is not None)
+
+
+def _ui(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.ui import KEY_VARIABLE, load_options, serve_ui
+
+    key = known.key or os.environ.get(KEY_VARIABLE) or None
+    serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
     return 0
 
 

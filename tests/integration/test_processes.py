@@ -41,7 +41,7 @@ every = 2
 [record]
 batches = {STEPS}
 """
-TIMED = ("time", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
+TIMED = ("time", "memory", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
 
 
 @pytest.fixture

@@ -380,7 +380,7 @@ def test_evaluation_changes_nothing_of_training(tmp_path):
 
     def of_training(run: Played) -> list[dict]:
         lines = [metrics for metrics in run.log.metrics if metrics["step"]]
-        timed = ("eval/", "time/", "tokens/s", "wait_time", "overlap", "busy")
+        timed = ("eval/", "time/", "memory/", "tokens/s", "wait_time", "overlap", "busy")
         return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
 
     assert [line for line in beside.log.metrics if any(key.startswith("eval/task/") for key in line)]

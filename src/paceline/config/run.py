@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config import backends
+from paceline.config import backends, cluster
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.cluster import Cluster
@@ -60,6 +60,9 @@ class Record(Section):
 
     rollouts: int = Field(default=4, ge=0)
     """Rollouts per batch written to `rollouts.jsonl`."""
+    all: bool = True
+    """Keep every finished rollout in `record/`: conversation, tokens, samples with all their streams, and what became
+    of it. The pages read it from there."""
     batches: int = Field(default=0, ge=0)
     """Keep the last n shipped batches with all their streams."""
     exporters: list[Literal["wandb", "tensorboard", "trackio"]] = Field(default_factory=list)
@@ -139,9 +142,12 @@ class RunConfig(Section):
     """Train although top-p or top-k bends the sampled distribution."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engine and trainer compute."""
-    placement: Literal["local", "processes", "ray"] = "local"
+    placement: Literal["local", "processes", "colocated", "ray"] = "local"
     """`local`: engine and trainer in this process. `processes`: server, trainer and orchestrator as three processes of
-    this machine, each started again when it dies. `ray`: engines and trainer ranks on a cluster, see [cluster]."""
+    this machine, each started again when it dies. `colocated`: `trainer.parallel.ranks` processes, of this machine or
+    of a torchrun, each with a trainer rank and an engine that sleeps while it trains. Above staleness 0 requests that
+    run when a step begins are held, go on after it under the new weights, and their deadlines go on too. `ray`:
+    engines and trainer ranks on a cluster, see [cluster]."""
     resume: str | None = None
     """`latest`, or the path of a checkpoint to go on from."""
 
@@ -207,6 +213,7 @@ class RunConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())
         yield from backends.problems(self)
+        yield from cluster.problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
         for name, count in Counter(env.name for env in self.env).items():
@@ -219,10 +226,10 @@ class RunConfig(Section):
                 f'cancel_stale cancels what would be dropped, and on_stale = "{self.on_stale}" trains it: set '
                 'on_stale = "drop", or leave cancel_stale out'
             )
-        if self.trainer.parallel.ranks > 1 and self.placement != "ray":
+        if self.trainer.parallel.ranks > 1 and self.placement not in ("ray", "colocated"):
             yield (
-                f'trainer.parallel.ranks = {self.trainer.parallel.ranks} needs placement = "ray", and placement = '
-                f'"{self.placement}" trains in one process: change one of them'
+                f'trainer.parallel.ranks = {self.trainer.parallel.ranks} needs placement = "ray" or "colocated", and '
+                f'placement = "{self.placement}" trains in one process: change one of them'
             )
         if self.trainer.parallel.ranks > 1 and self.trainer.stream:
             yield "trainer.stream begins a batch before it can be dealt to several ranks: leave it out, or ranks = 1"

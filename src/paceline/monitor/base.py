@@ -7,6 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
+Gauges = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
+"""Seconds that each engine has computed so far, and episodes that each environment plays now."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -36,7 +39,7 @@ class RunOutcome:
 class Monitor:
     """Watches a run and does nothing; subclasses override what they need.
 
-    phase* -> begin -> (phase | step | rollouts | tickets | note | roll_back)* -> end -> close
+    phase* -> begin -> (phase | step | rollouts | played | tickets | spans | note | roll_back)* -> end -> close
 
     Phases and notes may come before `begin`, since a model is loaded before its size is known. Used as a
     context manager a monitor is closed on every way out, also when nobody came as far as `end`.
@@ -62,6 +65,16 @@ class Monitor:
 
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         """Tickets changed their state."""
+
+    def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
+        """All rollouts whose fate is known: `trained` in the batch `step`, `dropped:<reason>` on the way to it,
+        `evaluated` after it. Nobody changes them any more. Steps never fall, but for a roll-back."""
+
+    def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
+        """What a step's time went into: lane, kind, and from when to when in seconds since 1970."""
+
+    def gauges(self, look: Gauges) -> None:
+        """How to see who is busy, from any thread and at any time, until the next one is given."""
 
     def note(self, text: str) -> None:
         """A warning or an event the user should see."""
@@ -116,6 +129,15 @@ class Monitors(Monitor):
 
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         self._tell(lambda monitor: monitor.tickets(records))
+
+    def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
+        self._tell(lambda monitor: monitor.played(step, state, rollouts))
+
+    def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
+        self._tell(lambda monitor: monitor.spans(step, spans))
+
+    def gauges(self, look: Gauges) -> None:
+        self._tell(lambda monitor: monitor.gauges(look))
 
     def note(self, text: str) -> None:
         self._tell(lambda monitor: monitor.note(text))

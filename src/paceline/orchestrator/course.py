@@ -1,6 +1,6 @@
 """One environment's place in a run: its rows, its cursor, its algorithm."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -73,14 +73,17 @@ def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> d
 
 
 @asynccontextmanager
-async def opened(courses: Mapping[str, Course], voice: Voice) -> AsyncGenerator[None]:
-    """Every algorithm ready, with the frozen models it names; the connections end with the run."""
+async def opened(
+    courses: Mapping[str, Course], voice: Voice, find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
+) -> AsyncGenerator[None]:
+    """Every algorithm ready, with the frozen models it names; the connections end with the run. `find` knows models
+    that the placement itself serves; without it all are endpoints."""
     pools: dict[str, FrozenPool] = {}
 
     async def connect(ref: ModelRef) -> FrozenPool:
         key = ref.model_dump_json()
         if key not in pools:
-            pools[key] = await attach(ref, voice.renderer.tokenizer)
+            pools[key] = await (find(ref) if find else attach(ref, voice.renderer.tokenizer))
         return pools[key]
 
     try:

@@ -84,6 +84,8 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopped = False
+        self.let_go: list[tuple[Group, str]] = []
+        """Finished groups that were dropped, and why, until somebody takes them away."""
         self.shunned: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
@@ -210,6 +212,7 @@ class Dispatcher:
         else:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
+            self.let_go.append((group, verdict))
 
     # -- shipping ---------------------------------------------------------------------------------------------------
 
@@ -250,6 +253,7 @@ class Dispatcher:
         self._buffer.take([group])
         self._gate.give_back(group.places)
         self._drop(group.ticket, reason)
+        self.let_go.append((group, reason))
 
     def _ship(self, batch: list[Group]) -> list[Group]:
         self._buffer.take(batch)
@@ -267,6 +271,13 @@ class Dispatcher:
         for ticket, flight in list(self._flights.items()):
             if flight.course.algorithm.voice is None:
                 self._call_off(ticket, OVERSAMPLED)
+
+    def playing(self) -> dict[str, float]:
+        """Episodes under way, by environment; may be asked from any thread."""
+        counts = dict.fromkeys(self._courses, 0.0)
+        for flight in list(self._flights.values()):
+            counts[flight.course.name] += flight.course.group_size
+        return counts
 
     @property
     def tally(self) -> Tally:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import comb
 
 from paceline.config import Eval
@@ -18,20 +18,30 @@ PASS = 0.5
 
 
 async def evaluate(
-    courses: dict[str, Course], player: Player, config: Eval, progress: Callable[[str], None]
+    courses: dict[str, Course],
+    player: Player,
+    config: Eval,
+    progress: Callable[[str], None],
+    played: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
 ) -> dict[str, float]:
-    """Metrics `eval/<env>/...` of every environment that has held-out rows.
+    """Metrics `eval/<env>/...` of every environment that has held-out rows; `played` is told of all their rollouts.
 
     Each row keeps its own noise from one evaluation to the next, so two evaluations differ by the weights alone.
     """
     metrics: dict[str, float] = {}
     for course in courses.values():
         if course.eval_rows:
-            metrics |= await _course(course, player, config, progress)
+            metrics |= await _course(course, player, config, progress, played)
     return metrics
 
 
-async def _course(course: Course, player: Player, config: Eval, progress: Callable[[str], None]) -> dict[str, float]:
+async def _course(
+    course: Course,
+    player: Player,
+    config: Eval,
+    progress: Callable[[str], None],
+    told: Callable[[Sequence[Rollout]], None],
+) -> dict[str, float]:
     rows = course.eval_rows[: config.examples]
     places = asyncio.Semaphore(config.concurrency)
     done = 0
@@ -58,9 +68,10 @@ async def _course(course: Course, player: Player, config: Eval, progress: Callab
     actors = list(course.environment.actors)
     mine = actors[0] if actors else POLICY
     by_actor: dict[str, list[Rollout]] = {}
-    for played in await asyncio.gather(*map(tries, range(len(rows)))):
-        for rollout in played:
-            by_actor.setdefault(rollout.actor, []).append(rollout)
+    tried = await asyncio.gather(*map(tries, range(len(rows))))
+    told([rollout for played in tried for rollout in played])
+    for rollout in (rollout for played in tried for rollout in played):
+        by_actor.setdefault(rollout.actor, []).append(rollout)
     if lost := _all_lost(by_actor):
         raise RunStopped(f"every evaluation episode failed; the first cause: {lost}")
     metrics: dict[str, float] = {}

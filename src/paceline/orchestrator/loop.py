@@ -5,8 +5,10 @@ rides ahead of training is the gate's business, and the dispatcher goes on sampl
 """
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.arena.together import together
@@ -29,7 +31,7 @@ from paceline.orchestrator.metrics import batch_metrics, replay_metrics
 from paceline.orchestrator.past import Past
 from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.stopwatch import Stopwatch
-from paceline.rollout import Group, Voice
+from paceline.rollout import Group, Rollout, Voice
 from paceline.trainer import StepReport, Trainer
 
 
@@ -77,6 +79,7 @@ class Conductor:
         self._dispatcher.shunned = shunned
         self._past = Past(parts.courses, parts.past, parts.monitor.note)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
+        self._epoch = time.time() - parts.clock.now()
         self._scored: set[Ticket] = set()
         """Groups of the batch under way whose samples are finished."""
         self._saved_at: int | None = None
@@ -88,6 +91,7 @@ class Conductor:
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or somebody asks to stop."""
+        self._p.monitor.gauges(self._look)
         await self._begin()
         try:
             while not self._finished:
@@ -194,6 +198,8 @@ class Conductor:
             course.environment.forget(course.cursor.draws if oldest is None else oldest)
         tally = self._dispatcher.take_tally(batch)
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
+        if report.memory:
+            metrics["memory/trainer"] = report.memory
         if self._config.replay.share:
             metrics |= replay_metrics(batch, self._gate.version - 1)
         metrics |= self._player.metrics()
@@ -203,32 +209,52 @@ class Conductor:
         last = self._config.steps == self.step
         if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
             metrics |= await self._evaluate()
-        self._record(batch, samples, tally, metrics)
+        self._record(batch, samples, tally, metrics, report.skipped)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
             await self._save()
         self._watch.restart()
 
     async def _evaluate(self) -> dict[str, float]:
         with self._watch.phase("eval"):
+            tell, told = self._p.monitor.phase, partial(self._p.monitor.played, self.step)
             player = Player(self._p.eval_voice, self._p.clock, self._config.seed, EVAL)
-            metrics = await evaluate(self._p.courses, player, self._config.eval, self._p.monitor.phase)
+            metrics = await evaluate(self._p.courses, player, self._config.eval, tell, partial(told, "evaluated"))
             player = Player(self._p.eval_voice, self._p.clock, self._config.seed, MATCH)
             metrics |= await self._past.assess(
-                player, self._gate.version, self._config.eval.concurrency, self._p.monitor.phase
+                player, self._gate.version, self._config.eval.concurrency, tell, partial(told, "matched")
             )
         return metrics | {"time/eval": self._watch.seconds("eval")}
 
     def _record(
-        self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float]
+        self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float], skipped: bool
     ) -> None:
         monitor = self._p.monitor
         monitor.step(self.step, metrics)
+        self._tell_dropped(self.step)
+        fresh = [group for group in batch if not isinstance(group, Replayed)]
+        again = [group for group in batch if isinstance(group, Replayed)]
+        monitor.played(self.step, "skipped" if skipped else "trained", _all(fresh))
+        monitor.played(self.step, "skipped" if skipped else "replayed", _all(again))
+        monitor.spans(
+            self.step,
+            [("run", name, start + self._epoch, end + self._epoch) for name, start, end in self._watch.take_spans()],
+        )
         failed = [rollout for group in tally.resolved for rollout in group.failed]
         shown = [rollout for group in batch for rollout in group.rollouts][: self._config.record.rollouts]
         monitor.rollouts(self.step, [rollout.record() for rollout in [*shown, *failed[:1]]])
         if self._config.record.batches:
             monitor.batch(self.step, encode(samples))
         self._flush_tickets()
+
+    def _tell_dropped(self, step: int) -> None:
+        """What was dropped since the last batch belongs to this one: a checkpoint of it knows of them."""
+        for group, reason in self._dispatcher.let_go:
+            self._p.monitor.played(step, f"dropped:{reason}", _all([group]))
+        self._dispatcher.let_go.clear()
+
+    def _look(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Who is busy: may be asked from any thread."""
+        return self._p.pool.busy, self._dispatcher.playing()
 
     def _flush_tickets(self) -> None:
         self._p.monitor.tickets(self._ticket_records)
@@ -239,7 +265,9 @@ class Conductor:
     async def _save(self) -> None:
         if self._saved_at == self.step:
             self._flush_tickets()  # groups may have been dropped since, with no step to tell of them
+            self._tell_dropped(self.step + 1)
             return
+        self._tell_dropped(self.step)
         self._p.monitor.phase("saving checkpoint")
         courses = self._p.courses.values()
         # Written before anything is awaited: what lands while the trainer saves comes after this checkpoint.
@@ -300,3 +328,8 @@ class Conductor:
     def checkpoint(self) -> Path | None:
         """The newest checkpoint."""
         return next(reversed(self._p.checkpoints.all()), None)
+
+
+def _all(groups: Iterable[Group]) -> list[Rollout]:
+    """Those that finished and those that failed, group by group."""
+    return [rollout for group in groups for rollout in (*group.rollouts, *group.failed)]

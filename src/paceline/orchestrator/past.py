@@ -17,6 +17,7 @@ from paceline.model.weights import Adapter, WeightUpdate
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import Player
+from paceline.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,19 @@ class Past:
                 await self._speak(address, version)
 
     async def assess(
-        self, player: Player, version: int, concurrency: int, progress: Callable[[str], None]
+        self,
+        player: Player,
+        version: int,
+        concurrency: int,
+        progress: Callable[[str], None],
+        played: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
     ) -> dict[str, float]:
-        """Let this version meet the past, enter the games in the books, and say how strong it is."""
+        """Let this version meet the past, enter the games in the books, and say how strong it is. `played` is told of
+        the rollouts of each game."""
         metrics: dict[str, float] = {}
         for member in self.members:
             if rows := member.environment.meetings(version):
-                metrics |= await self._assess(member, rows, player, version, concurrency, progress)
+                metrics |= await self._assess(member, rows, player, version, concurrency, progress, played)
             elif any(kept != version for kept in member.league.versions):
                 self._note(f"{member.course.name}: nobody was rated, for matches() gave no episode of two actors")
         return metrics
@@ -99,6 +106,7 @@ class Past:
         version: int,
         concurrency: int,
         progress: Callable[[str], None],
+        played: Callable[[Sequence[Rollout]], None],
     ) -> dict[str, float]:
         places, name, done = asyncio.Semaphore(concurrency), member.course.name, 0
 
@@ -107,6 +115,7 @@ class Past:
             async with places:
                 rollouts = await player.episode(member.course, row, Ticket(index, name, 0, index, index), 0, -1)
             done += 1
+            played(rollouts)
             progress(f"rating {name} {done}/{len(rows)}")
             return next((rollout.error for rollout in rollouts if rollout.error and not rollout.dropped), None)
 

@@ -29,6 +29,7 @@ class Stopwatch:
         self._busy_in: dict[str, float] = defaultdict(float)
         self._inner = (0.0, 0.0)
         """Seconds, and seconds of the engine, in phases within the one under way."""
+        self._spans: list[tuple[str, float, float]] = []
         self.restart()
 
     def restart(self) -> None:
@@ -52,7 +53,9 @@ class Stopwatch:
         try:
             yield
         finally:
-            seconds, engine = self._clock.now() - start, self._busy_since(busy)
+            end = self._clock.now()
+            seconds, engine = end - start, self._busy_since(busy)
+            self._spans.append((name, start, end))
             self._seconds[name] += seconds - self._inner[0]
             self._busy_in[name] += max(0.0, engine - self._inner[1])
             self._inner = (outer[0] + seconds, outer[1] + engine)
@@ -63,6 +66,11 @@ class Stopwatch:
 
     def seconds(self, phase: str) -> float:
         return self._seconds[phase]
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """The phases that ended since this was last asked, by the clock's time."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def lap(self, sampled_tokens: int) -> dict[str, float]:
         """The metrics of the step so far, evaluation not yet included."""

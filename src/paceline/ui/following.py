@@ -1,0 +1,83 @@
+"""What has changed since a page last heard: the source of its live updates.
+
+A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
+that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from paceline.record import RunFolder
+from paceline.ui.opened import signature
+from paceline.ui.runs import Runs
+from paceline.ui.standing import standing
+
+GROWING = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
+"""Files whose size a page is told, so that it can ask for what is new."""
+
+News = tuple[str, Any, str]
+"""The event's name, what it says, and the mark to go on from; empty where there is none."""
+
+
+def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
+    """The columns since a mark, whether they replace what was read before, and the new mark."""
+    file, _, lines = mark.partition(":")
+    here = str(signature(run.path / "metrics.jsonl")[0])
+    columns = run.metrics()
+    count = len(columns["step"])
+    start = int(lines) if file == here and lines.isdecimal() and int(lines) <= count else 0
+    return {
+        "columns": {name: values[start:] for name, values in columns.items()},
+        "fresh": start == 0,
+    }, f"{here}:{count}"
+
+
+class RunNews:
+    """Follows one run for one page."""
+
+    def __init__(self, run: RunFolder, mark: str) -> None:
+        self._run = run
+        self._mark = mark
+        self._seen: dict[str, Any] = {}
+
+    def look(self) -> Iterator[News]:
+        """What is new. Reads only what has changed; the status always, since a process dies without writing."""
+        root = self._run.path
+        if not root.is_dir():
+            if self._changed("gone", True):
+                yield "gone", {}, ""
+            return
+        if self._changed("metrics", signature(root / "metrics.jsonl")):
+            told, mark = read_metrics(self._run, self._mark)
+            if mark != self._mark:
+                self._mark = mark
+                yield "metrics", told, mark
+        if self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")]):
+            self._seen["status"] = asdict(self._run.status())
+            yield "standing", standing(self._run), ""
+        elif self._changed("status", asdict(self._run.status())):
+            yield "status", self._seen["status"], ""
+        sizes = {name: signature(root / name)[1] for name in GROWING}
+        if self._changed("files", sizes):
+            yield "files", sizes, ""
+
+    def _changed(self, what: str, value: Any) -> bool:
+        before, self._seen[what] = self._seen.get(what), value
+        return before != value
+
+
+class FolderNews:
+    """Follows the table of runs for one page."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._told: dict[str, dict[str, Any]] = {}
+
+    def look(self) -> Iterator[News]:
+        """The runs that are new or have changed, and the names of those that went."""
+        before, self._told = self._told, self._runs.vitals()
+        changed = [told for name, told in self._told.items() if told != before.get(name)]
+        gone = [name for name in before if name not in self._told]
+        if changed or gone:
+            yield "runs", {"changed": changed, "gone": gone}, ""

@@ -1,0 +1,5 @@
+"""Where the page's own files lie."""
+
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"

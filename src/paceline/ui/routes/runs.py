@@ -1,0 +1,21 @@
+"""The table of runs, and what stands on top of one run's pages."""
+
+from fastapi import APIRouter, Response
+
+from paceline.ui.answers import Json
+from paceline.ui.routes.here import AllRuns, OneRun
+from paceline.ui.standing import standing
+
+router = APIRouter()
+
+
+@router.get("/runs")
+def runs(runs: AllRuns) -> Response:
+    """Every run of the folder, in a line."""
+    return Json({"folder": str(runs.folder), "runs": list(runs.vitals().values())})
+
+
+@router.get("/run")
+def run(run: OneRun) -> Response:
+    """How one run stands: its status, its events and what of it could not be read."""
+    return Json(standing(run))

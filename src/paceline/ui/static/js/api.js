@@ -1,0 +1,33 @@
+// Asking the server. What it refuses comes as a sentence, and so does a server that does not answer.
+
+export class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** GET /api/<path> with these parameters; lists repeat their name, null and undefined are left out. */
+export async function ask(path, parameters = {}, signal = undefined) {
+  let answer;
+  try {
+    answer = await fetch(address(path, parameters), { signal, headers: { Accept: "application/json" } });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused("The server does not answer. Is `paceline ui` still running?", 0);
+  }
+  const told = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Refused(told.error || `The server answered ${answer.status}.`, answer.status);
+  return told;
+}
+
+export function address(path, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== null && one !== undefined) query.append(name, one);
+    }
+  }
+  const text = query.toString();
+  return `/api/${path}${text ? `?${text}` : ""}`;
+}

@@ -1,0 +1,122 @@
+// The shell: which page is shown, the tabs of a run, the theme and the keys that work everywhere.
+import { announce, fill, h } from "./dom.js";
+import { FOLDER_PAGES, RUN_PAGES } from "./pages.js";
+import { parse, toRun } from "./router.js";
+import { Run } from "./run.js";
+import { statePill } from "./state.js";
+
+const main = document.getElementById("main");
+const trail = document.getElementById("trail");
+const tabs = document.getElementById("tabs");
+
+let run = null;
+let leave = null;
+let forget = null;
+let turn = 0;
+
+/** Show what the address says. A page that was asked for later wins, however long an earlier one takes. */
+async function show() {
+  const mine = (turn += 1);
+  const target = parse(location.hash);
+  leave?.();
+  leave = null;
+  if (run && run.name !== target.run) {
+    run.close();
+    run = null;
+  }
+  const root = h("div", { class: "page" });
+  const reading = h("p", { class: "faint reading" }, "Reading…");
+  const slow = setTimeout(() => mine === turn && main.prepend(reading), 300);
+  try {
+    if (target.run !== null && !run) {
+      const opened = await Run.open(target.run);
+      if (mine !== turn) return;
+      run = opened;
+      run.follow();
+    }
+    const page = pageOf(target);
+    head(target, page);
+    fill(main, root);
+    const left = await page.module.render(root, run, target.params);
+    if (mine === turn) leave = left ?? null;
+    else left?.();
+  } catch (error) {
+    if (mine !== turn) return;
+    head(target, null);
+    fill(main, failure(error));
+    if (error.status === undefined) console.error(error);
+  } finally {
+    clearTimeout(slow);
+    reading.remove();
+  }
+}
+
+function pageOf({ run: name, page }) {
+  const pages = name === null ? FOLDER_PAGES : RUN_PAGES;
+  const key = page || Object.keys(pages)[0];
+  if (!Object.hasOwn(pages, key)) throw Object.assign(new Error(`There is no page "${key}".`), { status: 404 });
+  return { key, module: pages[key] };
+}
+
+/** The way here, the tabs, and the window's title. */
+function head(target, page) {
+  forget?.();
+  forget = null;
+  const slash = () => h("span", { class: "slash", "aria-hidden": "true" }, "/");
+  if (target.run !== null) {
+    const pill = h("span", {});
+    fill(trail, slash(), h("a", { href: "#/" }, "runs"), slash(), h("span", { class: "here" }, target.run), pill);
+    if (run) {
+      const draw = () => fill(pill, statePill(run.status.state));
+      draw();
+      forget = run.on("standing", draw);
+    }
+  } else {
+    fill(trail, slash(), page?.key === "runs" || !page ? h("span", { class: "here" }, "runs") : [
+      h("a", { href: "#/" }, "runs"), slash(), h("span", { class: "here" }, page.module.title.toLowerCase())]);
+  }
+  tabs.hidden = target.run === null || !run;
+  fill(tabs, Object.entries(RUN_PAGES).map(([key, module]) =>
+    h("a", { href: toRun(target.run ?? "", key), "aria-current": key === page?.key ? "page" : null }, module.title)));
+  document.title = [page?.module.title, target.run, "Paceline"].filter(Boolean).join(" · ");
+  announce(document.title, true);
+}
+
+function failure(error) {
+  return h("div", { class: "notice bad", role: "alert" },
+    h("h2", {}, "This page cannot be shown"),
+    h("p", {}, error.message),
+    h("p", {}, h("a", { href: "#/" }, "All runs")));
+}
+
+/** `/` goes to the search field of the page, wherever the focus is, unless one is writing. */
+function keys(event) {
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.matches?.("input, textarea, select, [contenteditable]")) return;
+  const field = main.querySelector("[data-search]");
+  if (!field) return;
+  event.preventDefault();
+  field.focus();
+  field.select();
+}
+
+function theme() {
+  const button = document.getElementById("theme");
+  const name = () => (document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  const draw = () => {
+    button.textContent = name() === "light" ? "☀ Light" : "☾ Dark";
+    button.setAttribute("aria-label", `Use the ${name()} theme`);
+  };
+  button.addEventListener("click", () => globalThis.chooseTheme(name()));
+  addEventListener("theme", draw);
+  draw();
+}
+
+document.getElementById("skip").addEventListener("click", () => main.focus());
+addEventListener("keydown", keys);
+addEventListener("hashchange", () => {
+  scrollTo(0, 0);
+  show();
+});
+theme();
+show();

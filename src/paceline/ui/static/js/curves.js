@@ -1,0 +1,118 @@
+// Which metrics are shown together, under which title. What no entry here takes is shown too, at the end.
+import { count, number, percent, seconds } from "./format.js";
+
+const words = (name) => name.replaceAll("_", " ");
+
+/**
+ * `match` gives the label of a metric's curve, or nothing where the metric belongs elsewhere. The first entry that takes a
+ * metric has it. `env` in a pattern is an environment, which keeps its colour in all charts.
+ */
+export const CHARTS = [
+  entry("reward", "Learning", "Reward", "mean of what was sampled, before filters", /^reward\/(?<env>.+)\/mean$/, { lead: true }),
+  entry("eval", "Learning", "Held-out evaluation", "on rows that never train", /^eval\/(?<env>.+)\/(?<what>reward|exact|pass@\d+)$/, { lead: true }),
+  entry("loss", "Update", "Loss by component", "each with its own normaliser", /^loss(?:\/(?<what>.+))?$/, { whole: "sum", broad: true }),
+  entry("grad", "Update", "Gradient norm", "before clipping", /^(?<what>grad_norm.*)$/, { min: 0 }),
+  entry("entropy", "Update", "Entropy", "nats a token; a fall towards 0 is a collapse", /^(?<what>entropy.*)$/, { min: 0 }),
+  entry("kl", "Update", "KL and mismatch", "how far trainer and sampler are apart", /^(?<what>ppo_kl|ref_kl|mismatch_kl|mismatch\/.+|kl.*)$/),
+  entry("clip", "Update", "Clipped tokens", "share of trained tokens", /^(?<what>clip_fraction.*)$/, { format: percent, min: 0, unit: 0.05 }),
+  entry("ratio", "Update", "Importance ratio", "1 where nothing has changed since sampling", /^(?<what>ratio.*)$/),
+  entry("lr", "Update", "Learning rate", "of the optimizer", /^(?<what>lr.*)$/, { min: 0 }),
+  entry("metric", "Rollouts", "Environment metrics", "mean of what each environment measures", /^metric\/(?<env>[^/]+)\/(?<what>.+)$/),
+  entry("length", "Rollouts", "Length", "tokens sampled, and with the prompt", /^(?<what>length|trajectory_length|stale_length)$/, { min: 0 }),
+  entry("eval_length", "Rollouts", "Held-out length", "tokens sampled in evaluation", /^eval\/(?<env>.+)\/length$/, { min: 0 }),
+  entry("truncated", "Rollouts", "Truncated", "share that ran into max_tokens", /^(?:(?<what>truncated_ratio)|eval\/(?<env>.+)\/truncated_ratio)$/, { format: percent, min: 0, unit: 0.05, whole: "held-out", names: { truncated_ratio: "training" } }),
+  entry("turns", "Rollouts", "Turns", "engine calls a rollout", /^(?<what>turns)$/, { min: 0 }),
+  entry("dropped", "Rollouts", "Dropped, by reason", "groups and samples a step", /^dropped\/(?<what>.+)$/, { stacked: true, format: count, busy: true, broad: true }),
+  entry("drop_ratio", "Rollouts", "Dropped groups", "share of all groups", /^(?<what>drop_ratio)$/, { format: percent, min: 0, unit: 0.05 }),
+  entry("staleness", "Pace", "Staleness", "versions between sampling and training", /^staleness\/(?<what>.+)$/, { min: 0 }),
+  entry("throughput", "Pace", "Throughput", "tokens a second, sampled and trained", /^(?<what>tokens\/s|train_tokens\/s)$/, { format: count, min: 0 }),
+  entry("busy", "Pace", "Busy and waiting", "shares of the step", /^(?:busy\/(?<what>.+)|wait_time_ratio|overlap_ratio)$/, {
+    format: percent, min: 0, max: 1, names: { wait_time_ratio: "trainer waits", overlap_ratio: "both at once" },
+  }),
+  entry("time", "Pace", "Time of a step, by part", "seconds", /^time\/(?<what>(?!step$).+)$/, {
+    stacked: true, format: seconds, busy: true, colours: { sample: 2, score: 5, train: 0, publish: 1, eval: 3 },
+  }),
+];
+export const SECTIONS = ["Learning", "Update", "Rollouts", "Pace"];
+
+const NOT_CURVES = new Set(["step", "time"]);
+
+function entry(id, section, title, hint, pattern, options = {}) {
+  return { id, section, title, hint, pattern, format: number, ...options };
+}
+
+/** Which curves each chart has, for these metric names: [{chart, curves: [{name, label, env}]}]; the rest comes last. */
+export function arrange(names) {
+  const charts = new Map(CHARTS.map((chart) => [chart.id, { chart, curves: [] }]));
+  for (const name of names) {
+    if (NOT_CURVES.has(name)) continue;
+    const chart = CHARTS.find((one) => one.pattern.test(name));
+    if (chart) charts.get(chart.id).curves.push({ name, ...labelled(chart, name) });
+    else other(charts, name);
+  }
+  const found = [...charts.values()].filter(({ curves }) => curves.length);
+  for (const { chart, curves } of found) {
+    if (chart.colours) curves.sort((a, b) => place(chart, a) - place(chart, b));
+    shorten(chart, curves);
+  }
+  return found;
+}
+
+function labelled(chart, name) {
+  const { env, what } = chart.pattern.exec(name).groups ?? {};
+  return { env, what: chart.names?.[name] ?? (what ? words(what) : chart.whole ?? "") };
+}
+
+/** Parts with a colour of their own stand in the order they are named; others come behind. */
+function place(chart, { what }) {
+  const at = Object.keys(chart.colours).indexOf(what);
+  return at < 0 ? 99 : at;
+}
+
+/**
+ * One environment needs no name on each curve, and one measure none either. Where both differ, colour tells the environment
+ * and dashes the measure.
+ */
+function shorten(chart, curves) {
+  const envs = new Set(curves.map((curve) => curve.env));
+  const whats = new Set(curves.map((curve) => curve.what));
+  for (const curve of curves) {
+    const parts = [];
+    if (curve.env && (envs.size > 1 || whats.size <= 1)) parts.push(curve.env);
+    if (curve.what && (whats.size > 1 || !curve.env)) parts.push(curve.what);
+    curve.label = parts.join(" · ") || curve.name;
+    curve.dash = envs.size > 1 && whats.size > 1 ? [...whats].indexOf(curve.what) : 0;
+    curve.byEnv = Boolean(curve.env) && (envs.size > 1 || whats.size === 1);
+  }
+  const seen = new Set();
+  for (const curve of curves) {
+    if (seen.has(curve.label)) curve.label = curve.name;
+    seen.add(curve.label);
+  }
+}
+
+function other(charts, name) {
+  const family = name.split("/")[0];
+  const id = `other/${family}`;
+  if (!charts.has(id)) {
+    charts.set(id, { chart: entry(id, "Other", words(family), "", /^/), curves: [] });
+  }
+  charts.get(id).curves.push({ name, what: words(name.slice(family.length + 1)) || words(name) });
+}
+
+/** The points of a metric on an axis ("step" or "time"), without gaps. */
+export function points(columns, name, axis) {
+  const along = columns[axis] ?? [];
+  const values = columns[name] ?? [];
+  const start = axis === "time" ? along.find((value) => value !== null) ?? 0 : 0;
+  const [xs, ys] = [[], []];
+  let last = -Infinity;
+  for (let index = 0; index < values.length; index += 1) {
+    const [x, y] = [along[index], values[index]];
+    if (x === null || y === null || x === undefined || x < last) continue;
+    last = x;
+    xs.push(x - start);
+    ys.push(y);
+  }
+  return { xs, ys };
+}

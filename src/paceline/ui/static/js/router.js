@@ -1,0 +1,34 @@
+// Addresses: #/ (runs), #/compare?..., #/run/NAME/PAGE?...
+
+/** What an address means: {page, run, params}. */
+export function parse(hash) {
+  const [path, query] = hash.replace(/^#\/?/, "").split("?", 2);
+  const parts = path.split("/").filter(Boolean).map(decoded);
+  const params = new URLSearchParams(query ?? "");
+  if (parts[0] === "run" && parts[1]) return { run: parts[1], page: parts[2] ?? "", params };
+  return { run: null, page: parts[0] ?? "", params };
+}
+
+/** The address of a run's page. */
+export function toRun(name, page = "overview", params = {}) {
+  return `#/run/${encodeURIComponent(name)}/${page}${queried(params)}`;
+}
+
+/** The address of a page of the folder. */
+export function toPage(page, params = {}) {
+  return `#/${page}${queried(params)}`;
+}
+
+function queried(params) {
+  const query = params instanceof URLSearchParams ? params : new URLSearchParams(params);
+  const text = query.toString();
+  return text ? `?${text}` : "";
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}

@@ -1,0 +1,49 @@
+// What a run said: its trouble on top, and all its events.
+import { h } from "./dom.js";
+import { moment } from "./format.js";
+import { meaning } from "./state.js";
+
+/** What a reader must know before anything else: why it stopped, and what could not be read. */
+export function troubles(run) {
+  const { state, message, step } = run.status;
+  const found = [];
+  if (["failed", "crashed", "interrupted"].includes(state)) {
+    found.push(h("div", { class: `notice ${state === "interrupted" ? "warn" : "bad"}` },
+      h("h2", {}, `${state[0].toUpperCase()}${state.slice(1)} at step ${step ?? 0}`),
+      h("p", {}, message || meaning(state)),
+      h("p", { class: "faint" }, "In a terminal, ", h("code", {}, `paceline doctor ${run.standing.path}`), " says who waited for whom, and how to go on.")));
+  }
+  if (run.standing.problems.length) {
+    found.push(h("div", { class: "notice warn" }, h("h2", {}, "Not all of it could be read"),
+      h("ul", {}, run.standing.problems.map((problem) => h("li", {}, problem)))));
+  }
+  return found;
+}
+
+export function eventsTable(run) {
+  const { events, events_left_out: left } = run.standing;
+  if (!events.length) return null;
+  const rows = [...events].reverse().map((event) => h("tr", { class: kind(event) },
+    h("td", { class: "soft" }, moment(event.time)), h("td", {}, String(event.event ?? "")), h("td", {}, sentence(event))));
+  return [
+    h("h2", {}, "Events", left ? h("span", { class: "faint" }, `the last ${events.length}; ${left} earlier ones are in events.jsonl`) : null),
+    h("div", { class: "events", tabindex: 0, role: "region", "aria-label": "Events, newest first" },
+      h("table", {}, h("thead", {}, h("tr", {}, ["Time", "Event", "What"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)))];
+}
+
+function kind({ event, status }) {
+  if (event === "end" && status === "failed") return "bad";
+  return event === "note" ? "note" : null;
+}
+
+function sentence(event) {
+  const known = {
+    begin: () => `${event.start_step ? `goes on from step ${event.start_step}` : "starts"}, ${event.total_steps ?? "?"} steps on ${event.device ?? "?"}`,
+    end: () => `${event.status} at step ${event.step}${event.message ? `: ${event.message}` : ""}`,
+    roll_back: () => `back to step ${event.step}`,
+  };
+  if (Object.hasOwn(known, event.event)) return known[event.event]();
+  if (event.text !== undefined) return String(event.text);
+  const { time, event: _, ...rest } = event;
+  return JSON.stringify(rest);
+}

@@ -1,0 +1,403 @@
+"""The record's laws: what is written is what is read, whatever was said, wherever files end, whoever reads along."""
+
+import logging
+import math
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.data import Sample, Ticket, encode
+from paceline.monitor import Monitors, Recorder, RunPlan
+from paceline.record import Gone, Keeper, Query, keeper, open_run
+from paceline.record.layout import ROW
+from paceline.record.shelf import Shelf, StrangeSchema
+from paceline.rollout import Rollout, assemble
+from paceline.rollout.types import Turn
+
+FILES = ("rollouts.index", "rollouts.data", "rollouts.text", "names.jsonl")
+
+
+def kept(folder: Path, start: int = 0) -> Keeper:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.lock").touch()
+    writer = Keeper(folder)
+    writer.begin(RunPlan("run", folder, None, start, {}, ("env",), "cpu", 0))
+    return writer
+
+
+def spoken(seed: int, turns: int = 1, text: str = "so be it") -> Rollout:
+    """A rollout of turns that go on from one another."""
+    dice = np.random.default_rng(seed)
+    prompt, messages, said = [1, 2, seed % 100], [{"role": "user", "content": f"question {seed}"}], []
+    for number in range(turns):
+        ids = dice.integers(3, 9000, dice.integers(1, 30)).tolist()
+        said.append(
+            Turn(
+                prompt_ids=prompt,
+                completion_ids=ids,
+                logprobs=(-dice.exponential(1.0, len(ids))).astype(np.float32).tolist(),
+                versions=dice.integers(0, 2, len(ids)).tolist(),
+                finish="stop",
+                temperature=0.7,
+                messages=messages,
+                text=f"{text} {number}",
+            )
+        )
+        prompt = [*prompt, *ids, 7, 8]
+        messages = [*messages, said[-1].message, {"role": "tool", "content": f"told {number}"}]
+    ticket = Ticket(seed, "env", 0, seed, seed)
+    rollout = Rollout(ticket=ticket, member=seed % 4, turns=said, reward=float(seed), metrics={"right": 1.0})
+    rollout.samples = [
+        sample.with_streams(advantages=np.where(sample.loss_mask, dice.normal(), 0)) for sample in assemble(rollout)
+    ]
+    return rollout
+
+
+def same(told, rollout: Rollout) -> bool:
+    """Whether everything of a rollout came back, samples bit for bit."""
+    assert told.ticket == rollout.ticket
+    assert (told.row.member, told.row.actor, told.row.kind) == (rollout.member, rollout.actor, rollout.kind)
+    assert (told.parent, told.error, told.metrics) == (rollout.parent, rollout.error, rollout.metrics)
+    assert told.reward == rollout.reward or (math.isnan(told.reward) and math.isnan(rollout.reward))
+    assert len(told.turns) == len(rollout.turns)
+    for back, turn in zip(told.turns, rollout.turns, strict=True):
+        assert back.prompt_ids.tolist() == turn.prompt_ids
+        assert back.completion_ids.tolist() == turn.completion_ids
+        assert back.versions.tolist() == turn.versions
+        assert back.logprobs.tobytes() == np.asarray(turn.logprobs, np.float32).tobytes()
+        assert (back.finish, back.temperature, back.recomputed) == (turn.finish, turn.temperature, turn.recomputed)
+        assert (back.text, back.said, back.tools) == (turn.text, turn.said, turn.tools)
+        assert (back.messages, back.weights) == (turn.messages, dict(turn.weights))
+        assert (back.log_z is None) == (turn.log_z is None)
+    assert encode(told.samples) == encode(rollout.samples)
+    return True
+
+
+# -- what is written is what is read ----------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text(max_size=20) | st.lists(values)}
+) | st.dictionaries(st.text(max_size=6), values, max_size=3)
+number = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def rollouts(draw) -> Rollout:
+    turns: list[Turn] = []
+    for place in range(draw(st.integers(0, 4))):
+        prompt, messages = draw(st.lists(st.integers(0, 50), max_size=60)), draw(st.lists(message, max_size=3))
+        if turns and draw(st.booleans()):  # as a conversation goes on, or a branch of it
+            past = turns[draw(st.integers(0, place - 1))]
+            cut = draw(st.integers(0, 3))
+            prompt = [*past.prompt_ids, *past.completion_ids][: -cut or None] + prompt
+            messages = [*(past.messages or []), past.message, *messages]
+        ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=40))
+        one = draw(st.booleans())
+        turns.append(
+            Turn(
+                prompt_ids=prompt or [0],
+                completion_ids=ids,
+                logprobs=draw(st.lists(number, min_size=len(ids), max_size=len(ids))),
+                versions=[3] * len(ids)
+                if one
+                else draw(st.lists(st.integers(0, 9), min_size=len(ids), max_size=len(ids))),
+                log_z=draw(st.none() | st.just([-0.5] * len(ids))),
+                finish=draw(st.sampled_from(["stop", "length"])),
+                temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+                recomputed=draw(st.booleans()),
+                weights=draw(st.dictionaries(st.integers(0, 9), st.text(max_size=4), max_size=2)),
+                messages=draw(st.sampled_from([messages, messages, None])),
+                tools=draw(st.none() | st.lists(st.just({"type": "function"}), max_size=2)),
+                text=draw(st.text(max_size=20)),
+                said=draw(st.none() | st.just({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]})),
+            )
+        )
+    names = st.text(st.characters(codec="utf-8"), max_size=6)
+    rollout = Rollout(
+        ticket=Ticket(draw(st.integers(0, 2**40)), draw(names), 1, 2, draw(st.integers(0, 2**40))),
+        member=draw(st.integers(0, 99)),
+        actor=draw(names),
+        kind=draw(names),
+        parent=draw(names),
+        turns=turns,
+        reward=draw(st.none() | st.floats()),
+        metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3)),
+        error=draw(st.none() | st.text(max_size=20)),
+    )
+    rollout.samples = [changed(draw, sample) for sample in assemble(rollout)]
+    return rollout
+
+
+def changed(draw, sample: Sample) -> Sample:
+    """With streams that come in later, and sometimes cut, masked or made from scratch."""
+    dice, length = np.random.default_rng(draw(st.integers(0, 99))), len(sample)
+    streams = {}
+    for name in draw(st.sets(st.sampled_from(["advantages", "rewards", "ref_logprobs", "base_logprobs"]))):
+        streams[name] = dice.normal(size=length) if draw(st.booleans()) else np.where(sample.loss_mask, 0.5, 0)
+    for name in draw(st.sets(st.sampled_from(["rl_weights", "ce_weights", "ref_kl_weights"]))):
+        streams[name] = np.where(np.arange(length) > 0, dice.integers(0, 2, length), 0)
+    if draw(st.booleans()):
+        streams["logprobs"] = draw(st.sampled_from([None, dice.normal(size=length)]))
+    sample = sample.with_streams(**streams)
+    if draw(st.booleans()):
+        sample = sample.truncated_to(draw(st.integers(1, length)))
+    return replace(sample, ticket=None) if draw(st.booleans()) else sample
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(played=st.lists(rollouts(), max_size=4), state=st.sampled_from(["trained", "dropped:stale", "evaluated"]))
+def test_what_is_written_is_what_is_read(tmp_path_factory, played, state):
+    folder = tmp_path_factory.mktemp("run")
+    with kept(folder) as writer:
+        writer.played(3, state, played)
+    run = open_run(folder)
+    assert run.rollouts.count == len(played)
+    assert run.problems() == []
+    for place, rollout in enumerate(played):
+        told = run.rollouts.get(place)
+        assert same(told, rollout)
+        assert told.row.tokens == rollout.completion_length
+        assert (told.row.step, told.row.env, told.row.ticket) == (3, rollout.env, rollout.ticket.number)
+    shutil.rmtree(folder)
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise RuntimeError("no comment")
+
+
+def nested(levels: int) -> list:
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "half a \ud83d character",
+        {"\udc00": 2**80},
+        "x" * 10_000_000,
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}],
+        nested(100_000),
+        [Mute(), object(), {1, 2}, np.float32(1.5), np.arange(3), b"bytes"],
+        math.nan,
+        {(1, 2): "a key"},
+    ],
+    ids=["surrogate", "huge number", "ten megabytes", "image", "deep", "objects", "nan", "strange key"],
+)
+def test_whatever_was_said_its_rollout_is_kept_and_so_are_others(tmp_path, content):
+    odd, plain = spoken(1), spoken(2)
+    turn = odd.turns[0]
+    odd.turns = [replace(turn, messages=[{"role": "user", "content": content}, {"role": "user", "content": "needle"}])]
+    with kept(tmp_path) as writer:
+        writer.played(1, "trained", [odd, plain])
+    run = open_run(tmp_path)
+    told = run.rollouts.get(0)
+    assert told.row.whole
+    assert told.messages[1] == {"role": "user", "content": "needle"}
+    assert encode(told.samples) == encode(odd.samples)
+    assert same(run.rollouts.get(1), plain)
+    assert [row.index for row in run.rollouts.find(Query(text="so be it")).rows if row.index == 1] == [1]
+    for text in [str(told.messages), *run.rollouts.names("env")]:
+        text.encode()
+
+
+def test_numbers_that_are_none_are_told_as_none(tmp_path):
+    rollout = spoken(1)
+    rollout.reward = math.nan
+    with kept(tmp_path) as writer:
+        writer.played(1, "trained", [rollout])
+    row = open_run(tmp_path).rollouts.row(0)
+    assert row.reward is None
+    assert row.advantage is not None
+
+
+# -- wherever the files end -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Six steps of four rollouts, each written by itself, and what they were."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    played = [spoken(number, turns=1 + number % 3) for number in range(24)]
+    with kept(folder) as writer:
+        for step in range(1, 7):
+            for rollout in played[4 * step - 4 : 4 * step]:
+                rollout.actor = f"actor {step}"
+            writer.played(step, "trained", played[4 * step - 4 : 4 * step])
+    return folder, played
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(file=st.sampled_from(FILES), share=st.floats(0, 1), again=st.booleans())
+def test_cut_anywhere_it_is_a_readable_prefix(whole, tmp_path_factory, file, share, again):
+    source, played = whole
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    shutil.copytree(source, folder)
+    path = folder / "record" / file
+    os.truncate(path, int(share * path.stat().st_size))
+    run = open_run(folder)
+    count = run.rollouts.count
+    assert all(same(run.rollouts.get(place), played[place]) for place in range(count))
+    assert run.rollouts.find(Query(text="so be it", limit=None)).total == count
+    with pytest.raises(Gone, match="there is no rollout"):
+        run.rollouts.get(count)
+    assert bool(run.problems()) == (count < (folder / "record" / FILES[0]).stat().st_size // ROW.itemsize)
+    if again:  # whoever goes on from here has lost the tail and nothing else
+        writer = Keeper(folder)
+        writer.begin(RunPlan("run", folder, None, 6, {}, (), "cpu", 0))
+        writer.played(7, "trained", [played[0]])
+        writer.close()
+        assert run.rollouts.count == count + 1
+        assert run.problems() == []
+        assert all(same(run.rollouts.get(place), played[place]) for place in range(count))
+        assert run.rollouts.row(count).actor == "actor 1"
+    shutil.rmtree(folder.parent)
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_going_back_leaves_exactly_the_steps_before(whole, tmp_path, step):
+    source, played = whole
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    run = open_run(folder)
+    before = run.rollouts.view()
+    with Keeper(folder) as writer:
+        writer.begin(RunPlan("run", folder, None, 6, {}, (), "cpu", 0))
+        writer.roll_back(step)
+        writer.played(step + 1, "trained", [played[-1]])
+    left = played[: 4 * min(step, 6)]
+    assert run.rollouts.count == len(left) + 1
+    assert all(same(run.rollouts.get(place), rollout) for place, rollout in enumerate([*left, played[-1]]))
+    assert before.rows["step"].tolist() == [1 + place // 4 for place in range(24)]  # who looked before still sees it
+    assert before.fresh == (step >= 6)
+    sizes = {path.name: path.stat().st_size for path in (folder / "record").iterdir()}
+    last = run.rollouts.view().rows[-1]
+    assert sizes["rollouts.data"] == last["offset"] + last["size"]
+    assert sizes["rollouts.text"] == last["text_offset"] + last["text_size"]
+
+
+def test_a_run_that_begins_anew_keeps_nothing(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    kept(folder, start=0).close()
+    assert open_run(folder).rollouts.count == 0
+    assert open_run(folder).lanes() == []
+
+
+# -- whoever reads along ----------------------------------------------------------------------------------------------
+
+
+def test_readers_see_whole_rollouts_while_the_run_goes_on_and_goes_back(tmp_path):
+    played = [spoken(number) for number in range(8)]
+    writer = kept(tmp_path)
+    over, failures = threading.Event(), []
+
+    def read() -> None:
+        run = open_run(tmp_path)
+        try:
+            while not over.is_set():
+                for row in run.rollouts.find(Query(text="so be it", limit=5)).rows:
+                    try:
+                        told = run.rollouts.get(row.index)
+                    except Gone:  # the run went back in between
+                        continue
+                    assert same(told, played[told.ticket.number])
+        except BaseException as error:
+            failures.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    back = 0
+    for again in range(12):
+        for step in range(back + 1, 9):
+            writer.played(step, "trained", played)
+        writer.roll_back(back := again % 4 + 1)
+    writer.close()
+    over.set()
+    for reader in readers:
+        reader.join(30)
+    assert failures == []
+    assert open_run(tmp_path).rollouts.count == 8 * 4
+
+
+def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monkeypatch, caplog):
+    gate, real = threading.Event(), Shelf.append
+
+    def slow(self, *chunks) -> None:
+        assert gate.wait(30)
+        real(self, *chunks)
+
+    monkeypatch.setattr(Shelf, "append", slow)
+    monkeypatch.setattr(keeper, "MOST_WAITING", 60)
+    played = [spoken(number) for number in range(20)]
+    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
+        for step, rollout in enumerate(played, start=1):
+            writer.played(step, "trained", [rollout])
+        assert writer.waiting <= 60 + max(len(r.turns[0].prompt_ids) + r.completion_length for r in played)
+        gate.set()
+    assert [record.message for record in caplog.records if "falls behind" in record.message] == [
+        caplog.records[0].message
+    ]
+    run = open_run(tmp_path)
+    assert run.rollouts.count == 20
+    rows = run.rollouts.find(Query(sort="step", limit=None)).rows
+    assert [row.ticket for row in rows] == list(range(20))
+    assert 0 < sum(row.whole for row in rows) < 20
+    assert [row.advantage for row in rows] == [pytest.approx(keeper.facts(r, "trained").advantage) for r in played]
+    for row in rows:
+        told = run.rollouts.get(row.index)
+        assert same(told, played[row.index]) if row.whole else told.messages == []
+
+
+def test_a_record_that_cannot_be_written_ends_and_the_run_hears_of_it(tmp_path, monkeypatch, caplog):
+    real = Shelf.append
+
+    def full(self, rows, data, text) -> None:
+        if len(self.rows()) >= 3:
+            raise OSError(28, "No space left on device")
+        real(self, rows, data, text)
+
+    monkeypatch.setattr(Shelf, "append", full)
+    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
+        for step in range(1, 9):
+            writer.played(step, "trained", [spoken(step)])
+    assert [record.message for record in caplog.records] == [
+        "the record ends here, and the run goes on without it: No space left on device"
+    ]
+    assert open_run(tmp_path).rollouts.count == 3
+
+
+def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
+    with kept(tmp_path) as writer:
+        writer.played(1, "trained", [spoken(1)])
+    Recorder(tmp_path).rollouts(1, [spoken(1).record()])
+    (tmp_path / "record" / "schema.json").write_text('{"schema": 99}')
+    before = {path: path.read_bytes() for path in (tmp_path / "record").iterdir()}
+    run = open_run(tmp_path)
+    assert any("schema 99" in problem for problem in run.problems())
+    assert run.rollouts.count == 1  # what rollouts.jsonl shows
+    assert run.lanes() == []
+    with pytest.raises(StrangeSchema, match="schema 99"):
+        Shelf(tmp_path)
+    recorder = Recorder(tmp_path)
+    with Monitors(recorder, Keeper(tmp_path)) as monitors:
+        monitors.begin(RunPlan("run", tmp_path, None, 1, {}, (), "cpu", 0))
+        monitors.played(2, "trained", [spoken(2)])
+    assert any("schema 99" in event.get("text", "") for event in run.events())
+    assert {path: path.read_bytes() for path in (tmp_path / "record").iterdir()} == before

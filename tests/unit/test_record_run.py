@@ -1,0 +1,94 @@
+"""A real run, sent back once on its way: the record knows what became of every rollout."""
+
+from collections import Counter
+
+from paceline.cluster import session
+from paceline.config import Checkpoint, Eval, Record, RunConfig
+from paceline.config.trainer import Trainer
+from paceline.data import encode
+from paceline.monitor import read_jsonl
+from paceline.record import Query, open_run
+from paceline.trainer import StepReport, TorchTrainer
+
+STEPS, GROUP = 4, 4
+
+
+def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkeypatch):
+    real, broken = TorchTrainer.step, []
+
+    async def once(self, batch):
+        if self.version + 1 == STEPS and not broken:
+            broken.append(len(batch))
+            return StepReport({}, roll_back=True, trouble="the gradient was not finite")
+        return await real(self, batch)
+
+    monkeypatch.setattr(TorchTrainer, "step", once)
+    config = RunConfig(
+        runs=str(tmp_path),
+        steps=STEPS,
+        batch_size=8,
+        group_size=GROUP,
+        staleness=1,
+        checkpoint=Checkpoint(every=2),
+        eval=Eval(every=2, examples=3),
+        record=Record(batches=STEPS),
+        trainer=Trainer(on_bad_step="roll_back", threads=1),
+    )
+    result = session.train(config)
+    assert result.outcome.status == "finished"
+    assert broken
+    run = open_run(result.directory)
+    assert run.problems() == []
+    assert run.status().state == "finished"
+
+    rows = run.rollouts.find(Query(domain="training", sort="step", limit=None)).rows
+    of_ticket = {row.ticket: [r for r in rows if r.ticket == row.ticket] for row in rows}
+    ends = [r for r in read_jsonl(result.directory / "tickets.jsonl") if r["state"] in ("trained", "dropped")]
+    for end in ends:
+        played = of_ticket.pop(end["number"], [])
+        if end.get("reason") == "shunned":
+            assert played == []
+            continue
+        state = "trained" if end["state"] == "trained" else f"dropped:{end['reason']}"
+        assert [row.state for row in played] == [state] * GROUP
+        assert [row.member for row in played] == list(range(GROUP))
+        assert {row.row for row in played} == {end["row"]}
+        if end["state"] == "trained":
+            assert {row.step for row in played} == {end["step"]}
+            assert run.rollouts.mates(played[0].index) == [row.index for row in played]
+    assert of_ticket == {}
+    assert Counter(row.step for row in rows if row.state == "trained") == dict.fromkeys(range(1, STEPS + 1), 8)
+
+    assert run.batches() == list(range(1, STEPS + 1))
+    for step in run.batches():
+        assert encode(run.rollouts.batch(step)) == encode(run.batch(step)) != encode([])
+    evaluated = run.rollouts.find(Query(domain="evaluation", limit=None)).rows
+    assert Counter(row.step for row in evaluated) == {0: 3, 2: 3, 4: 3}
+    assert {row.state for row in evaluated} == {"evaluated"}
+
+    told = run.rollouts.get(rows[0].index)
+    line = read_jsonl(result.directory / "rollouts.jsonl")[0]
+    assert told.messages == line["messages"] or rows[0].ticket != line["ticket"]
+    lanes = run.lanes()
+    assert {"sample", "score", "train", "publish", "eval"} <= {span.kind for span in lanes if span.lane == "run"}
+    status = run.status()
+    assert status.began is not None
+    assert status.ended is not None
+    assert all(status.began - 1 <= span.start <= span.end <= status.ended + 1 for span in lanes)
+    keys = {entry.key for entry in run.changed()}
+    assert {"batch_size", "checkpoint.every", "eval.examples", "trainer.on_bad_step"} <= keys
+    assert "max_inflight" not in keys
+
+
+def test_a_run_that_does_not_want_a_record_has_none(tmp_path):
+    config = RunConfig(
+        runs=str(tmp_path),
+        steps=1,
+        batch_size=4,
+        group_size=4,
+        eval=Eval(every=0),
+        record=Record(all=False, rollouts=2),
+    )
+    run = open_run(session.train(config).directory)
+    assert not (run.path / "record").exists()
+    assert 0 < run.rollouts.count <= 3
