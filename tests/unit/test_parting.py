@@ -139,10 +139,39 @@ def test_what_is_within_the_tolerance_is_the_same(run, copy):
 def test_a_run_that_ended_early_is_told_as_such(run, copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[:-1]))
+    index = Places(copy).index
+    rows = np.fromfile(index, ROW)
+    index.write_bytes(rows[rows["step"] < STEPS].tobytes())
     found = compared(run, copy).first
     assert found is not None
     assert found.kind == "length"
     assert f"ends before step {STEPS}" in found.what
+
+
+def test_a_gradient_is_named_before_the_evaluation_that_follows_it(run, copy):
+    change_metric(copy, 2, "eval/reverse-text/reward", 2)
+    assert compared(run, copy).first.what == "`eval/reverse-text/reward`"
+    rows = [row for row in open_run(copy).rollouts.find(Query(step=(2, 2), domain="evaluation")).rows if row.tokens]
+    turn = open_run(copy).rollouts.get(rows[0].index).turns[0]
+    mutate(copy, rows[0].index, 0, int(turn.completion_ids[0]) - 1)
+    assert compared(run, copy).first.kind == "token"
+    change_metric(copy, 2, "grad_norm", 2)
+    assert compared(run, copy).first.kind == "gradient"
+
+
+def test_a_run_without_a_record_is_compared_by_what_was_measured_and_that_is_said(run, copy):
+    shutil.rmtree(copy / "record")
+    found = compared(run, copy)
+    assert found.first is None
+    assert "kept no record" in found.remarks[-1]
+
+
+def test_a_body_that_cannot_be_read_is_a_remark(run, copy):
+    data = Places(copy).data
+    data.write_bytes(bytes(data.stat().st_size))
+    found = compared(run, copy)
+    assert found.first is None
+    assert "without their tokens" in found.remarks[-1]
 
 
 def test_credit_is_compared_stream_by_stream(run, copy, monkeypatch):

@@ -383,6 +383,14 @@ def test_a_record_that_cannot_be_written_ends_and_the_run_hears_of_it(tmp_path, 
     assert open_run(tmp_path).rollouts.count == 3
 
 
+def test_a_record_leaves_room_on_the_disk_for_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(keeper, "RESERVE", 1 << 62)
+    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
+        writer.played(1, "trained", [spoken(1)])
+    assert [record.message.rpartition(": ")[2].partition(" ")[0] for record in caplog.records] == ["less"]
+    assert open_run(tmp_path).rollouts.count == 0
+
+
 def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
     with kept(tmp_path) as writer:
         writer.played(1, "trained", [spoken(1)])

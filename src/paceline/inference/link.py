@@ -129,10 +129,12 @@ class EngineLink:
         self._folder = self._folder or PrivateFolder()
         file = self._folder.path / f"{next(self._numbers)}.safetensors"
         try:
-            await asyncio.to_thread(_lay_down, tensors, file)
+            try:
+                await asyncio.to_thread(_lay_down, tensors, file)
+            except OSError:  # no room there: over the connection, then
+                file.unlink(missing_ok=True)
+                return await self._load(update, await asyncio.to_thread(_packed, tensors))
             return await self._load(update, [str(file)])
-        except OSError as error:
-            raise EngineError(f"the weights cannot be written to {file.parent}: {error.strerror}") from error
         finally:
             file.unlink(missing_ok=True)
 

@@ -68,8 +68,9 @@ def tensors_in(row: Tensor) -> dict[str, Tensor]:
             if name != "__metadata__":
                 low, high = entry["data_offsets"]
                 raw = row[start + low : start + high]
-                raw = raw if raw.storage_offset() % 16 == 0 else raw.clone()  # wider numbers begin at their own width
-                found[name] = raw.view(KINDS[entry["dtype"]]).view(entry["shape"])
+                kind = KINDS[entry["dtype"]]
+                raw = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()  # numbers begin at their own width
+                found[name] = raw.view(kind).view(entry["shape"])
         return found
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise RequestError(f"these {len(row)} bytes are no safetensors file: {error}") from error

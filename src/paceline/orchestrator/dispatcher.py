@@ -204,7 +204,11 @@ class Dispatcher:
 
     def _settle(self, group: Group) -> None:
         """Judged, it waits for a batch or gives its places back."""
-        verdict = self._judge.verdict(group, self._gate.version)
+        try:
+            verdict = self._judge.verdict(group, self._gate.version)
+        except Exception:
+            self.let_go.append((group, "failed"))  # the run ends with it
+            raise
         if isinstance(verdict, Finished):
             self._gate.accept(group.places)
             self._ledger.buffer(group.ticket)

@@ -111,6 +111,7 @@ class Conductor:
                 await self._settle(batch, samples, report)
             await self._save()
         finally:
+            self._tell_dropped(self.step + 1)  # what ended the run is what somebody will want to look at
             await self._dispatcher.close()
             await self._p.voice.close()
 

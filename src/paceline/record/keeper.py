@@ -7,8 +7,10 @@ a run more: if the thread falls behind, bodies are left out and their rows stay;
 ends with a note and the run goes on.
 """
 
+import errno
 import logging
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +31,8 @@ MOST_WAITING = 8_000_000
 """Tokens that may wait to be written, prompts included. A batch that finds nobody waiting is always taken whole."""
 CHUNK = 4 << 20
 """Bytes of bodies after which rows are written, so that memory stays small whatever a batch holds."""
+RESERVE = 1 << 30
+"""Bytes of the disk that are left to checkpoints and metrics, without which the run could not go on."""
 CLOSE_SECONDS = 60.0
 _LARGEST_BODY = (1 << 32) - 1
 _IDLE = 3600.0
@@ -177,6 +181,8 @@ class Keeper(Monitor):
         match item:
             case _Played():
                 self._step = max(self._step, item.step)
+                if shutil.disk_usage(self._run).free < RESERVE:
+                    raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
                 self._write(item, shelf)
                 self._written += item.tokens
             case _Rows(step, now, known):

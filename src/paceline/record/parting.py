@@ -1,7 +1,8 @@
 """Where two runs part: the first thing that is not the same, in the order in which one thing leads to the next.
 
     settings | step by step: for each rollout in order of tickets its row, prompt, weights, tokens with their log
-    probabilities, reward, credit; which rollouts there are; then the loss, the gradient, and all else that was measured
+    probabilities, reward, credit; which rollouts there are; the loss, the gradient, and all else that was measured;
+    then what was played to evaluate the new weights
 
 Whatever differs further down may be a mere consequence, so only the first is named. Times and speeds are not compared.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.record.folder import RunFolder
-from paceline.record.rows import Query, Row, Told
+from paceline.record.rows import Gone, Query, Row, Told
 from paceline.record.told import ToldTurn
 
 OWN = ("name", "runs", "resume")
@@ -88,6 +89,9 @@ def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0) -> Compare
         remarks.append(
             f"{seen['bare']} rollouts were kept without their tokens in one of the runs: only their rows were compared"
         )
+    lacking = [run.name for run in (one, other) if not run.rollouts.kept]
+    if lacking:
+        remarks.append(f"{' and '.join(lacking)} kept no record of all rollouts: only what was measured was compared")
     return Compared(list(_settings(one.config(), other.config())), first, seen["steps"], seen["rollouts"], remarks)
 
 
@@ -116,13 +120,19 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[Parting]:
     measured = [{int(row["step"]): row for row in _rows(run.metrics())} for run in (one, other)]
     steps = sorted({step for known in measured for step in known})
+    kept = one.rollouts.kept and other.rollouts.kept
     for step in steps:
-        yield from _step(one, other, step, tolerance, seen)
         lacking = [run.name for run, known in zip((one, other), measured, strict=True) if step not in known]
         if lacking:
             yield Parting(kind="length", what=f"{lacking[0]} ends before step {step}", step=step)
             return
-        yield from _measures(step, measured[0][step], measured[1][step], tolerance)
+        mine, theirs = (known[step] for known in measured)
+        if kept:
+            yield from _step(one, other, step, True, tolerance, seen)
+        yield from _measures(step, mine, theirs, False, tolerance)
+        if kept:  # played with the weights that this step made
+            yield from _step(one, other, step, False, tolerance, seen)
+        yield from _measures(step, mine, theirs, True, tolerance)
         seen["steps"] += 1
 
 
@@ -132,8 +142,10 @@ def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
-def _step(one: RunFolder, other: RunFolder, step: int, tolerance: float, seen: Counter[str]) -> Iterator[Parting]:
-    mine, theirs = (_played(run, step) for run in (one, other))
+def _step(
+    one: RunFolder, other: RunFolder, step: int, training: bool, tolerance: float, seen: Counter[str]
+) -> Iterator[Parting]:
+    mine, theirs = (_played(run, step, training) for run in (one, other))
     for key, row in mine.items():
         if key not in theirs:
             continue
@@ -147,13 +159,14 @@ def _step(one: RunFolder, other: RunFolder, step: int, tolerance: float, seen: C
                 yield _at(row, where, kind="ticket", what=what)
 
 
-def _played(run: RunFolder, step: int) -> dict[tuple, Row]:
-    """A step's rollouts in order of tickets: what trains first, then what was only looked at. The same seat may have
-    played a ticket more than once."""
+def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
+    """A step's rollouts in order of tickets: those of its batch, or those that were only to be looked at after it. The
+    same seat may have played a ticket more than once."""
     rows = run.rollouts.find(Query(step=(step, step), sort="ticket", limit=None)).rows
+    rows = [row for row in rows if (row.domain == "training") == training]
     known: Counter[tuple] = Counter()
     found = {}
-    for row in sorted(rows, key=lambda row: (row.domain != "training", row.domain, row.ticket, row.member, row.index)):
+    for row in sorted(rows, key=lambda row: (row.domain, row.ticket, row.member, row.index)):
         seat = (row.domain, row.env, row.ticket, row.member, row.actor)
         found[(*seat, known[seat])] = row
         known[seat] += 1
@@ -181,8 +194,8 @@ def _rollout(
         yield _at(
             mine, where, kind="row", what="the ticket drew another row of the data", one=mine.row, other=theirs.row
         )
-    if mine.whole and theirs.whole:
-        told = [run.rollouts.get(row.index) for run, row in zip(runs, rows, strict=True)]
+    told = [_told_or_none(run, row) for run, row in zip(runs, rows, strict=True)]
+    if told[0] is not None and told[1] is not None:
         for details in _bodies(told[0], told[1], tolerance):
             yield _at(mine, where, **details)
     else:
@@ -191,6 +204,13 @@ def _rollout(
         yield _at(mine, where, kind="reward", what="the reward", one=mine.reward, other=theirs.reward)
     if mine.state != theirs.state:
         yield _at(mine, where, kind="fate", what="what became of it", one=mine.state, other=theirs.state)
+
+
+def _told_or_none(run: RunFolder, row: Row) -> Told | None:
+    try:
+        return run.rollouts.get(row.index) if row.whole else None
+    except Gone:
+        return None
 
 
 def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, Any]]:
@@ -273,8 +293,12 @@ def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
 # -- what was measured ------------------------------------------------------------------------------------------------
 
 
-def _measures(step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float) -> Iterator[Parting]:
+def _measures(
+    step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
+) -> Iterator[Parting]:
     for name in sorted(_told(mine) | _told(theirs), key=_rank):
+        if name.startswith("eval/") != evaluation:
+            continue
         values = mine.get(name), theirs.get(name)
         if not _same(*values, tolerance):
             kind = ("loss", "gradient", "measure")[_rank(name)[0]]

@@ -76,6 +76,7 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
+        self._updates = asyncio.Lock()
         self._distrust: dict[str | None, EngineError] = {}
         """Models whose last update failed its checks, and why; None for the base and so for all."""
         self._closed = False
@@ -147,8 +148,9 @@ class EmbeddedEngine:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
         try:
-            arrived = await asyncio.to_thread(self._read, update, ready)
-            return await self._ask(lambda: self._swap(arrived, ready))
+            async with self._updates:  # applied in the order in which they came
+                arrived = await asyncio.to_thread(self._read, update, ready)
+                return await self._ask(lambda: self._swap(arrived, ready))
         except OtherBase:
             if update.delta is None or not update.tensors:
                 raise
@@ -159,7 +161,10 @@ class EmbeddedEngine:
         with torch.no_grad(), torch.cuda.device(self._device) if ready is not None else contextlib.nullcontext():
             if ready is not None:
                 ready.wait()  # bounded: orders two CUDA streams, the host goes on
-            return self._served.read(update, self._config.verify_weights)
+            arrived = self._served.read(update, self._config.verify_weights)
+            if ready is not None:
+                ready.record(torch.cuda.current_stream(self._device))  # what reading left to the GPU comes before use
+            return arrived
 
     async def policy(self) -> Policy:
         return await self._ask(self._served.policy)
@@ -221,8 +226,16 @@ class EmbeddedEngine:
         waiting = self._scheduler.waiting + self._inbox.qsize()
         if waiting >= self._config.max_waiting:
             raise Overloaded(f"{waiting} requests are waiting already (engine.max_waiting)")
-        self._post(lambda: self._scheduler.add(sequence))
+        self._post(lambda: self._admit(sequence))
         return sequence.future
+
+    def _admit(self, sequence: Running) -> None:
+        """An update may have gone wrong between the door and here."""
+        for model in (None, sequence.request.model):
+            if (error := self._distrust.get(model)) is not None:
+                self._fail(sequence, str(error), type(error))
+                return
+        self._scheduler.add(sequence)
 
     def _post(self, work: Callable[[], None]) -> None:
         with self._door:
