@@ -233,19 +233,20 @@ def test_torchrun_is_refused_where_one_process_leads(run_file, monkeypatch):
         train(load(run_file, ["--placement=local"]).config)
 
 
-def test_only_ranks_that_know_the_token_are_let_in():
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_only_ranks_that_know_the_token_are_let_in(host):
     token, wrong = os.urandom(32), os.urandom(32)
-    with listening("127.0.0.1") as door:
+    with listening(host) as door:
         port = door.getsockname()[1]
         seat = Seat(1, 2, "127.0.0.1", 0, 2, given=False)
         admitted = []
-        host = threading.Thread(target=lambda: admitted.extend(admit(door, 2, token)), daemon=True)
-        host.start()
+        clerk = threading.Thread(target=lambda: admitted.extend(admit(door, 2, token)), daemon=True)
+        clerk.start()
         strangers = knock(seat, port, wrong)
         lost = socket.create_connection(("127.0.0.1", port))
         lost.sendall(KNOCK.pack(token, 7, 0))
         known = knock(seat, port, token)
-        host.join(30)
+        clerk.join(30)
         sent_away = [strangers.trainer, strangers.engine, strangers.life, lost]
         assert [stranger.recv(1) for stranger in sent_away] == [b""] * 4
         for purpose in PURPOSES:

@@ -141,7 +141,7 @@ class Scorer:
         while self._waiting:
             question, at = self._waiting[0]
             length = len(question.sequences[at])
-            gone = question.answer.cancelled()
+            gone = question.answer.done()  # cancelled, or failed with another part of it
             if pack and length > room and not gone:
                 break  # carried over
             self._waiting.popleft()

@@ -203,7 +203,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     try:
         (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))  # bounded: by the other side's life
         return await reader.readexactly(length)  # bounded: by the other side's life
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):  # a machine that vanished is no ConnectionError
         return None
 
 

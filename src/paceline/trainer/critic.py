@@ -86,7 +86,7 @@ class Critic:
         if not pupils:
             return list(samples), {}, {}
         chosen = [i for i in own if i in pupils]
-        self._make()
+        self.make()
         wanted = [samples[i] for i in chosen]
         lessons = [self._lesson(s, v) for s, v in zip(wanted, self._values(wanted), strict=True)]
         advantages = [lesson.returns - lesson.values for lesson in lessons]
@@ -124,12 +124,13 @@ class Critic:
     def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
         self.batches = state.get("batches", 0)
         if tensors:
-            self._make()
+            self.make()
             self._made[1].load(tensors, state["optimizer_steps"], state.get("loss_scale"))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _make(self) -> None:
+    def make(self) -> None:
+        """Have the value model, with all the memory it takes."""
         if self._model is not None:
             return
         c = self._trainer

@@ -50,9 +50,9 @@ def join(
 def call_off() -> None:
     """End what this process waits for from the others, who will not come; it can only leave then."""
     if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        with contextlib.suppress(RuntimeError):  # gloo notices by itself, and may not be able to
-            dist.group.WORLD.abort()
+        for group in list(dist.distributed_c10d._world.pg_map):  # ranks that share matrices meet in groups of their own
+            with contextlib.suppress(RuntimeError):  # gloo notices by itself, and may not be able to
+                group.abort()
 
 
 def leave() -> None:

@@ -180,6 +180,8 @@ class Learner:
 
     def _together(self, samples: Sequence[Sample]) -> Batch:
         """All ranks' samples, and the same cut of them on every rank."""
+        if self._critic is not None and self._critic.pupils(samples):
+            self._critic.make()  # before anybody looks how much memory is left for a micro-batch
         everything, self._found = together(samples, self.world, self._budget)
         cut = cuts(everything, self._config.minibatches, self.world.size, self._found, self._cost)
         return Batch(everything, cut, self.world.rank)

@@ -41,9 +41,15 @@ class Doors:
 
 @contextmanager
 def listening(host: str) -> Generator[socket.socket]:
-    """Where the others knock. Ranks find one another at `host`, which is this machine."""
+    """Where the others knock: at `host`, which is this machine, or with an empty one wherever they come in. A machine
+    may know its own name as a loopback address, at which nobody else finds it."""
     try:
-        door = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
+        if host:
+            door = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
+        elif socket.has_dualstack_ipv6():
+            door = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            door = socket.create_server(("", 0))
     except OSError as error:
         raise PacelineError(
             f"rank 0 cannot listen at {host} ({error}): MASTER_ADDR must be an address of its machine"
@@ -88,7 +94,10 @@ def knock(seat: Seat, port: int, token: bytes) -> Doors:
     """Open the three connections to rank 0."""
     opened = []
     for purpose in range(len(PURPOSES)):
-        door = socket.create_connection((seat.host, port), KNOCK_SECONDS)
+        try:
+            door = socket.create_connection((seat.host, port), KNOCK_SECONDS)
+        except OSError as error:
+            raise PacelineError(f"rank {seat.rank} cannot reach rank 0 at {seat.host}:{port}: {error}") from error
         door.sendall(KNOCK.pack(token, seat.rank, purpose))
         opened.append(_ready(door))
     return Doors(*opened)

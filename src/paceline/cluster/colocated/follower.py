@@ -80,7 +80,11 @@ class Lifeline:
             os._exit(ORPHANED)
 
     def _watch(self) -> None:
-        if self._door.recv(len(END), socket.MSG_WAITALL) != END:  # unbounded: as long as rank 0 lives
+        try:
+            said = self._door.recv(len(END), socket.MSG_WAITALL)  # unbounded: as long as rank 0 lives
+        except OSError:  # its machine is gone
+            said = b""
+        if said != END:
             os._exit(ORPHANED)
         self._said.set()
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,9 +70,10 @@ class Followers:
 
     def end(self, seconds: float = CLOSE_SECONDS) -> None:
         """Give them time to end by themselves, then end them."""
+        deadline = time.monotonic() + seconds
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
+                process.wait(max(0.0, deadline - time.monotonic()))
             if process.poll() is None:
                 process.kill()  # it leaves signals to rank 0, which is what says so here
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -176,7 +176,7 @@ def _gather(seat: Seat, config: RunConfig, dumps: Path) -> tuple[Resident, list[
     group = meet(seat, config)
     try:
         if group is not None:
-            with listening(seat.host) as door:
+            with listening(seat.host if seat.neighbours == seat.world else "") as door:
                 doors = admit(door, seat.world, tell(group, door))
         text = config.model_dump_json().encode()
         for other in doors:

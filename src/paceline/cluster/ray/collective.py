@@ -121,7 +121,8 @@ class WeightsGroup:
             this = tensors.round = Round()
             this.task = asyncio.ensure_future(self._broadcast(this, head, tensors.reference))
         if tensors.round.begun:
-            return None  # it comes late, or a second time
+            self._met = None  # it comes late, or a second time: whoever was started again is in no group
+            return None
         mine = tensors.round.wanted[engine] = asyncio.get_running_loop().create_future()
         return await mine  # bounded: each step of a broadcast is
 
