@@ -24,6 +24,7 @@ from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.cluster.ray.place import Parts  # noqa: E402
 from paceline.cluster.ray.scorers import Scorers  # noqa: E402
 
+slow = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 SMALL = ["--engine.max-running", "64", "--engine.max-context", "64"]
 
@@ -108,6 +109,7 @@ def engine(local_ray, live):
     made.close()
 
 
+@slow
 def test_a_full_engine_still_answers_whoever_controls_it(engine):
     """Two requests fill an actor of two places and wait for a paused engine: only a call that has a place beside theirs
     can wake it."""
@@ -125,6 +127,7 @@ def test_a_full_engine_still_answers_whoever_controls_it(engine):
     asyncio.run(asyncio.wait_for(story(), 120))
 
 
+@slow
 def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, live, config):
     def fail(actor) -> None:
         def schedule():
@@ -171,7 +174,7 @@ algo = { type = "opd", teacher = { name = "teacher" } }
 """
 
 
-@pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
+@slow
 def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teacher, tmp_path):
     (tmp_path / "run.toml").write_text(TAUGHT)
     run = config("--name=taught", "--cluster.scorers=2", file="run.toml")

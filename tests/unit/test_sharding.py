@@ -57,7 +57,7 @@ CASES = {
     "full": Case({"kl": config.KL(), **PPO}, worlds=WORLDS),
     "hybrid": Case({"normalise": "sample", **PPO}, shard="hybrid", worlds=(4,)),
     "scored": Case(SCORED | {"micro_batch_tokens": 64}, worlds=WORLDS),
-    "scored whole": Case(SCORED | {"micro_batch_tokens": 64}, shard="none", worlds=WORLDS),
+    "scored whole": Case(SCORED | {"micro_batch_tokens": 64}, shard="none"),
     "fewer samples than ranks": Case(SCORED, samples=1, worlds=WORLDS),
     "one rank idles": Case({"micro_batch_tokens": 64}, idle=True),
     "one rank idles, scored": Case(SCORED | {"micro_batch_tokens": 64}, idle=True, worlds=WORLDS),
