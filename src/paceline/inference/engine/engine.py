@@ -148,7 +148,7 @@ class EmbeddedEngine:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
         try:
-            async with self._updates:  # applied in the order in which they came
+            async with self._updates:  # bounded: by those before it, and applied in the order in which they came
                 arrived = await asyncio.to_thread(self._read, update, ready)
                 return await self._ask(lambda: self._swap(arrived, ready))
         except OtherBase:
