@@ -190,7 +190,7 @@ def test_keys_alone_find_runs_tick_them_and_compare(page, address):
     page.get_by_role("button", name="Compare 3 runs").focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("text=3 seeds")
-    assert page.locator(".differs th[scope=row]").all_inner_texts() == ["seed"]
+    _expect(page.locator(".differs th[scope=row]")).to_have_text(["seed"])
     page.goto(f"{address}/#/")
     page.wait_for_selector(PAGES["#/"])
     page.get_by_role("button", name="Untick all").click()
@@ -289,7 +289,7 @@ def test_curves_can_be_hidden_and_scaled(page, address):
 def test_dropped_tickets_and_lanes_are_drawn(page, address):
     _open(page, address, "#/run/finished/overview", ".chart.lanes canvas")
     chart = page.get_by_role("region", name="Dropped, by reason", exact=True)
-    assert chart.locator(".legend .label").all_inner_texts() == ["zero advantage", "stale"]
+    _expect(chart.locator(".legend .label")).to_have_text(["zero advantage", "stale"])
     lanes = page.get_by_role("region", name="What each part did over time", exact=True)
     lanes.get_by_role("button", name="Show as a table").click()
     shown = lanes.locator(".figures tbody th").all_inner_texts()

@@ -14,6 +14,7 @@ from test_sharding import CASES as SHARDED
 from test_sharding import SCORED, Case, batch, go_on, moved, share, trained, written
 
 from launching import Launched
+from once import once
 from paceline.config import trainer as config
 from paceline.config.parallel import Parallel
 from paceline.model import PackedPlan
@@ -94,7 +95,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     leave()
 
 
-def run_ranks(module: str, folder: Path, cases: Mapping[str, Case], saved: Mapping[int, str]) -> dict[int, list[dict]]:
+def run_ranks(module: str, folder: Path, cases: Mapping[str, Case], saved: Mapping[int, str]) -> None:
     """Each world's ranks one world after the other, beside the checkpoints one process wrote of the same cases."""
     code = f"import sys; from {module} import *; rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))"
     here = Path(__file__).parent
@@ -105,6 +106,9 @@ def run_ranks(module: str, folder: Path, cases: Mapping[str, Case], saved: Mappi
         commands = [[sys.executable, "-c", code, str(rank), str(world), str(folder)] for rank in range(world)]
         processes = [Launched(command, env=environment) for command in commands]
         assert [process.wait(240) for process in processes] == [0] * world
+
+
+def seen(folder: Path, saved: Mapping[int, str]) -> dict[int, list[dict]]:
     return {world: [torch.load(folder / f"rank{rank}of{world}.pt") for rank in range(world)] for world in saved}
 
 
@@ -146,12 +150,12 @@ def check_checkpoints(case: Case, folder: Path, world: int, ranks: list[dict]) -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("context")
+    return once(tmp_path_factory, "context", lambda at: run_ranks("test_context_parallel", at, CASES, SAVED))
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks("test_context_parallel", folder, CASES, SAVED)
+    return seen(folder, SAVED)
 
 
 @pytest.mark.parametrize("name", CASES)

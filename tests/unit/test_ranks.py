@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from conftest import tiny_model
 from launching import Launched
+from once import once
 from paceline.config import trainer as config
 from paceline.config.parallel import Parallel
 from paceline.data import encode
@@ -82,13 +83,16 @@ def rank_main(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = once(tmp_path_factory, "ranks", fill)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def fill(folder: Path) -> None:
     code = "import sys; from test_ranks import *; rank_main(int(sys.argv[1]), Path(sys.argv[2]))"
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
     processes = [Launched([sys.executable, "-c", code, str(rank), str(folder)], env=environment) for rank in range(2)]
     assert [process.wait(240) for process in processes] == [0, 0]
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from conftest import tiny_model
 from launching import Launched
+from once import once
 from paceline.cluster.training import Built, build_trainer
 from paceline.config import RunConfig
 from paceline.config import trainer as config
@@ -217,7 +218,10 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Checkpoints of one process, two ranks and four, in this order, and what the ranks have seen."""
-    folder = tmp_path_factory.mktemp("sharding")
+    return once(tmp_path_factory, "sharding", fill)
+
+
+def fill(folder: Path) -> None:
     for name in SAVED:
         torch.save(written(folder / f"{name}1", CASES[name], 0, 1, None), folder / f"{name}.pt")
     for kind in LOADED:
@@ -230,7 +234,6 @@ def folder(tmp_path_factory) -> Path:
         commands = [[sys.executable, "-c", code, str(rank), str(world), str(folder)] for rank in range(world)]
         processes = [Launched(command, env=environment) for command in commands]
         assert [process.wait(240) for process in processes] == [0] * world
-    return folder
 
 
 @pytest.fixture(scope="module")

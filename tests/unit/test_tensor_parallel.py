@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from test_context_parallel import HELD, cases_main, check_checkpoints, check_update, run_ranks
+from test_context_parallel import HELD, cases_main, check_checkpoints, check_update, run_ranks, seen
 from test_sharding import SCORED, Case, make_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from conftest import VOCABULARY, tiny_model
+from once import once
 from paceline.config import trainer as config
 from paceline.config.parallel import Parallel
 from paceline.model import ATTENTION, UnsupportedModel
@@ -36,12 +37,12 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("tensor")
+    return once(tmp_path_factory, "tensor", lambda at: run_ranks("test_tensor_parallel", at, CASES, SAVED))
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks("test_tensor_parallel", folder, CASES, SAVED)
+    return seen(folder, SAVED)
 
 
 @pytest.mark.parametrize("name", CASES)
