@@ -52,6 +52,7 @@ class Slot:
 
     def __init__(self, rack, number: int) -> None:
         self.answer, self.load = (Method(method, number) for method in (rack.answer, rack.load))
+        self.order = self.answer  # whatever is asked of it besides requests
 
 
 class Method:
