@@ -18,7 +18,7 @@ from paceline.config.parallel import Parallel
 from paceline.data import MicroBatch, Sample, count, cuts, fold, lay
 from paceline.data.cutting import everyone, held
 from paceline.model import Canary, trainable
-from paceline.model.canary import make_canary
+from paceline.model.canary import Songbook, canary_ids, make_canary, signed
 from paceline.trainer.batch import Batch, cost_of, scales_of, together
 from paceline.trainer.blank import BLANK_PACK, packed
 from paceline.trainer.critic import Critic
@@ -64,6 +64,7 @@ class Learner:
         self._reference = Reference(model, c.kl, self.layout) if c.kl is not None else None
         self._critic = Critic(model, c, total, self.ranks) if c.critic is not None else None
         self._preparation = Preparation(c, self.forward, self._reference, self._critic)
+        self._songbook = Songbook(model, self.forward.head)
         self._stream: Stream | None = None
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
@@ -125,10 +126,14 @@ class Learner:
 
     def canary(self) -> Canary:
         """What the weights of now say of a few tokens."""
+        if not self.layout.lockstep:
+            ids = canary_ids(self.forward.head)
+            return signed(ids, self._songbook.logprobs(ids), self.layout.dtype or self._model.dtype)
         # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
-        quiet = torch.no_grad if self.layout.lockstep else torch.inference_mode
         with torch.no_grad():
-            return self.layout.run(lambda: make_canary(self._model, self.forward.head, self.layout.dtype, quiet))
+            return self.layout.run(
+                lambda: make_canary(self._model, self.forward.head, self.layout.dtype, torch.no_grad)
+            )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

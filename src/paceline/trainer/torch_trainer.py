@@ -167,7 +167,7 @@ class TorchTrainer:
 
     def _weights(self) -> WeightUpdate:
         if self.learner.device.type == "cuda":
-            torch.cuda.synchronize(self.learner.device)
+            torch.cuda.current_stream(self.learner.device).synchronize()  # an engine's streams need not fall silent
         canary = self.learner.canary()
         adapter = trained_adapter(self._model)
         if adapter is None:
@@ -197,7 +197,7 @@ class TorchTrainer:
             poured[name] = held[name].copy_(whole)
             total += int(fingerprint([(name, whole)]), 16)  # of what was gathered: what is held must prove to be that
         if self.learner.device.type == "cuda":
-            torch.cuda.synchronize(self.learner.device)
+            torch.cuda.current_stream(self.learner.device).synchronize()
         return WeightUpdate(self.version, poured, None, f"{total & MASK:016x}", canary)
 
     @property

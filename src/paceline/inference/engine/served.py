@@ -13,7 +13,7 @@ from paceline.inference.engine.catalog import BASE, BROKEN, POLICY, Catalog
 from paceline.inference.engine.patch import proved
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
 from paceline.model.adapters import AdapterError, Adapters
-from paceline.model.canary import rounding, sequence_logprobs
+from paceline.model.canary import Songbook, canary_ids, rounding, sequence_logprobs
 from paceline.model.delta import DeltaError
 from paceline.model.native.layers import Native
 
@@ -29,6 +29,7 @@ class Served:
         self._adapters = adapters
         self._catalog = catalog
         self._native = native
+        self._songbook = Songbook(model, head)
         self._parameters = dict(model.named_parameters())
         self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
@@ -38,7 +39,9 @@ class Served:
     def warm(self) -> None:
         """Do once what an update does, so that no running request waits for a kernel to be loaded."""
         self.policy()
-        if self._adapters is not None and self._adapters.slots == len(self._free):
+        if self._adapters is None:
+            self._songbook.logprobs(canary_ids(self._head))
+        elif self._adapters.slots == len(self._free):
             halves = {"lora_A": lambda layer: (1, layer.in_features), "lora_B": lambda layer: (layer.out_features, 1)}
             zeros = {
                 f"{name}.{half}.weight": layer.weight.new_zeros(shape(layer))
@@ -208,9 +211,9 @@ class Served:
         if self._adapters is not None:
             slots = torch.full((len(token_ids),), self._catalog.slots[model], device=self._model.device)
             self._adapters.route(slots)
-        # A plan of another kind than the compiled one: compiling for a single short pass would hold everybody up.
-        with torch.compiler.set_stance("force_eager"):
-            return sequence_logprobs(self._model, self._head, token_ids)
+            with torch.compiler.set_stance("force_eager"):
+                return sequence_logprobs(self._model, self._head, token_ids)
+        return self._songbook.logprobs(token_ids)
 
     def _held(self, name: str) -> dict[str, Tensor]:
         slot = self._catalog.slots[name]

@@ -27,6 +27,9 @@ from paceline.model.shape import AttentionShape
 
 DEPTH = 3
 """Steps in flight: enough that a slow moment of the host is never seen on the device."""
+PRIORITY = -5
+"""Of the engine's stream, above a trainer's on the same card: between long kernels there is room for a decode step's
+short ones, which would each wait for a whole product otherwise."""
 PROGRAMS = 512
 """Programs that keep an H100 or H200 busy: about four for each of its 132 multiprocessors."""
 MOST_SPLITS = 16
@@ -114,7 +117,7 @@ class GraphRunner:
         _runners[self._number] = self
         self._plan = OpPlan(self._number)
         self._compile = config.compile
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=PRIORITY)
         self._pool = torch.cuda.graph_pool_handle()
         self._table = torch.zeros(cache.slots + 1, cache.columns, dtype=torch.int32, device=device)
         self._last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
