@@ -190,7 +190,12 @@ def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> list[fl
         "staleness": staleness,
         "model": {"name": str(folder), "dtype": "float32" if tiny else "bfloat16"},
         "sampling": {"max_tokens": out},
-        "engine": {"max_running": prompts * group, "max_context": 2048, "prefill_tokens": 8192, "cache_gib": 16.0},
+        "engine": {
+            "max_running": prompts * group * (1 + staleness),  # a batch begins beside the last tokens of the one before
+            "max_context": 2048,
+            "prefill_tokens": 8192,
+            "cache_gib": 16.0,
+        },
         "trainer": {"micro_batch_tokens": BUDGET if tiny else LARGE, "optimizer": {"lr": 1e-6}},
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
