@@ -49,6 +49,7 @@ def config(tmp_path, monkeypatch):
     return make
 
 
+@slow
 def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp_path):
     run = config("--name=grow")
     live = str(tmp_path)
@@ -109,7 +110,6 @@ def engine(local_ray, live):
     made.close()
 
 
-@slow
 def test_a_full_engine_still_answers_whoever_controls_it(engine):
     """Two requests fill an actor of two places and wait for a paused engine: only a call that has a place beside theirs
     can wake it."""

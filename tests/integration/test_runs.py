@@ -224,7 +224,7 @@ def test_check_prints_a_file_that_resolves_to_itself(tmp_path, here):
 @pytest.mark.parametrize("extra", [["--model.lora.rank", "4"], ["--model.dtype", "bfloat16"]])
 def test_lora_and_bf16_run_end_to_end(tmp_path, here, extra):
     """Synchronously, so that no reply spans a swap: only then do engine and trainer speak of the same numbers."""
-    brief = ["--batch-size", "16", "--steps", "2", "--staleness", "0"]  # bfloat16 is slow where the CPU lacks it
+    brief = ["--batch-size", "8", "--steps", "2", "--staleness", "0"]  # bfloat16 is slow where the CPU lacks it
     done = here("train", QUICKSTART, *SMALL, *brief, *extra)
     assert done.returncode == 0, done.stderr
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "quickstart" / "export")
