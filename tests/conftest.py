@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # whoever only hands out tests needs neither, and everybody w
 # The same examples every time: a suite that is green stays green. `--hypothesis-profile explore` looks for new ones.
 # Neither looks at the clock: how long an example takes is the machine's affair, and it may be a slow or a busy one.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("repeatable", UNHURRIED, derandomize=True)
-settings.register_profile("explore", UNHURRIED, derandomize=False)
+settings.register_profile("repeatable", UNHURRIED, derandomize=True, max_examples=50)
+settings.register_profile("explore", UNHURRIED, derandomize=False, max_examples=200)
 settings.load_profile("repeatable")
 
 # Here and in every process a test starts: nobody asks the hub, and nobody waits for one that cannot be reached.

@@ -150,6 +150,8 @@ def check_checkpoints(case: Case, folder: Path, world: int, ranks: list[dict]) -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    if os.environ.get("PACELINE_SCALE") != "1":
+        pytest.skip("ranks that share a model take half a minute: `make scale`")
     return once(tmp_path_factory, "context", lambda at: run_ranks("test_context_parallel", at, CASES, SAVED))
 
 

@@ -1,5 +1,6 @@
 """Ranks that share matrices make the update of one that has them whole. They are real processes, joined by gloo."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    if os.environ.get("PACELINE_SCALE") != "1":
+        pytest.skip("ranks that share a model take half a minute: `make scale`")
     return once(tmp_path_factory, "tensor", lambda at: run_ranks("test_tensor_parallel", at, CASES, SAVED))
 
 
