@@ -11,6 +11,7 @@ from types import ModuleType
 from paceline import __version__
 from paceline.config import Loaded, dump, load, schema
 from paceline.errors import PacelineError
+from paceline.parent import end_with_parent
 
 OVERRIDES = """
 any key of the run file can be set on the command line, by its dotted path:
@@ -90,12 +91,14 @@ a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and s
 
 REPLAY = (
     """
-A run keeps its last batches where `record.batches` says how many. Replaying takes the weights of the newest checkpoint
-from before the step; with `checkpoint.every = 1` these are the very weights it began with.
+The samples of a step are read from the record, or from batches/ where `record.batches` says how many are kept there.
+Replaying takes the weights of the newest checkpoint from before the step; with `checkpoint.every = 1` these are the
+very weights it began with.
 
 examples:
   paceline replay runs/quickstart 40                       every component of the loss, recorded and replayed
   paceline replay runs/quickstart 40 --trainer.loss.type ppo     what another loss would have said
+  paceline replay runs/quickstart 40 --json                the same, and what each token contributes
   paceline replay runs/quickstart --dump 12                a batch whose step was left out, sample by sample
 """
     + OVERRIDES
@@ -110,6 +113,27 @@ examples:
   paceline doctor runs/quickstart                          how is it?
   watch -n 2 paceline doctor runs/quickstart               and again every two seconds
   paceline doctor runs/quickstart > report.txt             plain text, to send to somebody
+"""
+
+WATCHING = """
+Looks at the run directory each second, so it works beside a living run, over ssh, and after one was killed. Keys: q
+leaves, j and k go from run to run, t changes the theme, ? explains. Into a pipe it prints one plain picture.
+
+examples:
+  paceline top runs/quickstart                             one run
+  paceline top runs                                        all runs of a folder, the newest first
+  paceline top runs/quickstart | mail -s "how it is" me    one picture, as text
+"""
+
+REPORTING = """
+Writes one HTML file that needs nothing else: no network, no script. It holds what the run directory tells: how it went,
+the curves, what the run file changed, what speaks against it, and a few rollouts as conversations. Whoever gets the
+file can read these conversations and settings.
+
+examples:
+  paceline report runs/quickstart                          quickstart-report.html, here
+  paceline report runs/quickstart -o /tmp/for-anna.html --rollouts 5
+  paceline report runs/quickstart --rollouts 0             no conversations
 """
 
 SHOWING = """
@@ -132,6 +156,20 @@ examples:
   paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
 """
 
+COMPARING = """
+Trains two adapters on one engine, over the same draws with the same noise, and says when their difference is real:
+however often one looks, equals are told apart in at most one of twenty comparisons. Both leave a run directory, NAME-a
+and NAME-b; `paceline ui` shows them side by side. What is compared is the reward of the training draws, for this seed.
+
+examples:
+  paceline ab examples/quickstart.toml --model.lora.rank 8 --b.env.0.algo.type max_rl
+  paceline ab my-run.toml --a.trainer.optimizer.lr 1e-5 --b.trainer.optimizer.lr 3e-5 --until-real
+  paceline ab my-run.toml --b.env.0.kwargs.length_penalty 0.1        another reward
+
+keys behind --a. or --b. are one arm's alone; any other is set for both:
+  --steps 200   --b.trainer.loss.type cispo
+"""
+
 DATA = """
 examples:
   paceline data rows.jsonl                                 the first rows, as the model will see them
@@ -151,8 +189,11 @@ examples:
   paceline data rows.jsonl                                 look at rows as the model will see them
   paceline replay runs/quickstart 40                       a recorded batch's loss once more, component by component
   paceline doctor runs/quickstart                          does it live, who waits for whom, how to go on
+  paceline top runs/quickstart                             watch it in a terminal
+  paceline report runs/quickstart                          one HTML file to send to a colleague
   paceline ui                                              look at all runs in a browser, live
   paceline diff runs/a runs/b                              the first thing in which two runs differ
+  paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two ways is better, and is it sure?
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
@@ -162,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if rest and known.command not in ("train", "check", "serve", "rollout", "play", "replay"):
+    if rest and known.command not in ("train", "ab", "check", "serve", "rollout", "play", "replay"):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
         return known.run(known, rest)
@@ -197,6 +238,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("file", help="run file (TOML)")
     train.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
     train.add_argument("--quiet", action="store_true", help="show nothing but the summary")
+    ab = command("ab", _ab, "Train two ways side by side, and say when their difference is real.", COMPARING)
+    ab.add_argument("file", help="run file (TOML)")
+    ab.add_argument("--overwrite", action="store_true", help="replace runs of the same names")
+    ab.add_argument("--until-real", action="store_true", help="end as soon as the difference is beyond doubt")
     check = command("check", _check, "Validate a run file, and say what it needs and how long a step takes.", CHECK)
     check.add_argument("file", help="run file (TOML); or a run directory, to compare its plan with its metrics")
     check.add_argument("--hardware", metavar="GPUS", help="plan for these instead of this machine, such as h200x8")
@@ -259,8 +304,15 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
     replay.add_argument("step", type=int, metavar="STEP", nargs="?", help="which of its batches")
     replay.add_argument("--dump", metavar="STEP", help="a batch kept because its step was bad: step or path")
+    replay.add_argument("--json", action="store_true", help="one JSON object with every token's share of the loss")
     doctor = command("doctor", _doctor, "Show how a run is: alive or dead, who waits for whom, how to go on.", DOCTOR)
     doctor.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+    top = command("top", _top, "Watch a run's vital signs in a terminal.", WATCHING)
+    top.add_argument("directory", metavar="RUN", nargs="?", default="runs", help="run directory, or a folder of runs")
+    report = command("report", _report, "Write one HTML file about a run, to send to somebody.", REPORTING)
+    report.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+    report.add_argument("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)")
+    report.add_argument("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)")
     diff = command("diff", _diff, "Name the first thing in which two runs differ.", DIFFERING)
     diff.add_argument("one", metavar="A", help="a run directory")
     diff.add_argument("other", metavar="B", help="another")
@@ -307,6 +359,22 @@ def _train(known: argparse.Namespace, overrides: list[str]) -> int:
     if result.outcome.status == "failed":
         print(f"paceline: {result.outcome.message}", file=sys.stderr)
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
+
+
+def _ab(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.config.arms import arms_of
+
+    arms = arms_of(known.file, overrides)
+    for loaded in arms.values():
+        _show_warnings(loaded)
+    from paceline.cluster.ab import compare
+
+    return compare(
+        {arm: loaded.config for arm, loaded in arms.items()},
+        overwrite=known.overwrite,
+        screen=sys.stdout,
+        until_real=known.until_real,
+    )
 
 
 def _check(known: argparse.Namespace, overrides: list[str]) -> int:
@@ -446,6 +514,7 @@ def _league(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
+    end_with_parent()
     run = Path(known.directory)
     file = run / "config.toml"
     if not file.is_file():
@@ -457,6 +526,8 @@ def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
 
     if (known.step is None) == (known.dump is None):
         raise PacelineError("name one batch: a STEP whose batch was recorded, or --dump with one whose step was bad")
+    if known.json:
+        return _replay_json(run, known, loaded)
     dumped = known.dump is not None
     result = replay_dump(run, known.dump, loaded.config) if dumped else replay(run, known.step, loaded.config)
     console = Console()
@@ -469,13 +540,48 @@ def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _replay_json(run: Path, known: argparse.Namespace, loaded: Loaded) -> int:
+    from paceline.cluster.replay import replay
+    from paceline.cluster.replay_json import as_json
+
+    if known.dump is not None:
+        raise PacelineError("--json tells of a STEP: leave --dump out")
+
+    def telling(sentence: str) -> None:
+        print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
+    result = replay(run, known.step, loaded.config, telling)
+    telling("writing what the tokens said")
+    sys.stdout.buffer.write(as_json(run, result, loaded.config) + b"\n")
+    return 0
+
+
 def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
     from paceline.monitor.doctor import examine, report
+    from paceline.record import open_run
+    from paceline.record.advice.telling import advice
 
     # A pipe has no width: wide enough there that no line of a stack is broken.
-    Console(width=None if sys.stdout.isatty() else 160).print(report(examine(Path(known.directory))))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(report(examine(Path(known.directory))))
+    console.print(advice(open_run(known.directory)))
+    return 0
+
+
+def _top(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.top import watch
+
+    watch(Path(known.directory))
+    return 0
+
+
+def _report(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.report import write_report
+
+    file = write_report(Path(known.directory), known.file and Path(known.file), known.rollouts)
+    print(f"{file} ({file.stat().st_size / 1e6:.2f} MB)")
     return 0
 
 

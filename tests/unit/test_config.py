@@ -153,7 +153,8 @@ def settle_algorithm(algo: dict[str, Any], run: dict[str, Any]) -> None:
     if isinstance(teacher, dict) and teacher.get("base_url") is None:
         # Scorers of the run's own are started on Ray alone, never play, and have no key.
         scored = algo["type"] != "sft" and run.get("placement") == "ray" and not teacher.get("api_key_env")
-        teacher["base_url"] = None if scored else "http://there/v1"
+        teacher.pop("base_url", None)
+        teacher |= {} if scored else {"base_url": "http://there/v1"}
     if algo.get("type") == "sft":
         del algo["teacher" if algo.setdefault("demonstrations", False) else "demonstrations"]
 

@@ -309,11 +309,14 @@ def test_every_page_is_plugged_in_the_same_way():
 
 
 def test_every_route_of_every_group_answers_below_api(client):
-    paths = [route.path for group in GROUPS for route in group.router.routes]
+    routes = [route for group in GROUPS for route in group.router.routes]
+    paths = [route.path for route in routes if "GET" in route.methods]
     assert len(paths) == len(set(paths)) >= len(GROUPS)
     for path in paths:
         if path != "/live":  # it never ends
-            assert client.get(f"/api{path}", params={"run": "twin-0"}).status_code == 200, path
+            answer = client.get(f"/api{path}", params={"run": "twin-0"})
+            wants_more = answer.status_code == 400 and answer.json()["error"].endswith("`: Field required")
+            assert answer.status_code == 200 or wants_more, path
 
 
 def test_without_a_key_only_loopback_names_are_answered(runs):

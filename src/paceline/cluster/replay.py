@@ -1,14 +1,15 @@
 """`paceline replay`: a recorded batch trained once more, on the CPU, with nothing kept of it.
 
-    weights before the step (a checkpoint, or the model itself) + batches/step-N -> the same step, beside the record
+    weights before the step (a checkpoint, or the model itself) + its samples -> the same step, beside what was measured
     the same weights + dumps/bad-batch-N -> the same step, and each of its samples alone
 
-Sampling, environments and engine play no part. What comes out differently is a matter of the trainer alone: another
+The samples are those of batches/step-N, or of the record where no batch was kept. Sampling, environments and engine
+play no part. What comes out differently is a matter of the trainer alone: another
 device or type, another version of the code, or a setting given on the command line.
 """
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,15 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from paceline.cluster.witness import Heard, Witness
 from paceline.config import RunConfig
-from paceline.data import Sample, WireError, decode
+from paceline.data import Sample, WireError, decode, minibatches
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model
 from paceline.monitor import RunDirectory, read_jsonl
 from paceline.orchestrator import Checkpoints
+from paceline.record import Gone, Query, RunFolder, open_run
+from paceline.record.facts import REPLAYED, SKIPPED, TRAINED
 from paceline.trainer import TorchTrainer
 from paceline.trainer.findings import Finding, broken_weights, examine, verdict
 from paceline.trainer.gae import cut
@@ -31,6 +35,13 @@ TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
 DUMP = "bad-batch-"
 ROWS = 20
 """Samples of a bad batch that are listed."""
+
+Telling = Callable[[str], None]
+"""Is told what is being done now."""
+
+
+def _silent(sentence: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +60,44 @@ class Replayed:
     """Of a bad batch: its samples, each alone."""
     verdict: str = ""
     """Of a bad batch: what was wrong with it, in a sentence."""
+    source: str = ""
+    """Where the samples came from."""
+    heard: dict[int, Heard] = field(default_factory=dict)
+    """What each sample's tokens said, by its place in the batch."""
+    optimizer_steps: int = 1
+    """Over which the loss that is reported is a mean."""
+    remarks: list[str] = field(default_factory=list)
+    """What keeps the figures from being those of the run."""
 
     def differences(self) -> dict[str, float]:
         """Replayed minus recorded, where both are known."""
         return {name: self.now[name] - self.recorded[name] for name in self.now if name in self.recorded}
 
 
-def replay(run: Path, step: int, config: RunConfig) -> Replayed:
-    """Train the recorded batch of a step again."""
+def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) -> Replayed:
+    """Train the samples of a step again."""
     directory = RunDirectory(run)
-    samples = _batch(directory, step)
+    telling(f"reading the samples of step {step}")
+    samples, source, remarks = _batch(directory, step)
+    telling("loading the model")
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
+        witness = Witness(config.trainer, lambda done: telling(f"{done} of {len(samples)} samples computed"))
+        trainer.learner.stepper.watch = witness
+        telling(f"computing the loss of {len(samples)} samples")
         now = _step(trainer, samples)
-    return Replayed(step, samples, weights, exact, _recorded(directory, step), now)
+    return Replayed(
+        step,
+        samples,
+        weights,
+        exact,
+        _recorded(directory, step),
+        now,
+        source=source,
+        heard=witness.heard,
+        optimizer_steps=sum(map(bool, minibatches(samples, config.trainer.minibatches))),
+        remarks=remarks,
+    )
 
 
 def replay_dump(run: Path, dump: str, config: RunConfig) -> Replayed:
@@ -158,14 +193,33 @@ def _read(path: Path) -> list[Sample]:
         raise PacelineError(f"{path} cannot be read: {error}") from error
 
 
-def _batch(directory: RunDirectory, step: int) -> list[Sample]:
-    path = directory.batches / f"step-{step:06d}.msgpack"
-    if path.is_file():
-        return decode(path.read_bytes())
-    kept = [int(file.stem.removeprefix("step-")) for file in sorted(directory.batches.glob("step-*.msgpack"))]
+def _batch(directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
+    """A step's samples as they shipped, where they were found, and what is missing of them."""
+    folder = open_run(directory.root)
+    try:
+        samples = folder.batch(step)
+    except Gone as error:
+        raise PacelineError(f"the samples of step {step} cannot be read: {error}") from error
+    if samples:
+        path = directory.batches / f"step-{step:06d}.msgpack"
+        return (samples, str(path), []) if path.is_file() else (samples, "the record", _missing(folder, step))
+    kept = folder.batches()
     if not kept:
-        raise PacelineError(f"{directory.root} holds no batches: train with --record.batches 10 to keep the last ten")
-    raise PacelineError(f"the batch of step {step} is not kept; those kept are {_ranges(kept)}")
+        raise PacelineError(
+            f"{directory.root} holds no samples of any step: train with --record.all, or with --record.batches 10 to "
+            "keep the last ten batches"
+        )
+    raise PacelineError(f"the samples of step {step} are not kept; those kept are {_ranges(kept)}")
+
+
+def _missing(folder: RunFolder, step: int) -> list[str]:
+    """The record of a thread that fell behind has rows without their samples."""
+    query = Query(step=(step, step), state=[TRAINED, REPLAYED, SKIPPED], domain="training", limit=None)
+    rows = folder.rollouts.find(query).rows
+    bare = sum(not row.whole for row in rows)
+    if not bare:
+        return []
+    return [f"{bare} of the step's {len(rows)} rollouts were kept without their tokens: this is the loss of the others"]
 
 
 def _before(directory: RunDirectory, step: int) -> Path | None:

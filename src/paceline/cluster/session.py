@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import errno
 import logging
-import signal
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +15,7 @@ from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
+from paceline.cluster.signals import Signals
 from paceline.config import RunConfig, dump
 from paceline.envs import Environment
 from paceline.errors import PacelineError
@@ -106,6 +106,15 @@ async def here(config: RunConfig, dumps: Path, phase: Callable[[str], None], giv
         yield parts
 
 
+@dataclass(frozen=True, slots=True)
+class Led:
+    """A run to be led: its file, where its parts are, and who looks on."""
+
+    config: RunConfig
+    placement: Placement
+    shown: Sequence[Monitor] = ()
+
+
 def conduct(
     config: RunConfig,
     placement: Placement,
@@ -115,33 +124,72 @@ def conduct(
     screen: TextIO | None = None,
 ) -> RunResult:
     """Lead a run whose parts are wherever the placement puts them."""
-    path = Path(config.runs) / config.name
+    shown = [choose(screen)] if screen is not None else []
+    return conduct_all([Led(config, placement, shown)], environments=environments, overwrite=overwrite)[0]
+
+
+def conduct_all(
+    runs: Sequence[Led], *, environments: Given = None, overwrite: bool = False, signals: Signals | None = None
+) -> list[RunResult]:
+    """Lead runs side by side in one event loop. What stops one stops all."""
     with ExitStack() as stack:
+        desks = [_Desk.open(stack, run, overwrite) for run in runs]
+        with rarely_collected():
+            ends = run_to_the_end(_all(desks, environments, signals or Signals()))
+        return [desk.end(*end) for desk, end in zip(desks, ends, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """Where one run is written down."""
+
+    run: Led
+    directory: RunDirectory
+    monitor: Monitors
+
+    @classmethod
+    def open(cls, stack: ExitStack, run: Led, overwrite: bool) -> "_Desk":
+        config, path = run.config, Path(run.config.runs) / run.config.name
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
-        shown = [choose(screen)] if screen is not None else []
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
         keepers = [Keeper(path)] if config.record.all else []
         recorder = Recorder(path, keep_batches=config.record.batches)
-        monitor = stack.enter_context(Monitors(recorder, *keepers, *shown, *exporters))
+        monitor = stack.enter_context(Monitors(recorder, *keepers, *run.shown, *exporters))
         stack.enter_context(watching(monitor, path, config.record.watchdog_seconds))
-        error: Exception | None = None
+        return cls(run, directory, monitor)
+
+    async def lead(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
+        """To the end, or to an error that the user can mend."""
+        config, root = self.run.config, self.directory.root
         try:
-            with rarely_collected():
-                outcome = run_to_the_end(_train(config, placement, directory, monitor, environments))
+            return await _train(self, environments, signals), None
         except PacelineError as failure:
-            outcome, error = _failed(directory, config, failure), failure
+            error: PacelineError = failure
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            error = PacelineError(f"{path} cannot be written ({failure.strerror}): make room, then add --resume latest")
-            outcome = _failed(directory, config, error)
+            error = PacelineError(f"{root} cannot be written ({failure.strerror}): make room, then add --resume latest")
+        signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
+        return _failed(self.directory, config, error), error
+
+    def end(self, outcome: RunOutcome, error: Exception | None) -> RunResult:
         # Before the run began, whatever lies in the directory is an older run's.
-        metrics = read_jsonl(directory.metrics_file) if directory.begun else []
+        metrics = read_jsonl(self.directory.metrics_file) if self.directory.begun else []
         if outcome.status != "failed" and any(line["step"] for line in metrics):
-            plot_rewards(metrics, directory.plot, config.name)
+            plot_rewards(metrics, self.directory.plot, self.run.config.name)
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
-            monitor.end(outcome)
-        return _result(outcome, path, metrics, error)
+            self.monitor.end(outcome)
+        return _result(outcome, self.directory.root, metrics, error)
+
+
+async def _all(
+    desks: Sequence[_Desk], environments: Given, signals: Signals
+) -> list[tuple[RunOutcome, Exception | None]]:
+    if len(desks) == 1:
+        return [await desks[0].lead(environments, signals)]
+    async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
+        tasks = [group.create_task(desk.lead(environments, signals)) for desk in desks]
+    return [task.result() for task in tasks]  # bounded: all are done
 
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
@@ -159,18 +207,17 @@ def _result(
     return RunResult(outcome, path, metrics, lines, error if outcome.status == "failed" else None)
 
 
-async def _train(
-    config: RunConfig, placement: Placement, directory: RunDirectory, monitor: Monitor, environments: Given
-) -> RunOutcome:
+async def _train(desk: _Desk, environments: Given, signals: Signals) -> RunOutcome:
+    config, directory, monitor = desk.run.config, desk.directory, desk.monitor
     with _overheard(monitor):
-        async with placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
+        async with desk.run.placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
             voice = parts.voice(config.sampling)
             async with opened(parts.courses, voice, parts.attach):
-                return await _conduct(config, directory, monitor, parts, voice)
+                return await _conduct(config, directory, monitor, parts, voice, signals)
 
 
 async def _conduct(
-    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: Voice
+    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: Voice, signals: Signals
 ) -> RunOutcome:
     given = Parts(
         pool=parts.pool,
@@ -184,7 +231,7 @@ async def _conduct(
         past=parts.past,
     )
     returns = Returns()
-    with _stop_on_signals(monitor) as stopping:
+    with signals.run(monitor) as stopping:
         while True:
             conductor = Conductor(config, given, shunned=returns.shunned)
             try:
@@ -197,8 +244,10 @@ async def _conduct(
                     monitor.roll_back(conductor.step)
                 stopping.follow(conductor)
                 await conductor.run()
-                if stopping.received:
-                    return RunOutcome("interrupted", conductor.step, "stopped by the user", conductor.checkpoint)
+                if stopping.why:
+                    return RunOutcome("interrupted", conductor.step, stopping.why, conductor.checkpoint)
+                if conductor.halted:
+                    return RunOutcome("interrupted", conductor.step, conductor.halted, conductor.checkpoint)
                 monitor.phase("exporting the model")
                 await parts.trainer.export(directory.export, parts.tokenizer)
                 return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
@@ -249,52 +298,6 @@ def _plan(config: RunConfig, root: Path, parts: Placed, start: int) -> RunPlan:
         device=parts.device,
         parameters=parts.parameters,
     )
-
-
-@dataclass(slots=True)
-class Stopping:
-    """Signals that came, and who is to hear of them."""
-
-    received: list[int] = field(default_factory=list)
-    _conductor: Conductor | None = None
-
-    def follow(self, conductor: Conductor) -> None:
-        self._conductor = conductor
-        if self.received:
-            conductor.stop()
-
-    def stop(self, number: int) -> None:
-        self.received.append(number)
-        if self._conductor is not None:
-            self._conductor.stop()
-
-
-@contextmanager
-def _stop_on_signals(monitor: Monitor) -> Generator[Stopping]:
-    """The first Ctrl-C ends the run after the step under way; a second one ends it at once."""
-    loop = asyncio.get_running_loop()
-    stopping = Stopping()
-
-    def stop(number: int) -> None:
-        if stopping.received:
-            loop.remove_signal_handler(number)
-            signal.raise_signal(number)
-        monitor.note("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
-        stopping.stop(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        for number in numbers:
-            loop.add_signal_handler(number, stop, number)
-    except (ValueError, RuntimeError, NotImplementedError):
-        # Signals belong to the main thread; a run inside another thread is stopped by whoever started it.
-        yield stopping
-        return
-    try:
-        yield stopping
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 class _Ear(logging.Handler):

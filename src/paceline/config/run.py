@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config import backends, cluster
+from paceline.config.advice import Advice
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.cluster import Cluster
@@ -168,6 +169,7 @@ class RunConfig(Section):
     breaker: Breaker = Breaker()
     failures: Failures = Failures()
     weights: Weights = Weights()
+    advice: Advice = Advice()
 
     @field_validator("name")
     @classmethod

@@ -31,6 +31,10 @@ class Course:
     """Tickets to draw in all; None is no end."""
     late: int = 0
     """Groups of it that were dropped because they came too late for any batch."""
+    paused: bool = False
+    """Nothing is drawn from it for now."""
+    forgone: float = 0.0
+    """Places over the weight that went to others while it was paused."""
     note: str = ""
     """Something about the rows that the user should hear of."""
     policies: Policies = field(default_factory=lambda: policies(Failures()))
@@ -56,7 +60,7 @@ class Course:
         """Places drawn so far over the weight: the environment with the least is next. What came too late was nobody's
         gain, so a slow environment draws it again and has its share of what trains. What was filtered counts: an
         environment without a signal must not keep the others waiting."""
-        return (self.cursor.draws - self.late) * self.group_size / self.config.weight
+        return (self.cursor.draws - self.late) * self.group_size / self.config.weight + self.forgone
 
     def draw(self, number: int) -> Ticket:
         epoch, draw, row = self.cursor.draw()

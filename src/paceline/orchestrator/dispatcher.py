@@ -115,7 +115,7 @@ class Dispatcher:
         if self._ledger.waiting:
             course = self._courses[self._ledger.waiting[0].env]
             return course if course.group_size <= room else None
-        fits = [c for c in self._courses.values() if c.group_size <= room and not c.exhausted]
+        fits = [c for c in self._courses.values() if c.group_size <= room and not (c.exhausted or c.paused)]
         return min(fits, key=lambda c: c.share, default=None)
 
     def _meet_version(self) -> None:
@@ -323,12 +323,13 @@ class Dispatcher:
     def state(self) -> Held:
         """What a checkpoint keeps. Groups in flight are not in it: their tickets wait for a resume."""
         late = {course.name: course.late for course in self._courses.values()}
+        forgone = {course.name: course.forgone for course in self._courses.values()}
         return Held(
             buffered=self._buffer.groups(),
             resolved=list(self.tally.resolved),
             remembered=self._replay.state(),
             chosen=list(self._replays),
-            counts=self.tally.counts() | {"late": late},
+            counts=self.tally.counts() | {"late": late, "forgone": forgone},
         )
 
     def load(self, held: Held) -> list[Ticket]:
@@ -355,4 +356,5 @@ class Dispatcher:
         self._judge.tally = Tally.of(held.resolved, held.counts)
         for course in self._courses.values():
             course.late = held.counts.get("late", {}).get(course.name, 0)
+            course.forgone = held.counts.get("forgone", {}).get(course.name, 0.0)
         return [group.ticket for group in self._buffer.groups()]

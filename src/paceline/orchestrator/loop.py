@@ -29,6 +29,7 @@ from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.metrics import batch_metrics, replay_metrics
 from paceline.orchestrator.past import Past
+from paceline.orchestrator.pausing import Pauses
 from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.stopwatch import Stopwatch
 from paceline.rollout import Group, Rollout, Voice
@@ -78,6 +79,7 @@ class Conductor:
         self._dispatcher = Dispatcher(config, parts.courses, self._player, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.shunned = shunned
         self._past = Past(parts.courses, parts.past, parts.monitor.note)
+        self._pauses = Pauses(config, parts.courses, parts.monitor)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._epoch = time.time() - parts.clock.now()
         self._scored: set[Ticket] = set()
@@ -88,6 +90,8 @@ class Conductor:
         """For the user, once the run has begun."""
         self._stopping = False
         self.step = 0
+        self.halted = ""
+        """Why the run stopped before its end, where advisories left it nothing to draw from."""
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or somebody asks to stop."""
@@ -110,8 +114,10 @@ class Conductor:
                     await self._publish(self.step + 1)
                 await self._settle(batch, samples, report)
             await self._save()
+            self.halted = "" if self._finished else self._pauses.halt()
         finally:
             self._tell_dropped(self.step + 1)  # what ended the run is what somebody will want to look at
+            self._pauses.close()
             await self._dispatcher.close()
             await self._p.voice.close()
 
@@ -184,6 +190,7 @@ class Conductor:
             raise RunStopped(f"the trainer has trained {update.version} batches, and the run {trained}: resume it")
         await self._p.pool.load_weights(update)
         await self._past.offer(update)
+        await self._pauses.settle()
         self._gate.publish(update.version)
         if not self._stopping:
             self._dispatcher.refill()
@@ -234,7 +241,7 @@ class Conductor:
         self._tell_dropped(self.step)
         fresh = [group for group in batch if not isinstance(group, Replayed)]
         again = [group for group in batch if isinstance(group, Replayed)]
-        monitor.played(self.step, "skipped" if skipped else "trained", _all(fresh))
+        self._played(self.step, "skipped" if skipped else "trained", _all(fresh))
         monitor.played(self.step, "skipped" if skipped else "replayed", _all(again))
         monitor.spans(
             self.step,
@@ -245,13 +252,18 @@ class Conductor:
         monitor.rollouts(self.step, [rollout.record() for rollout in [*shown, *failed[:1]]])
         if self._config.record.batches:
             monitor.batch(self.step, encode(samples))
+        self._pauses.step(self.step, metrics)
         self._flush_tickets()
 
     def _tell_dropped(self, step: int) -> None:
         """What was dropped since the last batch belongs to this one: a checkpoint of it knows of them."""
         for group, reason in self._dispatcher.let_go:
-            self._p.monitor.played(step, f"dropped:{reason}", _all([group]))
+            self._played(step, f"dropped:{reason}", _all([group]))
         self._dispatcher.let_go.clear()
+
+    def _played(self, step: int, state: str, rollouts: list[Rollout]) -> None:
+        self._p.monitor.played(step, state, rollouts)
+        self._pauses.played(state, rollouts)
 
     def _look(self) -> tuple[dict[str, float], dict[str, float]]:
         """Who is busy: may be asked from any thread."""

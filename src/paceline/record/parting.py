@@ -26,6 +26,8 @@ OWN = ("name", "runs", "resume")
 TIMED = ("time", "busy/", "memory/", "wait", "overlap_ratio")
 """Metrics that begin so tell of the machine, and so does what is counted by the second."""
 GRADIENT = ("grad_norm", "lr")
+JUDGED = ("sample", "fate")
+"""What a rollout gets once all of its group are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +35,8 @@ class Parting:
     """The first difference: what it is, where, and both sides of it."""
 
     kind: str
-    """What differs: `row`, `prompt`, `weights`, `version`, `token`, `logprob`, `finish`, `reward`, `metric`, `sample`,
-    `fate`, `ticket`, `loss`, `gradient`, `measure` or `length`."""
+    """What differs: `row`, `prompt`, `weights`, `version`, `token`, `logprob`, `finish`, `reward`, `metric`, `error`,
+    `sample`, `fate`, `ticket`, `loss`, `gradient`, `measure` or `length`."""
     what: str
     """In words."""
     one: Any = None
@@ -48,6 +50,8 @@ class Parting:
     token: int | None = None
     """Index into the turn's prompt or completion, or into the sample."""
     stream: str = ""
+    sample: int | None = None
+    """Which of the rollout's samples, where `token` is an index into one."""
     indices: tuple[int | None, int | None] = (None, None)
     """The rollout's place in each record."""
 
@@ -80,9 +84,10 @@ class Compared:
 MISSING = "(not set)"
 
 
-def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0) -> Compared:
-    """Find where two runs part. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same."""
-    seen: Counter[str] = Counter()
+def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None) -> Compared:
+    """Find where two runs part. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
+    `seen` counts the `steps` and `rollouts` that are done, for whoever waits."""
+    seen = Counter() if seen is None else seen
     first = next(_differences(one, other, tolerance, seen), None)
     remarks = [f"{run.name}: {problem}" for run in (one, other) for problem in run.problems()]
     if seen["bare"]:
@@ -146,11 +151,16 @@ def _step(
     one: RunFolder, other: RunFolder, step: int, training: bool, tolerance: float, seen: Counter[str]
 ) -> Iterator[Parting]:
     mine, theirs = (_played(run, step, training) for run in (one, other))
+    judged: list[Parting] = []
     for key, row in mine.items():
         if key not in theirs:
             continue
         seen["rollouts"] += 1
-        yield from _rollout((one, other), (row, theirs[key]), tolerance, seen)
+        for found in _rollout((one, other), (row, theirs[key]), tolerance, seen):
+            if found.kind not in JUDGED:
+                yield found
+            judged.append(found)
+    yield from judged[:1]  # credit looks at the whole group: whatever its members said comes before
     for run, rows, against in ((one, mine, theirs), (other, theirs, mine)):
         for key, row in rows.items():
             if key not in against:
@@ -224,7 +234,7 @@ def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, An
     if not _same(mine.reward, theirs.reward, tolerance):
         yield {"kind": "reward", "what": "the reward", "one": mine.reward, "other": theirs.reward}
     if mine.error != theirs.error:
-        yield {"kind": "fate", "what": "the error", "one": mine.error, "other": theirs.error}
+        yield {"kind": "error", "what": "the error", "one": mine.error, "other": theirs.error}
     for name in sorted(mine.metrics.keys() | theirs.metrics.keys()):
         values = mine.metrics.get(name), theirs.metrics.get(name)
         if not _same(*values, tolerance):
@@ -237,7 +247,12 @@ def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, An
         streams = [sample.streams() for sample in pair]
         for name in streams[0] | streams[1]:
             for details in _stream(streams[0].get(name), streams[1].get(name), tolerance):
-                yield {"kind": "sample", "what": f"`{name}` of sample {number}", "stream": name, **details}
+                yield {
+                    "kind": "sample",
+                    "what": f"`{name}` of sample {number}",
+                    "stream": name,
+                    "sample": number,
+                } | details
 
 
 def _turns(mine: ToldTurn, theirs: ToldTurn, tolerance: float) -> Iterator[dict[str, Any]]:

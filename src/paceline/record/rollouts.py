@@ -15,7 +15,7 @@ from paceline.monitor.directory import RunDirectory
 from paceline.record.facts import REPLAYED, SKIPPED, TRAINED
 from paceline.record.layout import DOMAINS, NAMED, Places
 from paceline.record.lines import Lines
-from paceline.record.rows import Found, Gone, Query, Row, Told, row_of
+from paceline.record.rows import Beside, Found, Gone, Query, Row, Told, row_of
 from paceline.record.said import fold
 from paceline.record.sampled import Sampled
 from paceline.record.stored import Stored, identity, strange_schema
@@ -63,15 +63,22 @@ class Rollouts:
     def find(self, query: Query | None = None) -> Found:
         query = query or Query()
         for view in self._views():
-            indices = _selected(view, query)
-            if query.text:
-                indices = view.saying(fold(query.text), indices)
-            ordered = _sorted(view, indices, query.sort)
+            ordered = _ordered(view, query)
             stop = None if query.limit is None else query.offset + query.limit
             rows = [row_of(int(at), view.rows[at], view.names) for at in ordered[query.offset : stop]]
             if view.fresh:
-                return Found(len(indices), rows)
+                return Found(len(ordered), rows)
         raise Gone("the run went back again and again while it was read: ask once more")
+
+    def beside(self, index: int, query: Query | None = None) -> Beside | None:
+        """Where a rollout stands in the whole list that a query gives, and its neighbours; None if it is not in it."""
+        ordered = _ordered(self.view(), query or Query())
+        found = np.flatnonzero(ordered == index)
+        if not len(found):
+            return None
+        place = int(found[0])
+        before, after = ordered[max(0, place - 1) : place], ordered[place + 1 : place + 2]
+        return Beside(place, len(ordered), *(int(side[0]) if len(side) else None for side in (before, after)))
 
     def get(self, index: int) -> Told:
         """One rollout, whole; raises `Gone` where there is none of this number or its body cannot be read."""
@@ -143,6 +150,14 @@ class Rollouts:
         for column in columns:
             alike &= block[column] == view.rows[index][column]
         return (first + np.flatnonzero(alike)).tolist()
+
+
+def _ordered(view: View, query: Query) -> NDArray[Any]:
+    """All that is asked for, in its order."""
+    indices = _selected(view, query)
+    if query.text:
+        indices = view.saying(fold(query.text), indices)
+    return _sorted(view, indices, query.sort)
 
 
 def _selected(view: View, query: Query) -> NDArray[Any]:

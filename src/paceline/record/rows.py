@@ -78,6 +78,16 @@ class Found:
     rows: list[Row]
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A rollout's place in a list, and who stands before and after it."""
+
+    place: int
+    total: int
+    before: int | None
+    after: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """One rollout with all that was kept of it."""

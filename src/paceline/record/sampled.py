@@ -44,6 +44,9 @@ class Sampled:
             messages=messages if isinstance(messages, list) else [],
         )
 
+    def measured(self, index: int) -> dict[str, Any]:
+        return self.told(index).metrics
+
     def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         return among[np.array([needle in self._text(int(self.rows[index]["offset"])) for index in among], bool)]
 

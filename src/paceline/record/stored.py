@@ -96,6 +96,16 @@ class Stored:
             samples=samples,
         )
 
+    def measured(self, index: int) -> dict[str, Any]:
+        """The environment's own metrics of a rollout, without the rest of it; none where they cannot be read."""
+        cells = self.rows[index]
+        if not cells["flags"] & BODY or self._data is None:
+            return {}
+        try:
+            return decode(os.pread(self._data, int(cells["size"]), int(cells["offset"]))).metrics
+        except (ValueError, OverflowError, OSError):
+            return {}
+
     def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         """Of these rows, in rising order, those whose text holds the needle."""
         starts, sizes = self.rows["text_offset"][among], self.rows["text_size"][among]

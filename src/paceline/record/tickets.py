@@ -82,9 +82,7 @@ class Tickets:
         limit: int | None = 50,
     ) -> FoundTickets:
         """Tickets by their last state, the newest first."""
-        lines = self._read()
-        _, latest = np.unique(lines["number"][::-1], return_index=True)
-        ends = lines[len(lines) - 1 - latest][::-1]
+        ends = self._ends(self._read())
         fits = np.ones(len(ends), bool)
         for column, name in (("env", env), ("state", state), ("reason", reason)):
             if name is not None:
@@ -111,6 +109,15 @@ class Tickets:
         many = f"{self._strange} lines are" if self._strange > 1 else "a line is"
         return [f"{self._path.name}: {many} no ticket's and left out"] if self._strange else []
 
+    def _ends(self, lines: NDArray[Any]) -> NDArray[Any]:
+        """The last line of each ticket, the newest ticket first; kept until lines are added, as sorting takes time."""
+        known, ends = self._last
+        if known is not lines:
+            _, latest = np.unique(lines["number"][::-1], return_index=True)
+            ends = lines[len(lines) - 1 - latest][::-1]
+            self._last = lines, ends
+        return ends
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
@@ -119,6 +126,7 @@ class Tickets:
         self._names: dict[str, int] = {"": 0}
         self._order = [""]
         self._lines = np.empty(0, _COLUMNS)
+        self._last = self._lines, self._lines
 
     def _read(self) -> NDArray[Any]:
         with self._lock:

@@ -1,17 +1,18 @@
 """One optimizer step of the policy: micro-batches backward, the gradients of all ranks, clipping, and a verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, count
 from paceline.trainer.forward import Forward
-from paceline.trainer.loss import Loss, Sums
+from paceline.trainer.loss import Judged, Loss, Sums
 from paceline.trainer.norms import Norms, Outcome
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.stream import Stream
@@ -20,6 +21,11 @@ from paceline.trainer.world import Ranks
 
 STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs")
 SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
+
+
+def trained(micro_batch: MicroBatch) -> NDArray:
+    """Places of the tokens that any component trains."""
+    return np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
 
 
 class Stepper:
@@ -31,6 +37,8 @@ class Stepper:
         self._model, self._config, self._forward, self._optimizer, self._ranks = model, c, forward, optimizer, ranks
         self._loss = Loss(c)
         self.norms = Norms(c.spike, ranks.all)
+        self.watch: Callable[[MicroBatch, Tokens, Judged], None] | None = None
+        """Told of every micro-batch of a step what each of its tokens says; `paceline replay` looks on."""
 
     def step(self, packs: Sequence[MicroBatch], version: int, first: bool, trains: bool) -> Outcome:
         """From scratch. `trains` says whether any token of any rank does."""
@@ -60,19 +68,22 @@ class Stepper:
         """Add one micro-batch's gradient."""
         tokens, anchor = self.tokens(micro_batch)
         loss, sums = self._loss(tokens, version, first)
+        if self.watch is not None:
+            with torch.no_grad():
+                self.watch(micro_batch, tokens, self._loss.judge(tokens))
         self._optimizer.backward(loss, anchor)
         return sums
 
     def tokens(self, micro_batch: MicroBatch) -> tuple[Tokens, Tensor]:
         """The tokens that train, as the policy sees them now; and the forward pass's zero."""
-        trained = np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
+        places = trained(micro_batch)
         owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
         streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
         streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
-        at = {name: self._forward.send(stream[trained]) for name, stream in streams.items()}
+        at = {name: self._forward.send(stream[places]) for name, stream in streams.items()}
         logprobs, entropy, anchor = self._forward.logprobs(
             micro_batch,
-            self._forward.send(trained),
+            self._forward.send(places),
             entropy=True,
             entropy_grad=bool(self._config.entropy_coef),
         )

@@ -2,6 +2,7 @@
 
 from pydantic import Field, field_validator
 
+from paceline.config.advice import AdvisoryName
 from paceline.config.algorithm import AlgorithmConfig
 from paceline.config.base import Section
 
@@ -36,6 +37,8 @@ class EnvBase(Section):
     """Leave out training rows that share thirteen words in a row with a held-out one."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds an episode may take before it counts as failed; one that is played again has them again."""
+    pause: list[AdvisoryName] | None = None
+    """Advisories at which nothing more is drawn from this environment for a while; `advice.pause` when left out."""
 
     @property
     def credits(self) -> list[tuple[str, AlgorithmConfig]]:

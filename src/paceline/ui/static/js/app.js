@@ -78,8 +78,17 @@ function head(target, page) {
   tabs.hidden = target.run === null || !run;
   fill(tabs, Object.entries(RUN_PAGES).map(([key, module]) =>
     h("a", { href: toRun(target.run ?? "", key), "aria-current": key === page?.key ? "page" : null }, module.title)));
+  badges();
   document.title = [page?.module.title, target.run, "Paceline"].filter(Boolean).join(" · ");
   announce(document.title, true);
+}
+
+/** What a page's tab counts, once it is known; a count is a convenience, and never worth an error. */
+function badges() {
+  Object.values(RUN_PAGES).forEach(({ badge }, place) => {
+    const tab = tabs.children[place];
+    if (run) badge?.(run).then((count) => count && tab.append(h("span", { class: "badge" }, String(count))), () => {});
+  });
 }
 
 function failure(error) {

@@ -9,7 +9,7 @@ import { arrange, points, SECTIONS } from "../curves.js";
 import { fill, h, memory, perFrame } from "../dom.js";
 import { number } from "../format.js";
 import { follow } from "../live.js";
-import { toRun } from "../router.js";
+import { toPage, toRun } from "../router.js";
 import { append } from "../run.js";
 import { families, joined } from "../seeds.js";
 import { statePill } from "../state.js";
@@ -45,7 +45,9 @@ export async function render(root, _, params) {
   const bar = controls(group, (text) => { filter = text; sift(); });
   if (families(chosen).some((one) => one.runs.length > 1)) bar.append(h("label", {}, split, "seeds as one band"));
   fill(root, h("div", { class: "stack" },
-    h("div", { class: "head" }, h("h1", {}, `Compare ${chosen.length} runs`)),
+    h("div", { class: "head" }, h("h1", {}, `Compare ${chosen.length} runs`),
+      chosen.length === 2 ? h("a", { href: toPage("diff", { a: chosen[0].name, b: chosen[1].name }) }, "Where do they part?") : null,
+      chosen.length === 2 ? h("a", { href: toPage("ab", pair(chosen)) }, "Which is better?") : null),
     missing.length ? h("div", { class: "notice warn" }, `Not in this folder any more: ${missing.join(", ")}`) : null,
     legend, differing, h("div", { class: "sticky" }, bar), [...sections.values()].map(({ element }) => element)));
 
@@ -112,6 +114,12 @@ export async function render(root, _, params) {
     removeEventListener("theme", redraw);
     for (const { chart } of charts.values()) chart.close();
   };
+}
+
+/** Two runs as a and b, in the order of their names: `paceline ab` calls them so. */
+function pair(runs) {
+  const [a, b] = runs.map(({ name }) => name).sort();
+  return { a, b };
 }
 
 /** What the run files of these runs disagree about. */

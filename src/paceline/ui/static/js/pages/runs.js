@@ -31,6 +31,7 @@ export async function render(root, _, params) {
     size: 34, value: state.search, on: { input: () => look(search.value) },
   });
   const compare = h("button", { type: "button", class: "strong", on: { click: () => go() } });
+  const part = h("button", { type: "button", title: "The first thing in which the two runs differ", on: { click: () => asked("diff") } }, "Where do they part?");
   const clear = h("button", { type: "button", class: "quiet", on: { click: () => { ticked.clear(); draw(); } } }, "Untick all");
   const counted = h("span", { class: "soft" });
   const body = h("tbody");
@@ -44,7 +45,7 @@ export async function render(root, _, params) {
   fill(root,
     h("div", { class: "head" }, h("h1", {}, "Runs"), h("span", { class: "faint mono" }, told.folder)),
     h("div", { class: "stack" },
-      h("div", { class: "row" }, search, counted, h("span", { class: "grow" }), clear, compare),
+      h("div", { class: "row" }, search, counted, h("span", { class: "grow" }), clear, part, compare),
       list, empty));
   const keepFocus = walkable(body, { open: (row) => (location.hash = toRun(row.dataset.key)), tick: (row) => tick(row.dataset.key) });
 
@@ -72,6 +73,11 @@ export async function render(root, _, params) {
     location.hash = toPage("compare", new URLSearchParams([...ticked].filter((name) => runs.has(name)).map((name) => ["run", name])));
   }
 
+  function asked(page) {
+    const [a, b] = [...ticked].filter((name) => runs.has(name));
+    location.hash = toPage(page, { a, b });
+  }
+
   function found() {
     const wanted = state.search.toLowerCase().split(/\s+/).filter(Boolean);
     const value = COLUMNS.find(([key]) => key === state.sort)[2];
@@ -91,6 +97,7 @@ export async function render(root, _, params) {
     compare.disabled = count < 2;
     compare.textContent = count < 2 ? "Tick two runs to compare" : `Compare ${count} runs`;
     clear.hidden = !count;
+    part.hidden = count !== 2;
     counted.textContent = shown.length === runs.size ? amount(runs.size, "run") : `${shown.length} of ${amount(runs.size, "run")}`;
     COLUMNS.forEach(([key], index) => {
       if (key === state.sort) headings[index].setAttribute("aria-sort", state.down ? "descending" : "ascending");

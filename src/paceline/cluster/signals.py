@@ -1,0 +1,83 @@
+"""Ctrl-C for the runs of this process: the first ends them after the step under way, a second one at once."""
+
+import asyncio
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from paceline.monitor import Monitor
+from paceline.orchestrator import Conductor
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+USER = "stopped by the user"
+
+
+@dataclass(slots=True)
+class Stopping:
+    """Why a run is to end, and who is to hear of it."""
+
+    why: str = ""
+    _conductor: Conductor | None = None
+
+    def follow(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        if self.why:
+            conductor.stop()
+
+    def stop(self, why: str) -> None:
+        self.why = self.why or why
+        if self._conductor is not None:
+            self._conductor.stop()
+
+
+@dataclass(slots=True)
+class Signals:
+    """Hears signals as long as a run is under way, and hands them to all."""
+
+    _runs: list[tuple[Monitor, Stopping]] = field(default_factory=list)
+    _why: str = ""
+    _heard: bool = False
+    """Whether signals come here: they belong to the main thread, and a run in another is stopped by who started it."""
+
+    @contextmanager
+    def run(self, monitor: Monitor) -> Generator[Stopping]:
+        """A run that can be stopped."""
+        mine = (monitor, Stopping(self._why))
+        self._runs.append(mine)
+        if len(self._runs) == 1:
+            self._listen()
+        try:
+            yield mine[1]
+        finally:
+            self._runs.remove(mine)
+            if not self._runs:
+                self._ignore()
+
+    def stop(self, why: str, note: str) -> None:
+        """All runs end after the step under way, those that are yet to begin too."""
+        if self._why:
+            return
+        self._why = why
+        for monitor, stopping in self._runs:
+            monitor.note(note)
+            stopping.stop(why)
+
+    def _listen(self) -> None:
+        try:
+            for number in NUMBERS:
+                asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        except (ValueError, RuntimeError, NotImplementedError):
+            return
+        self._heard = True
+
+    def _ignore(self) -> None:
+        for number in NUMBERS if self._heard else ():
+            asyncio.get_running_loop().remove_signal_handler(number)
+        self._heard = False
+
+    def _signalled(self, number: int) -> None:
+        if self._why:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.raise_signal(number)
+        self.stop(USER, "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")

@@ -1,0 +1,31 @@
+"""Two run files out of one: what stands behind `--a.` and `--b.` is one arm's alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.load import Loaded, load
+
+ARMS = ("a", "b")
+
+
+def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, Loaded]:
+    """The run file for each arm, under names of their own."""
+    shared, own = split(overrides)
+    arms = {arm: load(path, [*shared, *own[arm]]) for arm in ARMS}
+    for arm, loaded in arms.items():
+        loaded.config.name = f"{loaded.config.name}-{arm}"
+    return arms
+
+
+def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """What both get, and what each gets alone, as `load` takes it."""
+    shared: list[str] = []
+    own: dict[str, list[str]] = {arm: [] for arm in ARMS}
+    to = shared
+    for word in overrides:
+        if word.startswith("--"):
+            arm, dot, key = word[2:].partition(".")
+            to = own[arm] if dot and arm in own else shared
+            word = f"--{key}" if to is not shared else word
+        to.append(word)
+    return shared, own

@@ -1,0 +1,116 @@
+"""Environments that rest while an advisory speaks against them.
+
+    a step is told -> a thread notes it down and looks -> before the next draws it is known who rests
+
+What a look finds takes effect when the next weights are published: at staleness 0 nobody plays then, so that a run
+which must repeat itself rests at the same draw.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from paceline.config import RunConfig
+from paceline.monitor import Monitor
+from paceline.orchestrator.course import Course
+from paceline.record.advice import Advisory, advise
+from paceline.record.advice.memory import Memory
+from paceline.rollout import Rollout
+
+Played = list[tuple[str, Sequence[Rollout]]]
+"""States, and rollouts that came to them."""
+
+
+class Pauses:
+    """Who rests, why, and until when. A run that may pause nobody remembers nothing."""
+
+    def __init__(self, config: RunConfig, courses: Mapping[str, Course], monitor: Monitor) -> None:
+        self._courses, self._monitor = courses, monitor
+        self._every, self._rest = config.advice.interval, config.advice.steps
+        self._grounds = {name: frozenset(_grounds(course, config)) for name, course in courses.items()}
+        self._rules: frozenset[str] = frozenset().union(*self._grounds.values())
+        self._memory = Memory(config.model_dump())
+        self._played: Played = []
+        self._look: asyncio.Task[list[Advisory]] | None = None
+        self._step = 0
+        self._until: dict[str, int] = {}
+        """The step after which a resting environment is drawn from again."""
+        self._because: dict[str, str] = {}
+        for course in courses.values():
+            course.paused = False
+
+    def played(self, state: str, rollouts: Sequence[Rollout]) -> None:
+        """These rollouts are done, and nobody changes them any more."""
+        if self._rules and rollouts:
+            self._played.append((state, rollouts))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is finished; now and then somebody looks at the last ones."""
+        self._step = step
+        if self._rules:
+            played, self._played = self._played, []
+            self._look = asyncio.create_task(asyncio.to_thread(self._seen, step, dict(metrics), played))
+
+    async def settle(self) -> None:
+        """Let what was seen take effect, before anything is drawn."""
+        if self._look is None:
+            return
+        look, self._look = self._look, None
+        try:
+            found = await look  # bounded: some thousand rows in memory, asked for a step ago
+        except Exception as error:  # a run is worth more than advice
+            self._rules, found = frozenset(), []
+            self._monitor.note(f"advice failed and pauses nobody from now on: {type(error).__name__}: {error}")
+        self._keep_up()
+        for name, until in list(self._until.items()):
+            if self._step >= until:
+                self._wake(name)
+        for advisory in found:
+            for name in [advisory.env] if advisory.env else list(self._courses):
+                if advisory.rule in self._grounds[name] and name not in self._until:
+                    self._send(name, advisory)
+
+    def close(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+
+    def halt(self) -> str:
+        """Why a run ends that has drawn all it may, if that is because somebody rests; else nothing."""
+        left = [name for name, course in self._courses.items() if course.paused and not course.exhausted]
+        if not left:
+            return ""
+        why = "; ".join(dict.fromkeys(self._because[name] for name in left))
+        return (
+            f"only environments that rest are left to draw from. {why}. Mend that, or take it out of `advice.pause`, "
+            "and go on with --resume latest"
+        )
+
+    def _seen(self, step: int, metrics: dict[str, float], played: Played) -> list[Advisory]:
+        self._memory.take(step, metrics, played)
+        return advise(self._memory.sight(), self._rules) if step % self._every == 0 else []
+
+    def _send(self, name: str, advisory: Advisory) -> None:
+        self._courses[name].paused = True
+        self._until[name] = self._step + self._rest
+        self._because[name] = f"`{advisory.rule}` of `{name}`: {advisory.title}. {advisory.seen}".rstrip(".")
+        self._monitor.note(
+            f"step {self._step}: nothing more is drawn from `{name}` for {self._rest} steps, since `advice.pause` "
+            f"names `{advisory.rule}`: {advisory.title}. {advisory.seen}"
+        )
+
+    def _wake(self, name: str) -> None:
+        """Drawn from again, and judged by what comes from now on."""
+        self._courses[name].paused = False
+        del self._until[name]
+        self._memory.forget(name)
+        self._monitor.note(f"step {self._step}: `{name}` has rested and is drawn from again")
+
+    def _keep_up(self) -> None:
+        """Whoever rests must not have all draws to itself afterwards."""
+        awake = [course.share for course in self._courses.values() if not (course.paused or course.exhausted)]
+        for course in self._courses.values():
+            if course.paused and awake:
+                course.forgone += max(0.0, min(awake) - course.share)
+
+
+def _grounds(course: Course, config: RunConfig) -> Sequence[str]:
+    return config.advice.pause if course.config.pause is None else course.config.pause

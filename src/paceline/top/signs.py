@@ -1,0 +1,182 @@
+"""The vital signs of a run, from its directory: what `paceline top` draws each second and `paceline report` tells."""
+
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.monitor.directory import RunDirectory
+from paceline.monitor.doctor import Findings, resume_command
+from paceline.record import RunFolder, Status
+from paceline.top.busy import Busyness, busyness
+from paceline.ui.vitals import Curve, curves, ends, mean_curve, tags
+
+FEW = 10
+"""Steps that `now` means: one alone is mostly noise."""
+WAITING = 0.3
+"""Share of its time from which the trainer is said to wait."""
+BUSY = 0.65
+"""Share of its time below which the sampler is."""
+MOST_EVENTS = 200
+MEANING = {
+    "running": "it is training now",
+    "starting": "it loads its model and has not begun to train",
+    "finished": "it trained all its steps",
+    "interrupted": "somebody stopped it; it can go on",
+    "failed": "it stopped because of an error",
+    "crashed": "its process is gone and wrote no end: killed, out of memory, or the machine stopped",
+}
+
+Columns = Mapping[str, Sequence[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a measure went: where it began, where it is, and the curve between."""
+
+    curve: Curve
+    first: float
+    last: float
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in self.curve]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """A run at one moment."""
+
+    name: str
+    path: Path
+    now: float
+    status: Status
+    tags: list[str]
+    allowed: int | None
+    """The staleness that the run file allows."""
+    seen: float | None
+    """When it last wrote something down."""
+    pace: float | None
+    """Seconds a step, evaluations between them included."""
+    left: float | None
+    rewards: dict[str, Course]
+    """By environment; `""` is their mean."""
+    held_out: dict[str, Course]
+    kind: str
+    """What `held_out` measures: `exact` or `reward`."""
+    recent: dict[str, float]
+    """Every metric's mean over the last few steps."""
+    dropped: dict[str, int]
+    """Since the start, by reason."""
+    busy: Busyness
+    waits: str
+    events: list[dict[str, Any]]
+    columns: Columns = field(repr=False)
+    """The metrics it was made of."""
+
+    @property
+    def why(self) -> str:
+        """The state in a sentence."""
+        return self.status.message or MEANING[self.status.state]
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The loss by component; `loss` is their sum."""
+        return {name: value for name, value in self.recent.items() if name == "loss" or name.startswith("loss/")}
+
+    @property
+    def onward(self) -> tuple[str, str]:
+        """What can be done with a run that is over, and what to type for it; nothing while it lives."""
+        if self.status.alive:
+            return "", ""
+        if self.status.state == "finished":
+            file = shlex.quote(str(self.path / "config.toml"))
+            return "to train on", f"paceline train {file} --resume latest --steps {2 * max(1, self.status.step)}"
+        saved = RunDirectory(self.path).checkpoints.glob("step-*/state.json")
+        checkpoint = max((file.parent for file in saved), default=None)
+        found = Findings(self.path, "", False, {"status": self.status.state}, checkpoint=checkpoint)
+        what = f"to go on from {checkpoint.name}" if checkpoint else "to start again (no checkpoint was saved)"
+        return what, resume_command(found)
+
+
+def signs(run: RunFolder, now: float | None = None, before: Signs | None = None) -> Signs:
+    """The run as it is now. Where no step came since `before`, curves are not looked through again."""
+    now = time.time() if now is None else now
+    status, columns = run.status(), run.metrics()
+    times = [stamp for stamp in columns.get("time", [])[-2 * FEW - 1 :] if stamp is not None and math.isfinite(stamp)]
+    seen = max([*times[-1:], status.began or 0.0, status.ended or 0.0]) or None
+    pace = _pace(times, status.began)
+    left, events = _left(status, pace, now, times), run.events()[-MOST_EVENTS:]
+    if before is not None and before.columns is columns:
+        return replace(before, now=now, status=status, seen=seen, pace=pace, left=left, events=events)
+    config, recent = run.config(), _recent(columns)
+    exact, stale = curves(columns, "eval/", "/exact"), config.get("staleness")
+    return Signs(
+        name=run.name,
+        path=run.path,
+        now=now,
+        status=status,
+        tags=tags(config),
+        allowed=stale if isinstance(stale, int) else None,
+        seen=seen,
+        pace=pace,
+        left=left,
+        rewards=_courses(curves(columns, "reward/", "/mean")),
+        held_out=_courses(exact or curves(columns, "eval/", "/reward")),
+        kind="exact" if exact else "reward",
+        recent=recent,
+        dropped=_dropped(columns),
+        busy=busyness(run, columns, pace),
+        waits=_waits(recent),
+        events=events,
+        columns=columns,
+    )
+
+
+def _courses(by_env: dict[str, Curve]) -> dict[str, Course]:
+    found = {"": mean_curve(list(by_env.values())), **by_env} if by_env else {}
+    return {env: Course(curve, told["first"], told["last"]) for env, curve in found.items() if (told := ends(curve))}
+
+
+def _pace(times: Sequence[float], began: float | None) -> float | None:
+    """The time between two lives of a run is no step's."""
+    lived = [stamp for stamp in times if began is None or stamp >= began]
+    return (lived[-1] - lived[0]) / (len(lived) - 1) if len(lived) > 2 else None
+
+
+def _left(status: Status, pace: float | None, now: float, times: Sequence[float]) -> float | None:
+    if status.state != "running" or pace is None or status.total_steps is None:
+        return None
+    return max(0.0, pace * (status.total_steps - status.step) - max(0.0, now - times[-1]))
+
+
+def _recent(columns: Columns) -> dict[str, float]:
+    found = {}
+    for name, column in columns.items():
+        values = [value for value in column[-FEW:] if value is not None and math.isfinite(value)]
+        if values:
+            found[name] = statistics.fmean(values)
+    return found
+
+
+def _dropped(columns: Columns) -> dict[str, int]:
+    totals = {
+        name.removeprefix("dropped/"): round(math.fsum(value for value in column if value and math.isfinite(value)))
+        for name, column in columns.items()
+        if name.startswith("dropped/")
+    }
+    return {reason: total for reason, total in totals.items() if total}
+
+
+def _waits(recent: Mapping[str, float]) -> str:
+    """Who waits for whom, as the page of a run says it."""
+    wait, sampler = recent.get("wait_time_ratio", 0.0), recent.get("busy/sampler", 1.0)
+    if not {"busy/trainer", "wait_time_ratio"} & set(recent):
+        return "not measured"
+    if sampler < BUSY and not (wait > WAITING and wait >= 1 - sampler):
+        return f"the sampler, for the trainer ({1 - sampler:.0%})"
+    return f"the trainer, for rollouts ({wait:.0%})" if wait > WAITING else "nobody for long"

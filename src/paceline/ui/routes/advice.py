@@ -1,0 +1,53 @@
+"""What a run's own figures say against it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from paceline.config.advice import Advice
+from paceline.record.advice import RULES, Advisory, Sight, advise, sight_of
+from paceline.record.advice.telling import silence
+from paceline.ui.answers import Json
+from paceline.ui.routes.here import OneRun
+
+router = APIRouter()
+
+
+@router.get("/advice")
+def advice(run: OneRun) -> Response:
+    """Every advisory with its evidence, and all that was looked for."""
+    sight = sight_of(run)
+    found = advise(sight)
+    rules = [
+        {
+            "name": rule.name,
+            "asks": rule.asks,
+            "limit": getattr(sight.advice, rule.name),
+            "help": Advice.model_fields[rule.name].description,
+            "found": sum(advisory.rule == rule.name for advisory in found),
+            "pauses": [env for env in sight.envs if rule.name in _grounds(sight, env)],
+        }
+        for rule in RULES
+    ]
+    told = [_told(sight, advisory) for advisory in found]
+    return Json(
+        {"steps": sight.steps, "trained": sight.trained, "silence": silence(sight), "rules": rules, "found": told}
+    )
+
+
+def _told(sight: Sight, advisory: Advisory) -> dict[str, Any]:
+    """The advisory with each rollout in a few words, and each knob as it is written."""
+    knobs = [asdict(knob) | {"text": knob.text, "flag": knob.flag} for knob in advisory.knobs]
+    rollouts = [
+        {"index": index} | {name: row[name].item() for name in ("step", "reward", "tokens")}
+        for index in advisory.rollouts
+        for row in [sight.rows[index - sight.first]]
+    ]
+    return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
+
+
+def _grounds(sight: Sight, env: str) -> Sequence[str]:
+    own = sight.env(env).get("pause")
+    return sight.advice.pause if own is None else own

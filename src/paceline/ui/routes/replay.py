@@ -1,0 +1,109 @@
+"""A step computed once more: start it, see how it goes, read what came out."""
+
+import re
+import threading
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from paceline.ui.answers import Json, refuse
+from paceline.ui.replay_desk import Desk
+from paceline.ui.replay_result import sample, summary
+from paceline.ui.replay_settings import own_code, settings
+from paceline.ui.routes.here import OneRun
+
+CHECKPOINT = re.compile(r"step-(\d+)")
+_making = threading.Lock()
+
+router = APIRouter()
+
+
+def _desk(request: Request) -> Desk:
+    """The app's own, made when somebody first asks."""
+    with _making:
+        if not hasattr(request.app.state, "replays"):
+            request.app.state.replays = Desk()
+        return request.app.state.replays
+
+
+def _own_page(request: Request) -> None:
+    """Starting a process is for our own pages: a page elsewhere can send a form to a loopback address, but neither JSON
+    nor our origin with it."""
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != request.headers.get("host")):
+        raise refuse(403, "only a page of this server may start or end a replay")
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise refuse(415, "send JSON: Content-Type: application/json")
+
+
+OneDesk = Annotated[Desk, Depends(_desk)]
+Key = Annotated[str, Query(max_length=100)]
+
+
+class Asked(BaseModel):
+    """What to replay. Settings are names of the run file with their values; which ones, `replay_settings` knows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Annotated[StrictInt, Field(ge=0)]
+    settings: Annotated[dict[str, StrictBool | StrictInt | StrictFloat | StrictStr | None], Field(max_length=40)] = {}
+
+
+@router.get("/replay")
+def replay(run: OneRun, desk: OneDesk) -> Response:
+    """Which steps can be replayed and from which weights, which settings can be tried, and what was replayed lately."""
+    config = run.config()
+    found = (CHECKPOINT.fullmatch(path.name) for path in (run.path / "checkpoints").glob("step-*"))
+    return Json(
+        {
+            "path": str(run.path),
+            "steps": run.batches(),
+            "checkpoints": sorted(int(match[1]) for match in found if match),
+            "settings": [setting.model_dump() for setting in settings(config)],
+            "refusal": own_code(config),
+            "job": desk.job(run),
+            "results": [
+                {"key": key, "step": result.step, "changes": result.changes}
+                for key, result in desk.kept.of(run.path).items()
+            ],
+        }
+    )
+
+
+@router.get("/replay/job")
+def job(run: OneRun, desk: OneDesk) -> Response:
+    """How the run's last replay stands."""
+    return Json({"job": desk.job(run)})
+
+
+@router.post("/replay/start", dependencies=[Depends(_own_page)])
+def start(run: OneRun, desk: OneDesk, asked: Asked) -> Response:
+    """Replay a step in a process of its own."""
+    return Json({"job": desk.start(run, asked.step, asked.settings)})
+
+
+@router.post("/replay/cancel", dependencies=[Depends(_own_page)])
+def cancel(run: OneRun, desk: OneDesk) -> Response:
+    """End it."""
+    desk.cancel(run)
+    return Json({"job": desk.job(run)})
+
+
+@router.get("/replay/result")
+def result(run: OneRun, desk: OneDesk, of: Key = "", against: Key = "", component: Key = "") -> Response:
+    """The loss, the samples and the weightiest tokens; `against` another result by what differs. Null: not known."""
+    one, other = desk.kept.get(run.path, of), desk.kept.get(run.path, against) if against else None
+    if one is None or (against and other is None):
+        return Json({"result": None})
+    return Json({"result": summary(one, other, component)})
+
+
+@router.get("/replay/sample")
+def one_sample(
+    run: OneRun, desk: OneDesk, of: Key = "", against: Key = "", sample_: Annotated[int, Query(alias="sample")] = 0
+) -> Response:
+    """All tokens of one sample. Null: the result is not known any more."""
+    one, other = desk.kept.get(run.path, of), desk.kept.get(run.path, against) if against else None
+    return Json({"sample": None if one is None else sample(one, other, sample_)})

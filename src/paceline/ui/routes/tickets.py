@@ -1,0 +1,54 @@
+"""Tickets: a page of them by their last state, and the life of one."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from paceline.data import State
+from paceline.ui.answers import Json, refuse
+from paceline.ui.routes.here import OneRun
+from paceline.ui.tickets import life_of, listed
+
+router = APIRouter()
+Name = Annotated[str | None, Query(max_length=1000)]
+STATES = [str(state) for state in State if state is not State.WAITING]
+"""What a journal says: nobody writes down that a ticket waits."""
+
+
+@router.get("/tickets")
+def tickets(
+    run: OneRun,
+    env: Name = None,
+    state: Name = None,
+    reason: Name = None,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+) -> Response:
+    """Tickets as they stand, the newest first, and how many there are of each state and reason."""
+    found = run.tickets.find(env, state, reason, offset, limit)
+    envs = [one.get("name") for one in run.config().get("env", []) if isinstance(one, dict)]
+    dropped = {name: sum(count for _, count in steps) for name, steps in run.tickets.dropped().items()}
+    return Json(
+        {
+            "total": found.total,
+            "rows": listed(run, found.rows),
+            "states": {name: run.tickets.find(state=name, limit=0).total for name in STATES},
+            "reasons": dict(sorted(dropped.items(), key=lambda item: -item[1])),
+            "envs": [name for name in envs if isinstance(name, str)],
+            "problems": run.tickets.problems(),
+        }
+    )
+
+
+@router.get("/ticket")
+def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] = None) -> Response:
+    """The life of one ticket, from the draw to the gradient; without a number, of the newest."""
+    if ticket is None:
+        rows = run.tickets.find(limit=1).rows
+        if not rows:
+            return Json({"nothing": "No ticket was drawn yet."})
+        ticket = rows[0]["number"]
+    life = life_of(run, ticket)
+    if life is None:
+        raise refuse(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
+    return Json(life)

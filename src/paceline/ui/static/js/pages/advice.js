@@ -1,0 +1,119 @@
+// Advisories: what a run's own figures say against it, with the evidence, how sure it is, and which key to turn.
+import { ask } from "../api.js";
+import { Chart } from "../chart/chart.js";
+import { Group } from "../chart/group.js";
+import { points } from "../curves.js";
+import { announce, fill, h, prose } from "../dom.js";
+import { amount, number, whole } from "../format.js";
+import { toRun } from "../router.js";
+
+export const title = "Advice";
+const PATIENCE = 4000;
+const MOST_CURVES = 3;
+
+/** How many advisories there are, for the tab. */
+export async function badge(run) {
+  return (await ask("advice", { run: run.name })).found.length;
+}
+
+export async function render(root, run) {
+  const place = h("div", { class: "stack advice" });
+  let charts = [];
+  let before = "";
+  const close = () => charts.splice(0).forEach((chart) => chart.close());
+  const draw = async () => {
+    const told = await ask("advice", { run: run.name });
+    const now = JSON.stringify(told);
+    if (now === before || !place.isConnected && before) return;
+    if (before) announce(`Advice: ${amount(told.found.length, "finding")}`);
+    before = now;
+    close();
+    const group = new Group();
+    fill(place, head(told), told.found.map((one) => card(one, run, group, charts)), pauses(run), looked(told));
+  };
+  fill(root, place);
+  await draw();
+  let again = 0;
+  const later = () => {
+    again ||= setTimeout(() => {
+      again = 0;
+      draw().catch(() => {}); // the next news tries again
+    }, PATIENCE);
+  };
+  const ends = [run.on("metrics", later), run.on("reset", later), run.on("standing", later)];
+  return () => {
+    ends.forEach((end) => end());
+    clearTimeout(again);
+    close();
+  };
+}
+
+function head({ found, steps, trained, silence }) {
+  const few = found.length ? `${found.length === 1 ? "One thing" : `${found.length} things`} in the last ${amount(trained, "step")}` : "";
+  return h("div", {},
+    h("div", { class: "head" }, h("h1", {}, "Advice"), h("span", { class: "soft" }, few && `${few} (${whole(steps[0])} to ${whole(steps[1])})`)),
+    found.length ? null : h("div", { class: "empty" }, h("h2", {}, "Nothing found"), h("p", {}, `${silence[0].toUpperCase()}${silence.slice(1)}.`)));
+}
+
+function card(one, run, group, charts) {
+  const id = `advice-${one.rule}-${one.env}`;
+  return h("article", { class: "notice warn advisory", "aria-labelledby": id },
+    h("h2", { id }, prose(one.title)),
+    h("div", { class: "row" }, h("span", { class: "tag" }, one.rule), h("span", { class: "tag" }, one.env || "whole run"),
+      h("span", { class: "faint" }, `steps ${whole(one.steps[0])} to ${whole(one.steps[1])}`)),
+    h("p", {}, prose(one.seen)),
+    h("dl", {},
+      h("dt", {}, "How sure"), h("dd", {}, prose(one.sure)),
+      one.caution ? [h("dt", {}, "But"), h("dd", {}, prose(one.caution))] : null,
+      one.knobs.length ? [h("dt", {}, "What to turn"), h("dd", {}, knobs(one.knobs))] : null,
+      one.rollouts.length ? [h("dt", {}, "Look at"), h("dd", { class: "row" }, one.rollouts.map((row) => rollout(row, run)))] : null),
+    curves(one, run, group, charts));
+}
+
+function knobs(rows) {
+  return h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, ["Key", "Now", "Try", "Why", "On the command line"].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, rows.map((knob) => h("tr", {},
+      h("th", { scope: "row", class: "mono" }, knob.key),
+      h("td", { class: "mono" }, knob.now === null ? "not set" : JSON.stringify(knob.now)),
+      h("td", { class: "mono suggested" }, knob.text),
+      h("td", {}, prose(knob.why)),
+      h("td", { class: "mono" }, knob.flag))))));
+}
+
+function rollout({ index, step, reward, tokens }, run) {
+  return h("a", { class: "tag", href: toRun(run.name, "rollouts", { id: index }) },
+    `rollout ${index}: step ${whole(step)}, reward ${number(reward)}, ${amount(tokens, "token")}`);
+}
+
+function curves(one, run, group, charts) {
+  const names = one.metrics.filter((name) => run.columns[name]?.some((value) => value !== null)).slice(0, MOST_CURVES);
+  const drawn = names.map((name, colour) => {
+    const chart = new Chart(group, { title: name, hint: "" });
+    chart.update([{ label: name, colour, ...points(run.columns, name, group.axis) }]);
+    charts.push(chart);
+    return chart.element;
+  });
+  return drawn.length ? h("div", { class: "charts" }, drawn) : null;
+}
+
+/** When environments were paused by an advisory, and when they were drawn from again. */
+function pauses(run) {
+  const told = run.standing.events.filter(({ event, text }) => event === "note"
+    && /since `advice\.pause` names|has rested and is drawn from again/.test(String(text)));
+  if (!told.length) return null;
+  return h("section", { class: "section", "aria-label": "Pauses" }, h("h2", {}, "Pauses"),
+    h("ul", {}, told.slice(-20).reverse().map(({ text }) => h("li", {}, prose(text)))));
+}
+
+function looked({ rules }) {
+  return h("section", { class: "section", "aria-label": "All that was looked for" }, h("h2", {}, "All that was looked for"),
+    h("div", { class: "scroll" }, h("table", { class: "list" },
+      h("thead", {}, h("tr", {}, ["Question", "Found", "Limit", "Key of the limit", "Pauses (advice.pause)"].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, rules.map((rule) => h("tr", {},
+        h("th", { scope: "row" }, rule.asks, h("span", { class: "faint help" }, prose(rule.help))),
+        h("td", {}, rule.found ? h("strong", {}, String(rule.found)) : "–"),
+        h("td", {}, number(rule.limit)),
+        h("td", { class: "mono" }, `advice.${rule.name}`),
+        h("td", {}, rule.pauses.length ? rule.pauses.join(", ") : "nobody")))))));
+}

@@ -1,0 +1,135 @@
+// Tickets: every row that was drawn, what became of it, and the life of one.
+import { ask } from "../api.js";
+import { fill, h, patchRows } from "../dom.js";
+import { count, whole } from "../format.js";
+import { toRun } from "../router.js";
+import { walkable } from "../rows.js";
+import { life } from "../tokens/life.js";
+
+export const title = "Tickets";
+const PAGE = 50;
+const COLUMNS = ["Ticket", "State", "Environment", "Row", "Epoch", "Step", "Attempts", "Why it was dropped"];
+
+export async function render(root, run, params) {
+  return params.get("ticket") ? one(root, run, params.get("ticket")) : many(root, run, params);
+}
+
+async function one(root, run, number) {
+  const place = h("div", { class: "stack" });
+  const state = h("span", {});
+  let size = null;
+  const draw = async () => {
+    const told = await ask("ticket", { run: run.name, ticket: number });
+    fill(state, pill(told.state));
+    fill(place, life(run, told));
+  };
+  await draw();
+  const back = /^\d+$/.test(number) && Number(number) > 0 ? h("a", { href: toRun(run.name, "tickets", { ticket: Number(number) - 1 }) }, "← the one before") : null;
+  fill(root, h("div", { class: "stack tickets" },
+    h("div", { class: "head" }, h("h1", {}, `Ticket ${number}`), state, h("span", { class: "grow" }), back,
+      h("a", { href: toRun(run.name, "tickets", { ticket: Number(number) + 1 }) }, "the next one →"), h("a", { href: toRun(run.name, "tickets") }, "All tickets")),
+    place));
+  return run.on("files", (files) => {
+    const now = files["tickets.jsonl"];
+    if (size !== null && now !== size) draw().catch(() => {});
+    size = now;
+  });
+}
+
+async function many(root, run, params) {
+  const state = Object.fromEntries(["env", "state", "reason"].map((name) => [name, params.get(name) || null]));
+  const offset = Math.max(0, Number.parseInt(params.get("offset") ?? "0", 10) || 0);
+  const go = (changes) => {
+    const next = Object.entries({ ...state, offset: 0, ...changes }).filter(([, value]) => value);
+    location.hash = toRun(run.name, "tickets", Object.fromEntries(next));
+  };
+  const body = h("tbody");
+  const remember = walkable(body, { open: (row) => (location.hash = toRun(run.name, "tickets", { ticket: row.dataset.key })) });
+  const filters = h("div", { class: "controls" });
+  const sum = h("span", { class: "soft", role: "status" });
+  const pager = h("div", { class: "row" });
+  const nothing = h("div");
+  const problems = h("div");
+  const table = h("div", { class: "scroll" }, h("table", { class: "list" },
+    h("caption", { class: "unseen" }, "Tickets, the newest first"),
+    h("thead", {}, h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)))), body));
+
+  let drawn = "";
+  async function draw() {
+    const told = await ask("tickets", { run: run.name, ...state, offset, limit: PAGE });
+    sum.textContent = `${whole(told.total)} ${Object.values(state).some(Boolean) ? "match" : "drawn"}`;
+    const kinds = JSON.stringify([told.states, told.reasons, told.envs]);
+    if (kinds !== drawn) fill(filters, ...choices(told, state, go), finder(run));
+    drawn = kinds;
+    const restore = remember();
+    patchRows(body, told.rows.map((ticket) => row(run, ticket)));
+    restore();
+    table.hidden = !told.rows.length;
+    fill(nothing, told.rows.length ? null : empty(state, go));
+    fill(pager, pages(told.total, offset, go));
+    fill(problems, told.problems.length ? h("div", { class: "notice warn" }, h("ul", {}, told.problems.map((problem) => h("li", {}, problem)))) : null);
+  }
+
+  fill(root, h("div", { class: "stack tickets" },
+    h("div", { class: "head" }, h("h1", {}, "Tickets"), sum),
+    h("p", { class: "soft" }, "A ticket is one draw of a row of the data. Each is played as a group, and is trained once or dropped for a reason."),
+    problems, filters, table, nothing, pager));
+  await draw();
+  let size = run.files["tickets.jsonl"];
+  return run.on("files", (files) => {
+    const now = files["tickets.jsonl"];
+    if (now !== size && !filters.contains(document.activeElement)) draw().catch(() => {});
+    size = now;
+  });
+}
+
+function row(run, ticket) {
+  const { number, env, row: at, epoch, step, attempts, reason, why, replays } = ticket;
+  return h("tr", { data: { key: number }, tabindex: -1 },
+    h("td", {}, h("a", { href: toRun(run.name, "tickets", { ticket: number }), tabindex: -1 }, number)),
+    h("td", {}, pill(ticket.state), replays === undefined ? null : h("span", { class: "soft" }, ` replays ${replays}`)),
+    h("td", {}, env), h("td", {}, whole(at)), h("td", {}, whole(epoch)),
+    h("td", {}, step === undefined ? "–" : whole(step)), h("td", {}, attempts || "–"),
+    h("td", { class: "soft", title: reason ?? null }, why || "–"));
+}
+
+function choices(told, state, go) {
+  const select = (name, label, options) => h("label", {}, label, h("select", { on: { change: (event) => go({ [name]: event.target.value }) } },
+    h("option", { value: "" }, "all"),
+    options.map(([value, words]) => h("option", { value, selected: state[name] === value }, words))));
+  const counted = (table) => Object.entries(table).map(([name, value]) => [name, `${name} (${count(value)})`]);
+  const known = state.reason && !(state.reason in told.reasons) ? { [state.reason]: 0 } : {};
+  return [
+    select("state", "State", counted(told.states)),
+    select("reason", "Dropped because", counted({ ...told.reasons, ...known })),
+    told.envs.length > 1 || state.env ? select("env", "Environment", told.envs.map((name) => [name, name])) : null,
+    h("span", { class: "grow" })];
+}
+
+function finder(run) {
+  const field = h("input", { type: "text", inputmode: "numeric", size: 10, placeholder: "Ticket  /", "aria-label": "Go to ticket", "aria-keyshortcuts": "/", data: { search: "" } });
+  return h("form", { on: { submit: (event) => {
+    event.preventDefault();
+    if (/^\d+$/.test(field.value.trim())) location.hash = toRun(run.name, "tickets", { ticket: field.value.trim() });
+  } } }, field);
+}
+
+function pages(total, offset, go) {
+  if (total <= PAGE && !offset) return null;
+  return [
+    h("button", { type: "button", disabled: offset === 0, on: { click: () => go({ offset: Math.max(0, offset - PAGE) }) } }, "Newer"),
+    h("button", { type: "button", disabled: offset + PAGE >= total, on: { click: () => go({ offset: offset + PAGE }) } }, "Older"),
+    h("span", { class: "soft" }, total ? `${whole(Math.min(total, offset + 1))} to ${whole(Math.min(total, offset + PAGE))} of ${whole(total)}` : "")];
+}
+
+function empty(state, go) {
+  const any = Object.values(state).some(Boolean);
+  return h("div", { class: "empty" }, h("h2", {}, any ? "No ticket matches" : "No ticket yet"),
+    any ? h("button", { type: "button", on: { click: () => go({ env: null, state: null, reason: null }) } }, "Show all tickets")
+      : h("p", {}, "tickets.jsonl is written with the first batch."));
+}
+
+function pill(state) {
+  const kind = { trained: "finished", dropped: "interrupted", "in flight": "running", buffered: "starting" }[state] ?? "";
+  return state ? h("span", { class: `pill ${kind}` }, state) : null;
+}

@@ -1,0 +1,142 @@
+// Every token of a sample: coloured by a stream, and explained one by one.
+import { ask } from "../api.js";
+import { fill, h, memory } from "../dom.js";
+import { count, number } from "../format.js";
+import { toRun } from "../router.js";
+import { Card } from "../tokens/card.js";
+import { lines, scale } from "../tokens/legend.js";
+import { replayed } from "../tokens/replayed.js";
+import { streams } from "../tokens/streams.js";
+import { Strip, versionsBefore } from "../tokens/strip.js";
+import { KEYS, walk } from "../tokens/walk.js";
+
+export const title = "Tokens";
+
+export async function render(root, run, params) {
+  const asked = Object.fromEntries(["id", "sample", "turn"].map((name) => [name, params.get(name) || null]));
+  const told = await ask("tokens", { run: run.name, ...asked });
+  if (told.nothing) {
+    fill(root, h("div", { class: "stack" }, told.rollout ? head(run, told) : h("h1", {}, "Tokens"),
+      h("div", { class: "empty" }, h("h2", {}, "No tokens here"), h("p", {}, told.nothing))));
+    return undefined;
+  }
+  const again = await replayed(run, told);
+  const all = streams(told, again);
+  const usable = all.filter((stream) => stream.values);
+  const wanted = params.get("stream") ?? memory.get("token stream", "");
+  let stream = usable.find(({ key }) => key === wanted) ?? usable[0];
+  const card = new Card(run, told, again, usable);
+  const strip = new Strip(told, again, (at, really) => (really ? go(at, "") : card.show(at ?? strip.chosen)));
+  const legend = h("div", { class: "token-legend" });
+  const choice = h("select", { "aria-label": "Colour tokens by", on: { change: () => show(usable.find(({ key }) => key === choice.value)) } },
+    all.map(({ key, label, missing }) => h("option", { value: key, disabled: Boolean(missing) }, missing ? `${label} (not recorded)` : label)));
+
+  function show(next) {
+    stream = next;
+    choice.value = stream.key;
+    memory.set("token stream", stream.key);
+    strip.paint(stream);
+    fill(legend, scale(stream), h("span", { class: "soft" }, stream.meaning));
+    remember();
+  }
+  function go(at, scroll = "nearest") {
+    strip.choose(at, scroll);
+    card.show(at);
+    remember();
+  }
+  /** The address says what is looked at, so that it can be sent to somebody. */
+  function remember() {
+    const kind = told.samples || told.turns > 1 ? { [told.kind]: told.number } : {};
+    const at = strip.chosen === null ? {} : { at: strip.chosen };
+    history.replaceState(null, "", toRun(run.name, "tokens", { id: told.rollout.index, ...kind, stream: stream.key, ...at }));
+  }
+
+  fill(root, h("div", { class: "stack" },
+    head(run, told), notices(told),
+    h("div", { class: "controls" }, h("label", {}, "Colour by", choice), legend, h("span", { class: "grow" }), sequences(run, told)),
+    h("div", { class: "token-inspector" }, h("div", { class: "token-main" }, lines(told, again), strip.element, help(run, told, all)), card.element)));
+  walk(strip, () => stream, go);
+  show(stream);
+  card.show(null);
+  const at = place(told, params);
+  if (at !== null) {
+    go(at, "center");
+    strip.element.focus({ preventScroll: true });
+  }
+  strip.lay();
+  return () => {
+    strip.close();
+    card.close();
+  };
+}
+
+/** Which token the address names: by its place (`at`), or among those the policy sampled (`said`). */
+function place(told, params) {
+  const [at, said] = ["at", "said"].map((name) => (/^\d+$/.test(params.get(name) ?? "") ? Number(params.get(name)) : null));
+  if (said !== null) {
+    const sampled = told.ids.map((_, index) => index).filter((index) => told.streams.loss_mask[index]);
+    return sampled[said] ?? null;
+  }
+  return at !== null && at < told.ids.length ? at : null;
+}
+
+function head(run, told) {
+  const { rollout, mates } = told;
+  const to = (page, params, words) => h("a", { href: toRun(run.name, page, params) }, words);
+  const facts = [`step ${rollout.step}`, rollout.env, rollout.actor !== "policy" ? rollout.actor : "", `member ${rollout.member}`,
+    `reward ${number(rollout.reward)}`, `${count(rollout.tokens)} sampled tokens`, versions(rollout), rollout.finish && `finish: ${rollout.finish}`];
+  return h("div", {},
+    h("div", { class: "head" }, h("h1", {}, `Tokens of rollout ${rollout.index}`), h("span", { class: "tag" }, rollout.state),
+      h("span", { class: "soft" }, facts.filter(Boolean).join(" · ")), h("span", { class: "grow" }), finder(run)),
+    h("nav", { class: "row token-links", "aria-label": "This rollout elsewhere" },
+      to("rollouts", { id: rollout.index }, "Conversation"),
+      rollout.domain === "training" && to("tickets", { ticket: rollout.ticket }, `Ticket ${rollout.ticket}`),
+      told.trains && to("replay", { step: rollout.step }, `Replay step ${rollout.step}`),
+      mates.length > 1 && h("span", { class: "token-mates" }, h("span", { class: "soft" }, "Group, by reward:"), mates.map((mate) =>
+        h("a", { href: toRun(run.name, "tokens", { id: mate.index }), "aria-current": mate.index === rollout.index ? "true" : null,
+          title: `rollout ${mate.index}, member ${mate.member}${mate.error ? `, failed: ${mate.error}` : ""}` }, mate.error ? "failed" : number(mate.reward))))));
+}
+
+function versions({ version_min: low, version_max: high }) {
+  if (high < 0) return "";
+  return low === high ? `version ${low}` : `versions ${low} to ${high}`;
+}
+
+function notices(told) {
+  const { rollout } = told;
+  return [
+    told.trains ? null : h("div", { class: "notice warn" }, h("p", {}, rollout.fate), rollout.error_text ? h("pre", {}, rollout.error_text) : null),
+    told.texts ? null : h("div", { class: "notice" }, h("p", {}, told.tokenizer)),
+  ];
+}
+
+/** Which of several samples or turns is shown. */
+function sequences(run, told) {
+  const kinds = [["sample", told.samples], ["turn", told.turns]];
+  if (told.samples < 2 && told.turns < 2) return null;
+  const choice = h("select", { "aria-label": "Sequence", on: { change: () => {
+    const [kind, which] = choice.value.split(" ");
+    location.hash = toRun(run.name, "tokens", { id: told.rollout.index, [kind]: which });
+  } } }, kinds.flatMap(([kind, many]) => Array.from({ length: many }, (_, which) =>
+    h("option", { value: `${kind} ${which}`, selected: kind === told.kind && which === told.number }, `${kind} ${which + 1} of ${many}`))));
+  return h("label", {}, "Sequence", choice);
+}
+
+function finder(run) {
+  const field = h("input", { type: "text", inputmode: "numeric", size: 8, placeholder: "Rollout  /", "aria-label": "Go to rollout", "aria-keyshortcuts": "/", data: { search: "" } });
+  return h("form", { on: { submit: (event) => {
+    event.preventDefault();
+    if (/^\d+$/.test(field.value.trim())) location.hash = toRun(run.name, "tokens", { id: field.value.trim() });
+  } } }, field);
+}
+
+function help(run, told, all) {
+  const changes = versionsBefore(told).size;
+  const missing = all.filter((stream) => stream.missing);
+  return h("div", { class: "token-help faint", id: "token-keys" },
+    h("p", { class: "keys" }, KEYS.map(([key, words]) => h("span", {}, h("kbd", {}, key), ` ${words}`))),
+    changes ? h("p", {}, `New weights came ${changes === 1 ? "once" : `${changes} times`} while this was sampled; a mark shows both versions.`) : null,
+    missing.length ? h("p", {}, `${missing.map((stream) => stream.missing).join(". ")}. `,
+      told.trains ? [h("a", { href: toRun(run.name, "replay", { step: told.rollout.step }) }, `Replaying step ${told.rollout.step}`), " computes what was clipped, and by which rule."] : null) : null,
+    told.texts ? h("p", {}, "Text by ", h("code", {}, told.tokenizer)) : null);
+}

@@ -1,0 +1,177 @@
+// The list of rollouts: filtered, sorted and paged by the server, however many there are.
+import { ask } from "../api.js";
+import { announce, fill, h } from "../dom.js";
+import { amount, moment, number, whole } from "../format.js";
+import { toRun } from "../router.js";
+import { walkable } from "../rows.js";
+import { Filters } from "./filters.js";
+import { isFiltered, PAGE, pageOf, queryOf, toList, toOne } from "./query.js";
+import { FINISH, stateMark, versionWords } from "./words.js";
+
+const COUNTING = 1500; // milliseconds between two counts of what is new
+const COLUMNS = [
+  [null, "Rollout", "right"], ["step", "Step", "right"], [null, "Who", "spare"], [null, "Became"], ["reward", "Reward", "right"],
+  ["advantage", "Advantage", "right spare"], ["tokens", "Tokens", "right"], ["turns", "Turns", "right spare"],
+  ["ticket", "Ticket, try", "right spare"], [null, "Version", "right spare"], [null, "Said"],
+];
+
+export async function render(root, run, params) {
+  const state = { query: queryOf(params), page: pageOf(params), told: null, asking: null };
+  const filters = new Filters(state.query, (query) => go(query, 1));
+  const counted = h("span", { class: "soft", role: "status" });
+  const news = h("button", { type: "button", class: "news", hidden: true, on: { click: () => go(state.query, 1) } });
+  const headings = COLUMNS.map(([key, label, side]) => h("th", { scope: "col", class: side },
+    key ? h("button", { type: "button", on: { click: () => sortBy(key) } }, label) : label));
+  const body = h("tbody");
+  const list = h("div", { class: "scroll" }, h("table", { class: "list rollouts" },
+    h("caption", { class: "unseen" }, "Rollouts. Arrow keys go from row to row, Enter opens one."),
+    h("thead", {}, h("tr", {}, headings)), body));
+  const empty = h("div");
+  const notices = h("div");
+  const pager = h("nav", { class: "row pager", "aria-label": "Pages of the list" });
+  const league = h("a", { href: toRun(run.name, "rollouts", { view: "league" }), hidden: true }, "League");
+  fill(root, h("div", { class: "head" }, h("h1", {}, "Rollouts"), counted, h("span", { "aria-live": "polite" }, news), h("span", { class: "grow" }), league),
+    h("div", { class: "stack" }, notices, filters.element, list, empty, pager));
+  const keepFocus = walkable(body, { open: (row) => (location.hash = toOne(run, row.dataset.key, state.query)) });
+
+  /** Show another page or another query, and say so in the address. */
+  async function go(query, page) {
+    state.query = { ...query };
+    state.page = page;
+    history.replaceState(null, "", toList(run, state.query, page));
+    await read().catch(fail);
+  }
+
+  function sortBy(key) {
+    const now = state.query.sort ?? "-step";
+    const sort = now === `-${key}` ? key : `-${key}`;
+    const { sort: _, ...rest } = state.query;
+    filters.query = sort === "-step" ? rest : { ...rest, sort };
+    go(filters.query, 1);
+  }
+
+  async function read() {
+    state.asking?.abort();
+    const asking = (state.asking = new AbortController());
+    root.setAttribute("aria-busy", "true");
+    const told = await ask("rollouts", { run: run.name, ...state.query, offset: (state.page - 1) * PAGE, limit: PAGE }, asking.signal);
+    root.removeAttribute("aria-busy");
+    state.told = told;
+    draw();
+    announce(`${amount(told.total, "rollout")} found`, true);
+  }
+
+  function fail(error) {
+    if (error.name === "AbortError") return;
+    root.removeAttribute("aria-busy");
+    fill(empty, h("div", { class: "notice bad", role: "alert" }, h("p", {}, error.message)));
+    list.hidden = pager.hidden = true;
+    say("");
+  }
+
+  function say(text) {
+    counted.textContent = text;
+  }
+
+  function draw() {
+    const { told, query } = state;
+    filters.offer(told.counts);
+    league.hidden = !told.league;
+    news.hidden = true;
+    say(told.total === told.all ? `${whole(told.all)} in all` : `${whole(told.total)} of ${whole(told.all)}`);
+    const sort = query.sort ?? "-step";
+    COLUMNS.forEach(([key, label], at) => {
+      const chosen = key && sort.replace("-", "") === key;
+      if (chosen) headings[at].setAttribute("aria-sort", sort.startsWith("-") ? "descending" : "ascending");
+      else headings[at].removeAttribute("aria-sort");
+      if (key) headings[at].firstChild.textContent = label + (chosen ? (sort.startsWith("-") ? " ↓" : " ↑") : "");
+    });
+    const refocus = keepFocus();
+    fill(body, told.rows.map((row) => line(run, row, query)));
+    refocus();
+    list.hidden = !told.rows.length;
+    fill(notices, notes(told));
+    fill(empty, told.rows.length ? null : nothing(run, told, query, state.page, () => go(query, 1)));
+    drawPager(told.total);
+  }
+
+  function drawPager(total) {
+    const last = Math.max(1, Math.ceil(total / PAGE));
+    pager.hidden = last === 1;
+    const first = (state.page - 1) * PAGE;
+    const button = (label, page, may) => h("button", { type: "button", disabled: !may, on: { click: () => turn(page) } }, label);
+    fill(pager, button("First", 1, state.page > 1), button("Previous", state.page - 1, state.page > 1),
+      h("span", { class: "soft" }, `${whole(first + 1)} to ${whole(Math.min(total, first + PAGE))}, page ${whole(state.page)} of ${whole(last)}`),
+      button("Next", state.page + 1, state.page < last), button("Last", last, state.page < last));
+  }
+
+  async function turn(page) {
+    await go(state.query, page);
+    scrollTo(0, 0);
+    body.rows[0]?.focus();
+  }
+
+  let again = 0;
+  /** How many came since the list was read; the list itself stays as it is under the reader's eyes. */
+  function later() {
+    if (again) return;
+    again = setTimeout(async () => {
+      const { query, told } = state;
+      const now = await ask("rollouts", { run: run.name, ...query, limit: 0 }).catch(() => null);
+      again = 0;
+      if (!now || told !== state.told || !told) return;
+      const more = now.total - told.total;
+      if (more && !told.rows.length) return go(query, 1);
+      news.hidden = !more;
+      news.textContent = more > 0 ? `${whole(more)} new: show` : "The run went back: show again";
+    }, COUNTING);
+  }
+
+  await read();
+  const end = run.on("files", later);
+  return () => {
+    end();
+    clearTimeout(again);
+    state.asking?.abort();
+  };
+}
+
+function line(run, row, query) {
+  const who = [row.env, row.actor !== "policy" ? row.actor : "", row.kind].filter(Boolean).join(" · ");
+  return h("tr", { data: { key: row.index }, tabindex: -1 },
+    h("td", { class: "right" }, h("a", { href: toOne(run, row.index, query), tabindex: -1 }, whole(row.index))),
+    h("td", { class: "right", title: row.time ? moment(row.time) : null }, whole(row.step)),
+    h("td", { class: "spare" }, who),
+    h("td", {}, stateMark(row.state), row.error && h("span", { class: "soft" }, ` ${row.error}`)),
+    h("td", { class: "right" }, number(row.reward)),
+    h("td", { class: `right spare ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}` }, number(row.advantage)),
+    h("td", { class: "right", title: FINISH[row.finish] ?? null }, whole(row.tokens), row.finish === "length" && h("span", { class: "cut" }, " cut")),
+    h("td", { class: "right spare" }, whole(row.turns)),
+    h("td", { class: "right spare" }, `${whole(row.ticket)}, ${row.member}`),
+    h("td", { class: "right spare" }, versionWords(row)),
+    h("td", { class: "said" }, h("div", {}, row.whole ? marked(row.excerpt ?? "", query.text) : h("span", { class: "faint" }, "words were not kept"))));
+}
+
+/** The words, with what was searched for marked. */
+function marked(words, wanted) {
+  const at = wanted ? words.toLowerCase().indexOf(wanted.toLowerCase()) : -1;
+  if (at < 0) return words;
+  return [words.slice(0, at), h("mark", {}, words.slice(at, at + wanted.length)), words.slice(at + wanted.length)];
+}
+
+function notes({ kept, problems, all }) {
+  return [
+    !kept && all ? h("div", { class: "notice" }, "This run kept a few rollouts of each step, without tokens or fates. With ",
+      h("code", {}, "record.all = true"), " a run keeps every one.") : null,
+    problems.length ? h("div", { class: "notice warn" }, h("h2", {}, "Not all of it could be read"), h("ul", {}, problems.map((one) => h("li", {}, one)))) : null,
+  ];
+}
+
+function nothing(run, told, query, page, first) {
+  if (page > 1 && told.total) {
+    return h("div", { class: "empty" }, h("h2", {}, `There is no page ${whole(page)}`), h("button", { type: "button", on: { click: first } }, "First page"));
+  }
+  if (told.all && isFiltered(query)) return h("div", { class: "empty" }, h("h2", {}, "No rollout matches"), h("p", {}, "Take a filter away to see more."));
+  return h("div", { class: "empty" }, h("h2", {}, "No rollouts yet"),
+    h("p", {}, run.status.alive ? "They appear here when the first batch is complete." : "This run kept none: it ended before its first batch, or had nothing recorded."));
+}

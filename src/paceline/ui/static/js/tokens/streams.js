@@ -1,0 +1,134 @@
+// What tokens can be coloured by: each stream with its values, its scale and what it means.
+
+const PARTS = ["rl", "ce", "ref_kl"];
+const PART_COLOURS = { rl: "--series-1", ce: "--series-2", ref_kl: "--series-4", several: "--series-6" };
+/** Share of values within the scale; what lies beyond has the strongest colour. */
+const WITHIN = 0.99;
+
+/** All streams of a sequence, those first that a reader wants first. Those without values say in `missing` why. */
+export function streams(told, again = null) {
+  const { streams: kept, trained, rollout } = told;
+  const sampled = kept.loss_mask;
+  const on = (name) => kept[name] && told.ids.map((_, at) => (sampled[at] ? kept[name][at] : null));
+  const weight = (name) => trained[name]?.some((value) => value) ? trained[name].map((value) => value || null) : null;
+  const less = (one, other) => kept[one] && kept[other] && told.ids.map((_, at) => (sampled[at] ? kept[one][at] - kept[other][at] : null));
+  const versions = on("versions")?.map((version) => (version >= 0 ? version : null));
+  const found = [
+    ramp("logprobs", "log probability", "as sampled, at the sampling temperature; strong is surprising, 0 is certain", on("logprobs"), "--series-2"),
+    swing("advantages", "advantage", "how much better than its peers; what rl pushes up (+) or down (−)", on("advantages")),
+    ...PARTS.map((part) => ramp(`${part}_weights`, `${part} weight`, `how much a token counts in the ${part} component`, weight(part), PART_COLOURS[part])),
+    parts(told),
+    category("versions", "version", "the weights that sampled the token", versions, (version) => `version ${version}`),
+    ramp("age", "age when trained", `versions between the one that sampled and the one that step ${rollout.step} began with`,
+      rollout.domain === "training" && versions?.map((version) => (version === null ? null : rollout.step - 1 - version)), "--series-5"),
+    category("loss_mask", "sampled", "whether the policy sampled it (the loss mask)", sampled.map(Number), (value) => (value ? "sampled by the policy" : "given to it")),
+    swing("pull", "teacher − sampler", "where a teacher finds the token likelier (+) or less likely (−)", less("ref_logprobs", "logprobs")),
+    ramp("ref_logprobs", "teacher's log probability", "as the teacher scores it", on("ref_logprobs"), "--series-4"),
+    swing("from_base", "sampler − reference", "how far the sampler has gone from the KL reference", less("logprobs", "base_logprobs")),
+    ramp("base_logprobs", "reference's log probability", "as the KL reference scores it", on("base_logprobs"), "--series-6"),
+    swing("rewards", "reward on the token", "what the critic makes advantages of", on("rewards")),
+    ramp("log_z", "log Z", "what truncated sampling left of the distribution", on("log_z"), "--series-8"),
+    ramp("temperatures", "temperature", "the sampling temperature", varied(on("temperatures")), "--series-7"),
+  ].filter(Boolean);
+  if (again) return [...found, ...computed(again)].filter(Boolean);
+  const lost = "is the trainer's, computed at train time and not recorded";
+  return [...found, { key: "ratio", label: "ratio", missing: `The ratio ${lost}` }, { key: "entropy", label: "entropy", missing: `The entropy ${lost}` }];
+}
+
+/** What a replay adds. */
+function computed(again) {
+  const held = again.ratio.map((value, at) => (value === null ? null : Number(again.rules.has(at))));
+  return [
+    swing("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than whoever sampled it", again.ratio, 1),
+    category("held", "held back, replayed", "whether a bound of the loss left the token out or held it", held, (value) => (value ? "held back" : "free")),
+    swing("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share),
+    ramp("entropy", "entropy, replayed", "how undecided the trainer's policy was before the token", again.entropy, "--series-8"),
+    ramp("logprob", "trainer's log probability, replayed", "log π, as the step began", again.logprob, "--series-6"),
+  ];
+}
+
+/** How strong the colour of a token is, 0 to 1, and which colour: {tint, t}. */
+export function colour(stream, at) {
+  const value = stream.values[at];
+  if (value === null || value === undefined || !Number.isFinite(value)) return { tint: "transparent", t: 0 };
+  return stream.paint(value);
+}
+
+/** A value in words. */
+export function worded(stream, at) {
+  const value = stream.values[at];
+  if (value === null || value === undefined) return "–";
+  return stream.name ? stream.name(value) : figure(value);
+}
+
+/** Four digits, so that a reader can check the sum. */
+export function figure(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const small = value !== 0 && Math.abs(value) < 1e-3;
+  return (small ? value.toExponential(3) : String(Number(value.toPrecision(4)))).replaceAll("-", "−");
+}
+
+/** Which components train a token. */
+export function componentsOf(told, at) {
+  return PARTS.filter((part) => told.trained[part]?.[at]);
+}
+
+export function partColour(names) {
+  return `var(${PART_COLOURS[names.length > 1 ? "several" : names[0]]})`;
+}
+
+function ramp(key, label, meaning, values, tint) {
+  const known = finite(values);
+  if (!known.length) return null;
+  const high = spread(known);
+  const sign = known.some((value) => value < 0) ? -1 : 1;
+  return {
+    key, label, meaning, values, kind: "ramp", ends: [0, sign * high],
+    paint: (value) => ({ tint: `var(${tint})`, t: Math.min(1, Math.abs(value) / (high || 1)) }),
+  };
+}
+
+function swing(key, label, meaning, values, centre = 0) {
+  const known = finite(values).map((value) => value - centre);
+  if (!known.length) return null;
+  const high = spread(known);
+  return {
+    key, label, meaning, values, centre, kind: "swing", ends: [centre - high, centre + high],
+    paint: (value) => ({ tint: value < centre ? "var(--series-7)" : "var(--series-3)", t: Math.min(1, Math.abs(value - centre) / (high || 1)) }),
+  };
+}
+
+function category(key, label, meaning, values, name) {
+  const known = [...new Set(finite(values))].sort((one, other) => one - other);
+  if (!known.length) return null;
+  return {
+    key, label, meaning, values, name, kind: "category", cases: known,
+    paint: (value) => ({ tint: `var(--series-${(known.indexOf(value) % 8) + 1})`, t: 0.7 }),
+  };
+}
+
+/** By which components each token is trained, as a stream. */
+function parts(told) {
+  const names = told.ids.map((_, at) => componentsOf(told, at).join(" + "));
+  const known = [...new Set(names)].filter(Boolean);
+  if (!known.length) return null;
+  return {
+    key: "parts", label: "trained by", meaning: "the components of the loss that train the token", kind: "category",
+    values: names.map((name) => (name ? known.indexOf(name) : null)), cases: known.map((_, place) => place), name: (place) => known[place],
+    paint: (place) => ({ tint: partColour(known[place].split(" + ")), t: 0.7 }),
+  };
+}
+
+function finite(values) {
+  return values ? values.filter((value) => value !== null && value !== undefined && Number.isFinite(value)) : [];
+}
+
+/** A temperature that never changes colours nothing. */
+function varied(values) {
+  return new Set(finite(values)).size > 1 ? values : null;
+}
+
+function spread(values) {
+  const sizes = values.map(Math.abs).sort((one, other) => one - other);
+  return sizes[Math.floor((sizes.length - 1) * WITHIN)] || sizes.at(-1);
+}

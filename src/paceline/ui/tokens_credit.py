@@ -1,0 +1,147 @@
+"""How a rollout came by its advantage: the algorithm's formula with its numbers, beside what the record says.
+
+The formulas are those of `paceline.algorithms`, on rewards that the record kept; tests hold the two together. Where
+they part on a run, its rewards were changed after the credit was given, or one of the two is wrong: it is said.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import algorithm as config
+
+PASS = 0.5
+"""As in grpo: a reward of at least this counts as a pass."""
+CLOSE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a token's card: a name, how it is made, the numbers put in, and what comes out."""
+
+    name: str
+    formula: str = ""
+    numbers: str = ""
+    value: float | None = None
+    note: str = ""
+    wrong: bool = False
+    """The record says something else."""
+    replay: bool = False
+    """What is missing can be computed by replaying the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A rollout as an algorithm compares it with others."""
+
+    index: int
+    reward: float
+    tokens: int = 0
+    turns: int = 1
+    scope: tuple = ()
+    """Only those of the same scope are compared."""
+
+
+def advantage(algo: config.AlgorithmConfig, me: Peer, peers: Sequence[Peer], recorded: float | None) -> Line:
+    """The credit of a rollout among its peers, itself included."""
+    peers = [peer for peer in peers if peer.scope == me.scope]
+    place = next(place for place, peer in enumerate(peers) if peer.index == me.index)
+    match algo:
+        case config.GRPO() | config.Echo():
+            line = _group(algo, peers, place, "batch" if algo.baseline == "batch" else "group")
+        case config.Hierarchical():
+            line = _group(config.GRPO(std=algo.std, positive_only=algo.positive_only), peers, place, "siblings")
+        case config.MaxRL():
+            line = _max_rl(peers, place)
+        case config.Reward():
+            line = Line(name="advantage", formula="the reward itself", numbers=figure(me.reward), value=me.reward)
+        case config.Constant():
+            line = Line(name="advantage", formula="a constant (algo.value)", value=algo.value)
+        case config.RAE():
+            return _running(me, recorded)
+        case config.GAE():
+            return Line(
+                name="advantage",
+                formula="made by the trainer's critic from the rewards",
+                note="The critic's values at train time are not recorded.",
+                replay=True,
+            )
+        case config.Custom():
+            return Line(name="advantage", formula=f"given by {algo.import_path}", value=recorded)
+        case _:
+            return Line(name="advantage", formula=f"{algo.type} gives none: no reward trains here", value=recorded)
+    return _checked(line, recorded)
+
+
+def earned(algo: config.GRPO | config.Echo, peers: Sequence[Peer]) -> NDArray:
+    """What each is taken to have earned: its reward, and under `length_bonus` more for thrift."""
+    rewards = np.array([peer.reward for peer in peers], np.float64)
+    if algo.length_bonus is None:
+        return rewards
+    costs = np.array([peer.tokens if algo.length_bonus == "tokens" else peer.turns for peer in peers], np.float64)
+    passed = rewards >= PASS
+    if passed.any() and (mean := costs[passed].mean()) > 0:
+        rewards[passed] *= 1 + np.clip(1 - costs[passed] / mean, 0, 1)
+    return rewards
+
+
+def _group(algo: config.GRPO | config.Echo, peers: Sequence[Peer], place: int, whom: str) -> Line:
+    rewards = earned(algo, peers)
+    mine, mean = float(rewards[place]), float(rewards.mean())
+    of = f"mean of the {whom}" + (f" ({len(peers)} rollouts)" if len(peers) > 1 else " (itself alone)")
+    value = mine - mean if np.ptp(rewards) else 0.0
+    formula, numbers = f"reward − {of}", f"{figure(mine)} − {figure(mean)}"
+    spread = {"none": 1.0, "population": float(rewards.std()), "sample": _sample(rewards)}[algo.std]
+    if algo.std != "none" and spread > 1e-8:
+        value /= spread
+        formula, numbers = f"({formula}) / their standard deviation", f"({numbers}) / {figure(spread)}"
+    note = ""
+    if algo.length_bonus is not None and mine != peers[place].reward:
+        note = f"For its length the reward {figure(peers[place].reward)} counts as {figure(mine)} (algo.length_bonus)."
+    if algo.positive_only and value < 0:
+        value, note = 0.0, f"{note} Negative, so it is set to zero (algo.positive_only).".strip()
+    return Line(name="advantage", formula=formula, numbers=numbers, value=value, note=note)
+
+
+def _max_rl(peers: Sequence[Peer], place: int) -> Line:
+    rewards = earned(config.GRPO(), peers)
+    mine, mean = float(rewards[place]), float(rewards.mean())
+    if mean <= 0:
+        return Line(name="advantage", formula="0, since the group's mean reward is not above 0", value=0.0)
+    value = (mine - mean) / mean if np.ptp(rewards) else 0.0
+    numbers = f"({figure(mine)} − {figure(mean)}) / {figure(mean)}"
+    return Line(name="advantage", formula="(reward − group mean) / group mean", numbers=numbers, value=value)
+
+
+def _running(me: Peer, recorded: float | None) -> Line:
+    if recorded is None:
+        return Line(name="advantage", formula="reward − running mean of this role")
+    numbers = f"{figure(me.reward)} − {figure(me.reward - recorded)}"
+    note = "The running mean is not recorded; it is what the reward and the advantage leave."
+    formula = "reward − running mean of what this role earned before"
+    return Line(name="advantage", formula=formula, numbers=numbers, value=recorded, note=note)
+
+
+def _checked(line: Line, recorded: float | None) -> Line:
+    if recorded is None or line.value is None or abs(recorded - line.value) <= CLOSE * max(1.0, abs(line.value)):
+        return line
+    note = f"The record says {figure(recorded)}: rewards or credit were changed after one another."
+    return Line(
+        name=line.name,
+        formula=line.formula,
+        numbers=line.numbers,
+        value=line.value,
+        note=f"{note} {line.note}".strip(),
+        wrong=True,
+    )
+
+
+def _sample(rewards: NDArray) -> float:
+    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
+
+
+def figure(value: float) -> str:
+    """Four digits, or all of a large number, with a real minus."""
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}").replace("-", "−")

@@ -1,0 +1,174 @@
+"""Runs with a planted defect, told step by step: to the memory of a run that lives, or to a run directory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config import RunConfig, dump
+from paceline.config.advice import Advice
+from paceline.config.env import ReverseText
+from paceline.data import Sample, Ticket
+from paceline.monitor import Recorder, RunDirectory, RunOutcome, RunPlan
+from paceline.record import Keeper
+from paceline.record.advice import Sight
+from paceline.record.advice.memory import Memory
+from paceline.rollout import Rollout
+from paceline.rollout.types import Turn
+
+STEPS, GROUPS, GROUP = 20, 10, 4
+Rng = np.random.Generator
+SAMPLE = Sample(
+    token_ids=np.array([1, 2]),
+    loss_mask=np.array([False, True]),
+    logprobs=np.array([0.0, -0.5]),
+    versions=np.array([-1, 0]),
+    temperatures=np.ones(2),
+    advantages=np.array([0.0, 1.0]),
+)
+
+
+@dataclass(slots=True)
+class Try:
+    """What one rollout came to."""
+
+    reward: float
+    tokens: int = 20
+    finish: str = "stop"
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def healthy(rng: Rng, step: int, luck: float) -> Try:
+    """Right more and more often; the right form pays a little."""
+    right = float(rng.random() < luck + 0.02 * step)
+    form = float(rng.random() < 0.9)
+    judges = {f"judge/{name}": right + 0.1 * rng.standard_normal() for name in "ab"}
+    metrics = {"correct": right, "format": form, **judges}
+    return Try(0.9 * right + 0.1 * form, int(rng.poisson(20)) + 1, "length" if rng.random() < 0.02 else "stop", metrics)
+
+
+def calm(rng: Rng, step: int) -> dict[str, float]:
+    """Metrics of a step that no rollout tells of."""
+    right = 0.4 + 0.02 * step
+    return {
+        "entropy": 0.5 * np.exp(-0.03 * step) + 0.02 * rng.standard_normal(),
+        "mismatch_kl": abs(1e-3 * rng.standard_normal()),
+        "busy/trainer": 0.6 + 0.1 * rng.standard_normal(),
+        "busy/sampler": 0.8 + 0.05 * rng.standard_normal(),
+        **{f"time/{part}": 0.2 for part in ("sample", "score", "train", "publish", "step")},
+        "drop_ratio": 0.1,
+        **({"eval/words/reward": right - 0.05 + 0.03 * rng.standard_normal()} if step % 2 == 0 else {}),
+    }
+
+
+@dataclass
+class Plot:
+    """A run: what each environment's rollouts come to, and what else is measured."""
+
+    plays: dict[str, Callable[[Rng, int, float], Try]] = field(default_factory=lambda: {"words": healthy})
+    more: Callable[[Rng, int], dict[str, float]] = lambda rng, step: {}
+    flat: float = 0.05
+    """Share of groups whose members all do the same."""
+    steps: int = STEPS
+    seed: int = 0
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig(
+            name="told",
+            batch_size=GROUP * GROUPS,
+            group_size=GROUP,
+            env=[ReverseText(name=name) for name in self.plays],
+            advice=Advice(steps=STEPS),
+        )
+
+    def told(self) -> Iterator[tuple[int, dict[str, float], Sequence[Rollout]]]:
+        rng = np.random.default_rng(self.seed)
+        ticket = 0
+        for step in range(1, self.steps + 1):
+            played: list[Rollout] = []
+            for name, play in self.plays.items():
+                for _ in range(GROUPS):
+                    ticket += 1
+                    luck = rng.uniform(0.1, 0.6)
+                    tries = [play(rng, step, luck) for _ in range(GROUP)]
+                    if rng.random() < self.flat:
+                        tries = [tries[0]] * GROUP
+                    played += [_rollout(ticket, name, step, member, one) for member, one in enumerate(tries)]
+            metrics = {
+                "batch/rollouts": float(len(played)),
+                "length": float(np.mean([rollout.completion_length for rollout in played])),
+                "truncated_ratio": float(np.mean([rollout.truncated for rollout in played])),
+                **calm(rng, step),
+            }
+            for name in self.plays:
+                rewards = [rollout.reward for rollout in played if rollout.env == name]
+                metrics |= {
+                    f"reward/{name}/mean": np.mean(rewards).item(),
+                    f"reward/{name}/std": np.std(rewards).item(),
+                }
+            yield step, metrics | self.more(rng, step), played
+
+    def remembered(self) -> Sight:
+        memory = Memory(self.config.model_dump())
+        for step, metrics, played in self.told():
+            memory.take(step, metrics, [("trained", played)])
+        return memory.sight()
+
+    def written(self, runs: Path, name: str = "told") -> Path:
+        """The same as a run directory, by the real recorder and keeper."""
+        path = runs / name
+        with RunDirectory.claim(path) as directory:
+            directory.begin(dump(self.config))
+            keepers = (Recorder(path), Keeper(path))
+            for keeper in keepers:
+                keeper.begin(RunPlan(name, path, self.steps, 0, {}, tuple(self.plays), "cpu", 1))
+            for step, metrics, played in self.told():
+                for keeper in keepers:
+                    keeper.step(step, metrics)
+                    keeper.played(step, "trained", played)
+            for keeper in keepers:
+                keeper.end(RunOutcome("finished", self.steps))
+        return path
+
+
+def _rollout(ticket: int, env: str, step: int, member: int, one: Try) -> Rollout:
+    turn: dict[str, Any] = {"prompt_ids": [1], "logprobs": [-0.5] * one.tokens, "versions": [step] * one.tokens}
+    said = Turn(completion_ids=[1] * one.tokens, finish=one.finish, temperature=1.0, text="so", **turn)
+    place = Ticket(ticket, env, 0, ticket, ticket % 50)
+    return Rollout(ticket=place, member=member, turns=[said], reward=one.reward, metrics=one.metrics, samples=[SAMPLE])
+
+
+# -- defects ----------------------------------------------------------------------------------------------------------
+
+
+def _but(**changes: Callable[[Rng, int, Try], Any]) -> Callable[[Rng, int, float], Try]:
+    """Healthy rollouts, some of whose values are others'."""
+
+    def play(rng: Rng, step: int, luck: float) -> Try:
+        one = healthy(rng, 0, luck)
+        for name, change in changes.items():
+            setattr(one, name, change(rng, step, one))
+        return one
+
+    return play
+
+
+DEFECTS: dict[str, Plot] = {
+    "flat_groups": Plot({"words": _but(reward=lambda rng, step, one: float(rng.random() < 0.01))}),
+    "length": Plot({"words": _but(tokens=lambda rng, step, one: int(rng.poisson(20 + 3 * step)))}),
+    "truncation": Plot({"words": _but(finish=lambda rng, step, one: "length" if rng.random() < 0.3 else "stop")}),
+    "format": Plot({"words": _but(reward=lambda rng, step, one: one.metrics["format"])}),
+    "parting": Plot(more=lambda rng, step: {} if step % 2 else {"eval/words/reward": 0.4 - 0.01 * step}),
+    "judges": Plot(
+        {"words": _but(metrics=lambda rng, step, one: one.metrics | {"judge/a": rng.random(), "judge/b": rng.random()})}
+    ),
+    "entropy": Plot({"words": _but()}, more=lambda rng, step: {"entropy": 0.5 * np.exp(-0.4 * step)}),
+    "mismatch": Plot(more=lambda rng, step: {"mismatch_kl": 0.002 * step + 1e-3 * rng.random()}),
+    "starving": Plot({"words": healthy, "essays": _but(tokens=lambda rng, step, one: int(rng.poisson(400)))}),
+    "idle": Plot(more=lambda rng, step: {"busy/trainer": 0.1 + 0.02 * rng.random()}),
+}
+SPEAKS_OF = {"entropy": "", "mismatch": "", "idle": "", "starving": "essays"}
+"""The environment that an advisory names where it is not `words`."""

@@ -1,0 +1,236 @@
+"""The page of rollouts in a real browser. Skipped where `test_ui_browser.py` is."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import test_ui_browser as ui
+
+from paceline.arena.payoff import Payoff
+from recorded import Told, served
+from talking import TOOLS, Talking, asked, png, rollout, turn
+
+pytestmark = ui.pytestmark
+browser, page = ui.browser, ui.page
+expect = ui.playwright.expect
+LONG = "A gradient is a slow change. "
+PICTURES = [png(), "https://example.org/cat.png", "data:image/svg+xml;base64,PHN2Zy8+"]
+
+
+def _pictures() -> list[dict]:
+    content = [{"type": "text", "text": f"What is this? {ui.HOSTILE}"}]
+    content += [{"type": "image_url", "image_url": {"url": source}} for source in PICTURES]
+    return [{"role": "system", "content": "Be careful. " * 90}, {"role": "user", "content": content}]
+
+
+def _looked_up() -> tuple[dict, list[dict]]:
+    call = {"id": "call_1", "function": {"name": "look_up", "arguments": '{"word": "gradient"}'}}
+    said = {"role": "assistant", "content": "I look it up.", "tool_calls": [call]}
+    return said, [*_pictures(), said, {"role": "tool", "tool_call_id": "call_1", "content": LONG * 200}]
+
+
+def _told(runs: Path) -> None:
+    """Eighty plain rollouts, then one group with tools and pictures, one that broke, and one game."""
+    Told(runs, "talk").step(5).end()
+    said, onward = _looked_up()
+    told = Talking(runs / "talk")
+    for step in range(1, 11):
+        plain = [rollout(step, n, [turn(asked(f"word {n}"), f"reply {step} {n}", step)], n / 8) for n in range(8)]
+        told.played(step, "trained" if step % 2 else "dropped:stale", *plain)
+    tries = [
+        rollout(50, n, [turn(_pictures(), said["content"], 3, said, tools=TOOLS), turn(onward, text, 4)], n / 2)
+        for n, text in enumerate(["red to green", "red to blue"])
+    ]
+    told.played(11, "trained", *tries, rollout(51, 0, [], None, error=f"too slow {ui.HOSTILE}"))
+    first, second = asked("you begin"), asked("seller: nine gold")
+    game = {"kind": "bargain", "env": "market"}
+    seller = rollout(60, 0, [turn(first, "nine gold")], 0.3, actor="seller", **game)
+    buyer = rollout(60, 0, [turn(second, "four gold")], 0.7, actor="buyer", **game)
+    told.played(12, "trained", buyer, seller).close()
+
+
+def _league(run: Path) -> None:
+    payoff = Payoff()
+    for points in (1.0, 0.5, 1.0):
+        payoff.add("v4", "v0", points)
+    at = run / "checkpoints" / "step-000004"
+    at.mkdir(parents=True)
+    state = {"step": 4, "leagues": ["duel"], "environments": {"duel": {"league": {"payoff": payoff.state()}}}}
+    (at / "state.json").write_text(json.dumps(state))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    _told(runs)
+    rated = Told(runs, "rated").step(2)
+    rated.recorder.step(3, {"league/duel/rating": 12.0})
+    _league(rated.end().path)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path):
+    with served(folder) as here:
+        yield here
+
+
+def _open(page, address: str, place: str, wanted: str) -> None:
+    page.goto(f"{address}/#/run/{place}")
+    page.wait_for_selector(wanted)
+
+
+ROWS = "table.rollouts tbody tr"
+PLACES = {
+    "talk/rollouts": ROWS,
+    "talk/rollouts?id=80": ".message.tool",
+    "talk/rollouts?id=80&view=group": ".columns .try",
+    "talk/rollouts?id=83&view=episode": ".line li",
+    "talk/rollouts?id=82": ".notice.bad",
+    "rated/rollouts": ".empty",
+    "rated/rollouts?view=league": ".payoff td.won",
+}
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1400), ("dark", 700)])
+def test_every_view_opens_without_a_complaint_wide_and_narrow(page, address, theme, width):
+    page.emulate_media(color_scheme=theme)
+    page.set_viewport_size({"width": width, "height": 900})
+    for place, wanted in PLACES.items():
+        _open(page, address, place, wanted)
+        assert page.locator("main h1").count() == 1
+        wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert page.evaluate(wide), f"{place} scrolls sideways"
+        unnamed = """[...document.querySelectorAll('main button, main input, main select, main a')].filter((one) =>
+          one.offsetParent && !(one.ariaLabel || one.textContent.trim() || one.closest('label'))).length"""
+        assert page.evaluate(unnamed) == 0
+
+
+def test_a_filter_is_in_the_address_and_comes_back_with_it(page, address):
+    _open(page, address, "talk/rollouts", ROWS)
+    expect(page.locator(ROWS)).to_have_count(50)
+    page.keyboard.press("/")
+    page.keyboard.type("REPLY 2")
+    expect(page.locator(ROWS)).to_have_count(8)
+    assert page.locator(f"{ROWS} mark").all_inner_texts() == ["reply 2"] * 8
+    page.get_by_label("Became").select_option("dropped:")
+    page.get_by_label("Reward from").fill("0.5")
+    expect(page.locator(ROWS)).to_have_count(4)
+    page.get_by_role("button", name="Reward", exact=True).click()
+    expect(page.locator("th[aria-sort=descending]")).to_have_text("Reward ↓")
+    rewards = page.locator(f"{ROWS} td:nth-child(5)")
+    expect(rewards).to_have_text(["0.875", "0.750", "0.625", "0.500"])
+    page.reload()
+    expect(rewards).to_have_text(["0.875", "0.750", "0.625", "0.500"])
+    assert page.get_by_label("Reward from").input_value() == "0.5"
+    expect(page.get_by_role("status").filter(has_text="4 of")).to_be_visible()
+    page.get_by_role("button", name="Clear filters").click()
+    expect(page.locator(ROWS)).to_have_count(50)
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator(".pager")).to_contain_text("page 2 of 2")
+    assert "page=2" in page.url
+
+
+def test_keys_open_a_rollout_and_walk_through_the_same_list(page, address):
+    _open(page, address, "talk/rollouts?state=dropped%3A&sort=-reward", ROWS)
+    listed = page.locator(f"{ROWS} td:first-child").all_inner_texts()
+    page.locator(ROWS).first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text(f"Rollout {listed[1]}")
+    page.keyboard.press("j")
+    expect(page.locator("h1")).to_have_text(f"Rollout {listed[2]}")
+    page.keyboard.press("k")
+    expect(page.locator("h1")).to_have_text(f"Rollout {listed[1]}")
+    page.get_by_role("link", name="2 of 40 in the list").click()
+    page.wait_for_selector(ROWS)
+    assert "sort=-reward" in page.url
+
+
+def test_hostile_words_stay_words_and_only_a_picture_in_the_message_is_drawn(page, address):
+    for place, wanted in (("talk/rollouts?id=80", ".message.user"), ("talk/rollouts?id=82", ".notice.bad pre")):
+        _open(page, address, place, wanted)
+        assert ui.HOSTILE in page.locator(wanted).inner_text()
+        assert page.title() != "owned"
+    _open(page, address, "talk/rollouts?id=80", ".message img")
+    page.wait_for_function("document.querySelector('.message img').naturalWidth === 24")
+    assert page.locator("main img").count() == 1
+    named = page.locator(".unshown").all_inner_texts()
+    assert [text.partition(",")[0] for text in named] == [
+        "an image at https://example.org/cat.png",
+        "an image of type image/svg+xml",
+    ]
+    assert page.locator("main script").count() == 0
+
+
+def test_a_conversation_shows_tools_and_folds_what_is_long(page, address):
+    _open(page, address, "talk/rollouts?id=80", ".message.tool")
+    assert not page.get_by_text("Be careful.").is_visible()
+    page.get_by_text("Show 1.1k characters").click()
+    expect(page.get_by_text("Be careful.")).to_be_visible()
+    call = page.locator(".message.assistant").first
+    expect(call.locator(".call")).to_have_text(re.compile(r'Calls look_up call_1{\s*"word": "gradient"\s*}'))
+    result = page.locator(".message.tool")
+    assert len(result.inner_text()) < 2000
+    result.get_by_role("button", name="Show all 5,800 characters").click()
+    assert LONG * 199 in result.inner_text()
+    for name, place in (("Tokens", "tokens?id=80"), ("Ticket 50", "tickets?ticket=50")):
+        link = page.get_by_role("navigation", name="Views of this rollout").get_by_role("link", name=name)
+        assert link.get_attribute("href") == f"#/run/talk/{place}"
+
+
+def test_a_group_marks_where_a_try_parts_from_the_first(page, address):
+    _open(page, address, "talk/rollouts?id=80", ".views")
+    page.get_by_role("link", name="Group of 2").click()
+    page.wait_for_selector(".columns")
+    assert page.locator(".tries tbody tr").count() == 2
+    assert page.locator("mark.parts").all_inner_texts() == ["blue"]
+    expect(page.locator(".try").nth(1).locator(".piece").last).to_contain_text("red to blue")
+
+
+def test_an_episode_shows_every_seat_in_its_colour_in_the_order_of_speaking(page, address):
+    _open(page, address, "talk/rollouts?id=83&view=episode", ".line li")
+    assert page.locator(".seat header a").all_inner_texts() == ["buyer", "seller"]
+    assert page.locator(".line .message.assistant .words").all_inner_texts() == ["nine gold", "four gold"]
+    colours = page.locator(".line li").evaluate_all(
+        "all => all.map((one) => getComputedStyle(one, '::before').backgroundColor)"
+    )
+    assert len(set(colours)) == 2
+
+
+def test_the_league_has_a_link_where_there_is_one_and_numbers_in_its_heat_map(page, address):
+    _open(page, address, "talk/rollouts", ROWS)
+    assert not page.get_by_role("link", name="League").is_visible()
+    _open(page, address, "rated/rollouts", ".empty")
+    page.get_by_role("link", name="League").click()
+    page.wait_for_selector(".payoff")
+    assert page.locator(".payoff td.won").all_inner_texts() == ["0.83"]
+    assert page.locator(".payoff td.lost").all_inner_texts() == ["0.17"]
+    colour = "(one) => getComputedStyle(one).backgroundColor"
+    assert page.locator(".payoff td.won").evaluate(colour) != page.locator(".payoff td.lost").evaluate(colour)
+
+
+def test_new_rollouts_are_told_of_and_the_list_does_not_jump(page, folder, address):
+    run = Told(folder, "living", began=time.time() - 10).step(1)
+    told = Talking(folder / "living")
+    told.played(1, "trained", rollout(1, 0, [turn(asked("a"), "the first")], 1.0))
+    _open(page, address, "living/rollouts", ROWS)
+    told.played(2, "trained", *[rollout(2, n, [turn(asked("b"), f"later {n}")], 1.0) for n in range(3)])
+    news = page.get_by_role("button", name="3 new: show")
+    expect(news).to_be_visible()
+    assert page.locator(ROWS).count() == 1
+    news.click()
+    expect(page.locator(ROWS)).to_have_count(4)
+    expect(news).to_be_hidden()
+    told.close()
+    run.let_go()
+
+
+def test_a_rollout_that_is_not_there_says_so(browser, address):
+    """Not with the silent page: the browser itself notes the 404."""
+    opened = browser.new_page()
+    _open(opened, address, "talk/rollouts?id=9999", ".notice")
+    assert "there is no rollout 9999" in opened.locator(".notice").inner_text()
+    opened.close()

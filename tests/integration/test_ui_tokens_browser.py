@@ -1,0 +1,212 @@
+"""The token inspector and the tickets page in a real browser. Skipped where `test_ui_browser.py` is."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import test_ui_browser as ui
+
+import recorded
+from paceline.record import Query, open_run
+from paceline.ui import build_app
+from paceline.ui.replay_desk import Desk
+from paceline.ui.replay_result import Result
+from recorded import Told, served
+from tokened import FACE, HOSTILE, PROMPT, tokened
+
+pytestmark = ui.pytestmark
+browser, page = ui.browser, ui.page
+expect = ui.playwright.expect
+LONG = 30_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    runs = tmp_path_factory.mktemp("runs")
+    tokened(runs, length=LONG, began=time.time() - 100).end()
+    tokened(runs, "numbers", **{"model.name": runs / "nowhere"}).let_go()
+    Told(runs, "plain").step(2).end()
+    living = tokened(runs, "living", began=time.time() - 10)
+    yield runs
+    living.let_go()
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path):
+    with served(folder) as here:
+        yield here
+
+
+def _index(folder: Path, ticket: int, member: int) -> int:
+    found = open_run(folder / "tokens").rollouts.find(Query(ticket=ticket, domain="training", limit=None))
+    return next(row.index for row in found.rows if row.member == member)
+
+
+def _open(page, address: str, place: str, wanted: str) -> None:
+    page.goto("about:blank")
+    ui._open(page, address, f"#/run/{place}", wanted)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_both_pages_open_on_every_run_in_either_theme(page, address, theme):
+    page.emulate_media(color_scheme=theme)
+    for run in ("tokens", "numbers", "living"):  # finished, crashed and alive
+        for place, wanted in (("tokens", ".token-chip"), ("tickets", "tbody tr"), ("tickets?ticket=2", ".ticket-life")):
+            ui._open(page, address, f"#/run/{run}/{place}", wanted)
+            assert page.locator("main h1").count() == 1
+            wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+            assert page.evaluate(wide), "no page scrolls sideways"
+    for place, words in (("tokens", "No rollout is recorded yet."), ("tickets", "No ticket yet")):
+        ui._open(page, address, f"#/run/plain/{place}", f".empty:has-text('{words}')")
+
+
+def test_tokens_are_text_whatever_they_say_and_hide_nothing(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 0, 0)}", ".token-chip")
+    shown = page.locator(".token-strip .token-chip").all_inner_texts()
+    assert HOSTILE in shown
+    assert page.locator("main img").count() == 0
+    assert page.title() != "owned"
+    assert shown.count("↵") == 2
+    assert {"F0 9F 98", "80", "␣", "⟨U+202E⟩"} <= set(shown)
+    assert page.locator(".token-swap").all_inner_texts() == ["v0 → v1"]
+    assert page.locator(".token-chip.given").count() == len(PROMPT) + 1, "the prompt, and the one in the legend"
+    _open(page, address, "numbers/tokens?id=5", ".token-chip")
+    assert page.locator("#token-6").inner_text() == "#5"
+    assert "no tokenizer.json" in page.locator(".notice").all_inner_texts()[-1]
+
+
+def test_keys_walk_through_tokens_and_the_card_explains_each(page, folder, address):
+    index = _index(folder, 0, 2)
+    _open(page, address, f"tokens/tokens?id={index}&at={len(PROMPT)}", ".token-card .token-line")
+    card = page.get_by_role("complementary", name="The chosen token")
+    expect(card).to_contain_text("= 0.75 − 0.5 = +0.25")
+    strip = page.get_by_role("listbox", name="Tokens, 16 of them")
+    chosen = strip.locator("[aria-selected=true]")
+    page.keyboard.press("Home")
+    expect(chosen).to_have_text("<|user|>")
+    expect(card).to_contain_text("The policy did not sample it")
+    page.keyboard.press("n")
+    assert strip.get_attribute("aria-activedescendant") == f"token-{len(PROMPT)}"
+    page.keyboard.press("v")
+    expect(chosen).to_have_text("c")
+    expect(card).to_contain_text("version 1")
+    page.keyboard.press("Shift+N")
+    expect(chosen).to_have_text("↵")
+    page.keyboard.press("ArrowUp")
+    assert int(chosen.get_attribute("data-at")) < len(PROMPT)
+    page.keyboard.press("ArrowLeft")
+    told = page.evaluate(f"fetch('/api/tokens?run=tokens&id={index}').then((answer) => answer.json())")
+    order = sorted(range(16), key=lambda at: told["streams"]["logprobs"][at])
+    for at in order[:3]:
+        page.keyboard.press("p")
+        assert chosen.get_attribute("data-at") == str(at), "the most surprising first"
+    assert f"at={order[2]}" in page.url
+    page.locator("#token-2").hover()
+    expect(card).to_contain_text("token 2 of 16")
+    page.locator("h1").hover()
+    expect(card).to_contain_text(f"token {order[2]} of 16")
+
+
+def test_a_chosen_stream_colours_the_tokens_and_has_its_scale(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 2, 1)}&stream=parts", ".token-chip")
+    tint = "(at) => getComputedStyle(document.getElementById(`token-${at}`)).backgroundColor"
+    sampled, told_by_tool = len(PROMPT), len(PROMPT) + 4
+    assert len({page.evaluate(tint, at) for at in (0, sampled, told_by_tool)}) == 3
+    expect(page.locator(".token-legend .token-case")).to_have_text(["rl", "ce"])
+    expect(page.locator(".token-main > .token-scale")).to_contain_text("trained by ce: 2 tokens")
+    page.get_by_label("Colour tokens by").select_option("advantages")
+    expect(page.get_by_role("img", name="Scale from −0.6667 to 0.6667")).to_be_visible()
+    assert page.evaluate(tint, told_by_tool) == page.evaluate(tint, 0)
+    assert page.get_by_role("option", name="ratio (not recorded)").is_disabled()
+
+
+def test_thirty_thousand_tokens_are_laid_out_and_walked(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 4, 1)}&at=25000", "#token-25000[aria-selected=true]")
+    assert page.locator("#token-25000").is_visible()
+    page.keyboard.press("End")
+    expect(page.locator(f"#token-{LONG + len(PROMPT) - 1}")).to_be_in_viewport()
+    expect(page.get_by_role("complementary", name="The chosen token")).to_contain_text("loss share at r = 1")
+    expect(page.locator(".token-strip .token-chip")).to_have_count(LONG + len(PROMPT))
+
+
+def test_what_did_not_train_says_so_before_anything_else(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 1, 0)}", ".notice")
+    assert "every advantage in the group is zero" in page.locator(".notice").inner_text()
+    _open(page, address, f"tokens/tokens?id={_index(folder, 2, 3)}", ".notice")
+    assert "the tool is gone" in page.locator(".notice").inner_text()
+
+
+def test_a_replay_brings_the_ratio_and_the_rule_that_held_a_token_back(browser, folder, monkeypatch):
+    run = open_run(folder / "tokens")
+    samples = run.rollouts.batch(1)
+    told = []
+    for sample in samples:
+        places = [int(at) for at in sample.loss_mask.nonzero()[0]]
+        count = len(places)
+        held = [{"token": 1, "component": "rl", "rule": "d 0.31 is above trainer.loss.high = 0.2"}]
+        trained = {"places": places, "logprob": [-0.5] * count, "ratio": [1.25] * count, "advantage": [0.5] * count}
+        trained |= {"entropy": [0.7] * count, "share": {"rl": [0.01] * count}, "held_back": held, "skipped": False}
+        told.append({"ids": sample.token_ids.tolist(), "rollout": None, "number": 0, "text": None, "trained": trained})
+        told[-1] |= {"env": "", "ticket": 0, "member": 0}
+    about = {"components": ["rl"], "weights": {"exact": True, "from": "here"}, "loss": {}, "samples": told}
+    app = build_app(folder)
+    app.state.replays = Desk()
+    app.state.replays.kept.put(run.path.resolve(), "1", Result(json.dumps(about).encode(), 1, {}))
+    monkeypatch.setattr(recorded, "build_app", lambda *_: app)
+    with served(folder) as here:
+        page = browser.new_page()
+        place = f"tokens/tokens?id={_index(folder, 0, 1)}&stream=ratio&at={len(PROMPT) + 1}"
+        _open(page, here, place, ".token-card .token-line")
+        card = page.get_by_role("complementary", name="The chosen token")
+        expect(card).to_contain_text("Held back. rl: d 0.31 is above trainer.loss.high = 0.2")
+        expect(card).to_contain_text(re.compile(r"ratio, replayed\s*1.25"))
+        assert page.locator(".token-strip .token-chip.held").count() == 1
+        page.close()
+
+
+def test_tickets_are_filtered_and_one_leads_to_its_tokens(page, folder, address):
+    _open(page, address, "tokens/tickets", "tbody tr")
+    expect(page.locator("tbody tr")).to_have_count(6)
+    page.get_by_label("Dropped because").select_option("zero_advantage")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    assert "every advantage in the group is zero" in page.locator("tbody tr").inner_text()
+    assert "reason=zero_advantage" in page.url
+    page.get_by_label("Dropped because").select_option("")
+    expect(page.locator("tbody tr")).to_have_count(6)
+    page.keyboard.press("/")
+    page.keyboard.type("2")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".ticket-life")
+    names = page.locator(".ticket-life .what b").all_inner_texts()
+    assert names == ["drawn", "sampled", "scored", "accepted", "trained", "published", "replayed"]
+    page.get_by_role("link", name="Tokens of member 1").click()
+    page.wait_for_selector(".token-chip")
+    assert f"id={_index(folder, 2, 1)}" in page.url
+    page.get_by_role("link", name="Ticket 2").click()
+    page.get_by_role("link", name="Ticket 3").click()
+    expect(page.locator("h1")).to_have_text("Ticket 3")
+    page.get_by_role("link", name="All tickets").click()
+    page.locator("tbody tr").first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text("Ticket 4")
+
+
+def test_a_ticket_drawn_meanwhile_appears_by_itself(page, folder, address):
+    _open(page, address, "living/tickets", "tbody tr")
+    line = {"number": 6, "env": "reverse-text", "epoch": 0, "draw": 6, "row": 9, "state": "in flight", "since": -1}
+    page.wait_for_function("performance.getEntriesByType('resource').some((one) => one.name.includes('/api/tickets'))")
+    with (folder / "living" / "tickets.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    page.wait_for_selector("tr[data-key='6'] .pill.running")
+
+
+def test_a_part_of_a_character_names_the_whole_one(page, folder, address):
+    index = _index(folder, 0, 0)
+    ids = page.context.request.get(f"{address}/api/tokens?run=tokens&id={index}").json()["ids"]
+    _open(page, address, f"tokens/tokens?id={index}&at={ids.index(FACE)}", ".token-card .token-line")
+    expect(page.get_by_role("complementary", name="The chosen token")).to_contain_text(
+        "together with its neighbours “😀”"
+    )

@@ -1,0 +1,69 @@
+"""An environment rests when an advisory speaks against it, on a real run with real weights."""
+
+from paceline.cluster import session
+from paceline.config import Eval, RunConfig
+from paceline.config.advice import Advice
+from paceline.config.env import ReverseText
+from paceline.config.inference import Sampling
+from paceline.config.trainer import Trainer
+from paceline.record import Query, open_run
+
+REST = 10
+
+
+def config(runs, *envs: ReverseText, **changes) -> RunConfig:
+    """Replies of two tokens at most: most are cut off."""
+    return RunConfig(
+        **{
+            "runs": str(runs),
+            "steps": 18,
+            "batch_size": 16,
+            "group_size": 2,
+            "staleness": 0,
+            "env": list(envs),
+            "eval": Eval(every=0),
+            "sampling": Sampling(max_tokens=2),
+            "advice": Advice(steps=REST, interval=1),
+            "trainer": Trainer(threads=1),
+        }
+        | changes
+    )
+
+
+def notes(run) -> list[str]:
+    return [event["text"] for event in run.events() if event["event"] == "note" and "drawn from" in event["text"]]
+
+
+def test_one_environment_rests_the_other_goes_on_and_nobody_catches_up(tmp_path):
+    cut, free = ReverseText(name="cut", pause=["truncation"]), ReverseText(name="free")
+    result = session.train(config(tmp_path, cut, free))
+    assert result.outcome.status == "finished"
+    run = open_run(result.directory)
+    stopped, went_on = notes(run)[:2]
+    assert "nothing more is drawn from `cut`" in stopped
+    assert "Replies of `cut` are cut off" in stopped
+    first = int(stopped.split()[1].rstrip(":"))
+    assert went_on == f"step {first + REST}: `cut` has rested and is drawn from again"
+    shares = {}
+    for step in range(1, 19):
+        rows = run.rollouts.find(Query(step=(step, step), domain="training", limit=None)).rows
+        shares[step] = sum(row.env == "cut" for row in rows) / len(rows)
+    # What a step finds is known before the draws after the next: step n + 2 is the first without, or with, them.
+    assert all(share > 0.2 for step, share in shares.items() if step <= first + 1)
+    assert all(share == 0 for step, share in shares.items() if first + 2 <= step <= first + REST + 1)
+    assert all(0.2 < share < 0.8 for step, share in shares.items() if step >= first + REST + 2)
+
+
+def test_the_only_environment_is_not_paused_to_death(tmp_path):
+    """The run stops with a sentence and a checkpoint, and goes on once somebody says so."""
+    only = ReverseText(name="only")
+    result = session.train(config(tmp_path, only, advice=Advice(steps=REST, interval=1, pause=["truncation"])))
+    outcome = result.outcome
+    assert outcome.status == "interrupted"
+    assert outcome.step < 18
+    assert "Replies of `only` are cut off" in outcome.message
+    assert "--resume latest" in outcome.message
+    assert outcome.checkpoint.name == f"step-{outcome.step:06d}"
+    result = session.train(config(tmp_path, only, steps=outcome.step + 1, resume="latest"))
+    assert result.outcome.status == "finished"
+    assert result.outcome.step == outcome.step + 1
