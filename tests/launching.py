@@ -39,6 +39,7 @@ def nursery() -> tuple[str, dict[str, str]]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         pass_fds=[theirs],
+        cwd=Path(address).parent,  # not the folder of whichever test needs it first
     )
     os.close(theirs)
     assert process.stdout is not None

@@ -15,7 +15,7 @@ from paceline.cluster import session
 from paceline.config import Eval, RunConfig
 from paceline.config.trainer import Trainer
 
-STEPS = 3
+STEPS = 2
 TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' ~ message.role ~ '|>NL' ~ message.content ~ '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
@@ -73,7 +73,7 @@ def reward_bug(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def swapped_version(patch: pytest.MonkeyPatch, _: Path) -> None:
-    """What is published as version 2 are the weights of version 1."""
+    """What is published as version 1 are the weights of version 0."""
     from paceline.trainer import TorchTrainer
 
     real, kept = TorchTrainer.weights, {}
@@ -83,7 +83,7 @@ def swapped_version(patch: pytest.MonkeyPatch, _: Path) -> None:
         kept[update.version] = dataclasses.replace(
             update, tensors={name: tensor.clone() for name, tensor in update.tensors.items()}
         )
-        return dataclasses.replace(kept[1], version=2) if update.version == 2 else update
+        return dataclasses.replace(kept[0], version=1) if update.version == 1 else update
 
     patch.setattr(TorchTrainer, "weights", weights)
 
@@ -184,7 +184,7 @@ def spiked_rate(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 DEFECTS = {
     "a reward bug": Defect(reward_bug, "reward", "the reward"),
-    "a swapped version": Defect(swapped_version, "weights", "the fingerprint of the weights of version 2", step=3),
+    "a swapped version": Defect(swapped_version, "weights", "the fingerprint of the weights of version 1", step=2),
     "a masked token that trains": Defect(masked_token_trained, "sample", "`loss_mask`", stream="loss_mask"),
     "a template that drops a newline": Defect(
         dropped_newline, "prompt", "a token of the prompt", prepare=with_template

@@ -10,6 +10,7 @@ import pytest
 
 import launching
 
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 

@@ -25,6 +25,7 @@ from paceline.errors import PacelineError
 from paceline.model import fingerprint
 from paceline.monitor import read_jsonl
 
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 RUN_FILE = """
 include = ["{quickstart}"]
@@ -198,7 +199,6 @@ def test_no_rank_outlives_the_first_however_that_ends(run_file, tmp_path):
     assert gone(log)
 
 
-@pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 def test_torchrun_starts_the_same_run(run_file, tmp_path):
     """The number of ranks is torchrun's where the run file does not say it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]

@@ -24,7 +24,7 @@ from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.cluster.ray.place import Parts  # noqa: E402
 from paceline.cluster.ray.scorers import Scorers  # noqa: E402
 
-slow = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 SMALL = ["--engine.max-running", "64", "--engine.max-context", "64"]
 
@@ -49,7 +49,6 @@ def config(tmp_path, monkeypatch):
     return make
 
 
-@slow
 def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp_path):
     run = config("--name=grow")
     live = str(tmp_path)
@@ -127,7 +126,6 @@ def test_a_full_engine_still_answers_whoever_controls_it(engine):
     asyncio.run(asyncio.wait_for(story(), 120))
 
 
-@slow
 def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, live, config):
     def fail(actor) -> None:
         def schedule():
@@ -174,7 +172,6 @@ algo = { type = "opd", teacher = { name = "teacher" } }
 """
 
 
-@slow
 def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teacher, tmp_path):
     (tmp_path / "run.toml").write_text(TAUGHT)
     run = config("--name=taught", "--cluster.scorers=2", file="run.toml")

@@ -24,6 +24,7 @@ from paceline.cluster.processes.brief import FATAL, Brief, Report
 from paceline.cluster.session import RunResult, result_of
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
+from paceline.model.loading import ModelError, resolve
 from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_jsonl
 from paceline.orchestrator import Checkpoints
 
@@ -80,6 +81,10 @@ class Supervisor:
         path = self.directory.root
         RunDirectory.claim(path, bool(self.config.resume), self.overwrite).release()  # or say at once why not
         self._found = _stamp(self.directory.config_file)
+        try:
+            resolve(self.config.model.name)  # before three processes are started that cannot find it
+        except ModelError as error:
+            return self._failed(str(error))
         with ExitStack() as stack:
             brief = stack.enter_context(self._briefed())
             stack.enter_context(self._listening())
