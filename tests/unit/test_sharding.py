@@ -218,6 +218,8 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Checkpoints of one process, two ranks and four, in this order, and what the ranks have seen."""
+    if os.environ.get("PACELINE_SCALE") != "1":
+        pytest.skip("ranks that share a model take half a minute: `make scale`; test_ranks.py has two that do not")
     return once(tmp_path_factory, "sharding", fill)
 
 
