@@ -9,7 +9,6 @@ from test_ui_browser import _expect, _open, browser, page, pytestmark  # noqa: F
 from paceline.config import load
 from paceline.ui.replay_desk import Desk, name_of
 from paceline.ui.replay_result import Result
-from paceline.ui.routes import replay as routes
 from recorded import Told, served
 from replayed import replayable
 
@@ -46,9 +45,10 @@ def address(folder):
         desk.kept.put(run.resolve(), name_of(3, changes), Result(json.dumps(told).encode(), 3, changes))
     told["samples"][0]["text"][0] = HOSTILE
     desk.kept.put(run.resolve(), name_of(2, {}), Result(json.dumps(told).encode(), 2, {}))
-    with pytest.MonkeyPatch.context() as patch, served(folder) as here:
-        patch.setattr(routes, "Desk", lambda: desk)
-        yield here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.ui.app.Desk", lambda: desk)
+        with served(folder) as here:
+            yield here
         desk.close()
 
 

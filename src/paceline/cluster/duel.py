@@ -1,6 +1,5 @@
 """Two runs side by side on one screen, with what is known of their difference."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +8,10 @@ from typing import TextIO
 
 from paceline.cluster.signals import Signals
 from paceline.errors import PacelineError
-from paceline.monitor import Monitor, RunOutcome, RunPlan
+from paceline.monitor import Monitor, RunOutcome
 from paceline.record import open_run
 from paceline.record.paired import Verdict, verdict
 
-MARK = "ab.json"
-"""In the directory of each arm: which one it is, and where the other lies."""
 REWARD = re.compile("reward/[^/]+/mean")
 REAL = "the difference is real"
 
@@ -31,7 +28,7 @@ class Duel:
 
     def corner(self, arm: str) -> Monitor:
         """Who looks on at one of them."""
-        return _Corner(self, arm, {one: str(path) for one, path in self._arms.items() if one != arm})
+        return _Corner(self, arm)
 
     def say(self, text: str) -> None:
         if self._screen is not None:
@@ -79,12 +76,8 @@ class Duel:
 class _Corner(Monitor):
     """One of the two runs, as its monitors hear it."""
 
-    def __init__(self, duel: Duel, arm: str, others: Mapping[str, str]) -> None:
-        self._duel, self._arm, self._others = duel, arm, others
-
-    def begin(self, plan: RunPlan) -> None:
-        told = {"arm": self._arm, "others": {arm: Path(path).name for arm, path in self._others.items()}}
-        (plan.directory / MARK).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    def __init__(self, duel: Duel, arm: str) -> None:
+        self._duel, self._arm = duel, arm
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         rewards = [value for name, value in metrics.items() if REWARD.fullmatch(name)]

@@ -10,8 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
 
 from paceline.errors import PacelineError
+from paceline.ui.diffing import Comparisons
 from paceline.ui.guard import Guard
 from paceline.ui.places import STATIC
+from paceline.ui.replay_desk import Desk
 from paceline.ui.routes import GROUPS
 from paceline.ui.runs import Runs
 
@@ -22,6 +24,7 @@ def build_app(folder: Path, key: str | None = None) -> FastAPI:
     """The app over a folder of runs, or over one run."""
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.runs = Runs(folder)
+    app.state.comparisons, app.state.replays = Comparisons(), Desk()
     for group in GROUPS:
         app.include_router(group.router, prefix="/api")
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

@@ -1,6 +1,5 @@
 """Where two runs part."""
 
-import threading
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -11,17 +10,12 @@ from paceline.ui.routes.here import AllRuns
 
 WAIT_SECONDS = 0.4
 """Small runs are compared within it, so that most pages need to ask once."""
-_making = threading.Lock()
 
 router = APIRouter()
 
 
 def _comparisons(request: Request) -> Comparisons:
-    """The app's own, made when somebody first asks."""
-    with _making:
-        if not hasattr(request.app.state, "comparisons"):
-            request.app.state.comparisons = Comparisons()
-        return request.app.state.comparisons
+    return request.app.state.comparisons
 
 
 Name = Annotated[str, Query(max_length=1000)]

@@ -1,7 +1,6 @@
 """A step computed once more: start it, see how it goes, read what came out."""
 
 import re
-import threading
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,17 +14,12 @@ from paceline.ui.replay_settings import own_code, settings
 from paceline.ui.routes.here import OneRun
 
 CHECKPOINT = re.compile(r"step-(\d+)")
-_making = threading.Lock()
 
 router = APIRouter()
 
 
 def _desk(request: Request) -> Desk:
-    """The app's own, made when somebody first asks."""
-    with _making:
-        if not hasattr(request.app.state, "replays"):
-            request.app.state.replays = Desk()
-        return request.app.state.replays
+    return request.app.state.replays
 
 
 def _own_page(request: Request) -> None:
