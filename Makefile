@@ -27,7 +27,7 @@ demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
 
 test: lint ## Lint, types, layers and all tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rs -n 3 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rsfE -n 3 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \

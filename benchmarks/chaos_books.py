@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from paceline.config.model import QUICKSTART
 from paceline.data import decode
 from paceline.data.cursor import Cursor
-from paceline.model.loading import QUICKSTART, resolve
+from paceline.model import resolve
 
 CLOSE = 2e-4
 """Two kernels of one model differ by less than this in a log probability; two versions, for most tokens, by more."""

@@ -53,7 +53,8 @@ from paceline.data import Sample
 from paceline.inference import EmbeddedEngine, HttpEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
 from paceline.model.delta import LastSent
-from paceline.model.weights import Policy, bits_of
+from paceline.model.torch_bits import bits_of
+from paceline.model.weights import Policy
 from paceline.trainer.torch_trainer import TorchTrainer
 
 ROOT = Path(__file__).parent.parent

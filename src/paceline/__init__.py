@@ -6,8 +6,9 @@
 Names are imported when they are first used, so that `paceline.config` stays free of torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazily import lazily
 
 __version__ = "0.1.0"
 
@@ -21,19 +22,6 @@ if TYPE_CHECKING:
     from paceline.inference import EmbeddedEngine, GenerateRequest
     from paceline.rollout import Group, Reply, Rollout, Seat, Turn
     from paceline.trainer import TorchTrainer
-
-_HOMES = {
-    "algorithms": ("Algorithm",),
-    "cluster": ("RunResult", "train"),
-    "config": ("ConfigError", "RunConfig", "load"),
-    "data": ("Sample", "Ticket"),
-    "envs": ("Environment", "Outcome", "SingleTurn"),
-    "errors": ("PacelineError",),
-    "inference": ("EmbeddedEngine", "GenerateRequest"),
-    "rollout": ("Group", "Reply", "Rollout", "Seat", "Turn"),
-    "trainer": ("TorchTrainer",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Algorithm",
@@ -60,10 +48,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module `paceline` has no attribute `{name}`")
-    return getattr(importlib.import_module(f"paceline.{_HOME_OF[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "algorithms": ("Algorithm",),
+        "cluster": ("RunResult", "train"),
+        "config": ("ConfigError", "RunConfig", "load"),
+        "data": ("Sample", "Ticket"),
+        "envs": ("Environment", "Outcome", "SingleTurn"),
+        "errors": ("PacelineError",),
+        "inference": ("EmbeddedEngine", "GenerateRequest"),
+        "rollout": ("Group", "Reply", "Rollout", "Seat", "Turn"),
+        "trainer": ("TorchTrainer",),
+    },
+)
 
 
 def __dir__() -> list[str]:

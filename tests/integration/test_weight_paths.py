@@ -20,7 +20,7 @@ from paceline.inference import EmbeddedEngine, EngineError, GenerateRequest, Htt
 from paceline.inference.server import build_app
 from paceline.model import Head, Policy, WeightUpdate, fingerprint, load_model, twin
 from paceline.model.canary import make_canary
-from paceline.model.weights import bits_of
+from paceline.model.torch_bits import bits_of
 from paceline.trainer import TorchTrainer
 from samples import PLAIN as RL
 from samples import make_batch

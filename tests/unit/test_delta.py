@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.model.delta import HEAD, MAGIC, Delta, DeltaError, LastSent, _digest
 from paceline.model.indices import BLOCK, PositionError, pack, unpack
-from paceline.model.weights import Policy, bits_of, fingerprint
+from paceline.model.torch_bits import bits_of
+from paceline.model.weights import Policy, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16]
 SPECIAL = {  # quiet and signalling NaN, -0.0, infinity, the smallest subnormal

@@ -11,11 +11,11 @@ import torch
 from conftest import VOCABULARY, tiny_model
 from paceline.config.inference import Engine as EngineConfig
 from paceline.inference import Completion, EmbeddedEngine, EngineError, GenerateRequest, RequestError, noise_key
-from paceline.inference.engine.cache import SlotCache
 from paceline.inference.engine.catalog import POLICY
 from paceline.inference.engine.noise import uniform
 from paceline.inference.engine.sampler import Draw, inverse_cdf, keep_top, sample
 from paceline.inference.engine.scheduler import Scheduler
+from paceline.inference.engine.slots import SlotCache
 from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 from paceline.model.shape import attention_shape
 
@@ -173,7 +173,7 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
         def stepping():
             step()
             if engine.tokens == when and engine._catalog.versions[POLICY] == 0:
-                engine._swap(engine._served.read(WeightUpdate(1, dict(other.named_parameters()))), None)
+                engine._swap(engine._served.read(WeightUpdate(1, dict(other.named_parameters()))))
 
         engine._step = stepping
         return await engine.generate(request)

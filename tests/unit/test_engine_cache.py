@@ -20,10 +20,10 @@ from engines import MATRIX, SymbolicRunner, content, random_adapter
 from paceline.config.inference import Engine as EngineConfig
 from paceline.inference import EmbeddedEngine, GenerateRequest
 from paceline.inference.engine.build import PlainMemory
-from paceline.inference.engine.cache import SlotCache
 from paceline.inference.engine.pages import PAGE, PageCache
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.inference.engine.sequence import Sequence
+from paceline.inference.engine.slots import SlotCache
 from paceline.model import Adapter, WeightUpdate, twin
 from paceline.model.shape import AttentionShape
 

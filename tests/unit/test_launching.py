@@ -44,8 +44,16 @@ def told(starts: type[subprocess.Popen], folder, passed: int) -> dict:
     return json.loads(out)
 
 
+@pytest.fixture
+def interruptible():
+    """Tests that run in a shell's background, or under nohup, ignore Ctrl-C, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
-def test_surroundings_are_those_of_a_fresh_process_and_draws_are_its_own(tmp_path):
+def test_surroundings_are_those_of_a_fresh_process_and_draws_are_its_own(tmp_path, interruptible):
     with Path(os.devnull).open() as passed:
         fresh, first, second = (
             told(starts, tmp_path, passed.fileno()) for starts in (subprocess.Popen, Launched, Launched)

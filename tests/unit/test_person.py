@@ -18,8 +18,7 @@ from paceline.config.inference import Sampling
 from paceline.config.model import Lora, Model
 from paceline.config.trainer import Trainer
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, load_model
-from paceline.model.loading import trainable
+from paceline.model import attach_lora, load_model, trainable
 from paceline.rollout import Recorder
 from paceline.rollout.seat import SeatLeft
 from paceline.trainer import TorchTrainer

@@ -14,7 +14,7 @@ from paceline.inference.foreign import ForeignEngine
 from paceline.inference.launched import LaunchedVllm, VllmProcess, lora_rank
 from paceline.inference.sglang import SglangEngine
 from paceline.inference.vllm import VllmEngine
-from paceline.model.loading import resolve
+from paceline.model.naming import resolve
 from paceline.model.saving import write_tensors
 
 ADAPTERS = 4

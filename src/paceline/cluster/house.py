@@ -21,7 +21,7 @@ from paceline.config.secret import in_address
 from paceline.errors import PacelineError
 from paceline.inference import Engine, EngineError, HttpEngine, Pool
 from paceline.model import load_tokenizer
-from paceline.model.loading import resolve
+from paceline.model.naming import resolve
 from paceline.model.weights import Adapter, WeightUpdate
 from paceline.rollout import Recorder, Table, Voice
 from paceline.rollout.endpoint import Endpoint, EndpointTable

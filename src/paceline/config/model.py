@@ -7,6 +7,8 @@ from pydantic import Field
 from paceline.config.base import Section
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+QUICKSTART = "paceline:quickstart"
+"""The tiny model that ships with the package."""
 
 
 class Lora(Section):
@@ -23,7 +25,7 @@ class Lora(Section):
 class Model(Section):
     """A Hugging Face causal language model: a local folder, a hub name, or `paceline:quickstart`."""
 
-    name: str = "paceline:quickstart"
+    name: str = QUICKSTART
     """Folder, hub name, or `paceline:quickstart` for the tiny model that ships with the package."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the model's own when left out."""

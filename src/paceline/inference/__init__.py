@@ -1,5 +1,7 @@
 """Engines that sample from the policy, and the pool through which everybody reaches them."""
 
+from typing import TYPE_CHECKING
+
 from paceline.inference.base import (
     Completion,
     Engine,
@@ -18,9 +20,13 @@ from paceline.inference.base import (
     UnknownModel,
     Unreachable,
 )
-from paceline.inference.engine import EmbeddedEngine, noise_key
 from paceline.inference.http import HttpEngine
+from paceline.inference.noise import noise_key
 from paceline.inference.pool import NobodyLeft, Pool
+from paceline.lazily import lazily
+
+if TYPE_CHECKING:
+    from paceline.inference.engine import EmbeddedEngine
 
 __all__ = [
     "Completion",
@@ -45,3 +51,5 @@ __all__ = [
     "Unreachable",
     "noise_key",
 ]
+
+__getattr__ = lazily(__name__, {"engine": ("EmbeddedEngine",)})

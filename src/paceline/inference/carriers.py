@@ -12,14 +12,16 @@ Whichever it is, the server applies the update between two tokens and checks its
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.inference.base import EngineError, OtherBase
-from paceline.inference.broadcast import Sender, layout_of
 from paceline.inference.private import PrivateFolder
 from paceline.inference.shelf import Shelf
 from paceline.inference.stored import StoredTensors
 from paceline.model.weights import WeightUpdate
+
+if TYPE_CHECKING:
+    from paceline.inference.broadcast import Sender
 
 WeightPath = Literal["auto", "disk", "http", "delta", "broadcast"]
 PIECE = 4 << 20
@@ -125,6 +127,8 @@ class Broadcast:
         return await self._kept.keep(update)
 
     async def send(self, wire: Wire, head: dict[str, Any], update: WeightUpdate) -> Any:
+        from paceline.inference.broadcast import layout_of
+
         try:
             sender = self._sender = self._sender or await self._meet(wire)
             layout = layout_of(update.tensors)
@@ -139,7 +143,9 @@ class Broadcast:
             if isinstance(update.tensors, StoredTensors):
                 update.tensors.forget()
 
-    async def _meet(self, wire: Wire) -> Sender:
+    async def _meet(self, wire: Wire) -> "Sender":
+        from paceline.inference.broadcast import Sender
+
         sender = Sender(members=1)
         try:
             joining = asyncio.ensure_future(asyncio.to_thread(sender.form))

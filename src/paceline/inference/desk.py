@@ -5,13 +5,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
 
 from paceline.inference.base import Engine, Listener, RequestError
 from paceline.inference.frames import Answer, Ask, Done, Failed, Generate, Load, Message, Score, Scores, as_ints, floats
 from paceline.inference.stored import StoredTensors, read_delta
-from paceline.model.weights import WeightUpdate
+from paceline.model import tensors as libraries
+from paceline.model.weights import Array, WeightUpdate
 
 
 class Desk:
@@ -41,7 +40,7 @@ class Desk:
 
     async def _load(self, message: Load) -> Message:
         if isinstance(message.weights, bytes):
-            tensors: Mapping[str, Tensor] = await asyncio.to_thread(unpacked, message.weights)
+            tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
         else:
             tensors = stored = StoredTensors([Path(file) for file in message.weights])
             await asyncio.to_thread(stored.fill)
@@ -54,9 +53,9 @@ class Desk:
         return Answer(message.id, **({} if value is None else {message.what: value}))
 
 
-def unpacked(data: bytes) -> dict[str, Tensor]:
+def unpacked(data: bytes) -> dict[str, Array]:
     """Tensors of safetensors bytes."""
     try:
-        return load(data)
+        return libraries.unpacked(data)
     except SafetensorError as error:
         raise RequestError(f"the weights are no safetensors file: {error}") from error

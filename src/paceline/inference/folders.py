@@ -7,12 +7,12 @@ import uuid
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor
 
 from paceline.inference.base import EngineError
 from paceline.inference.shelf import Shelf, copied
 from paceline.model.saving import write_tensors
-from paceline.model.weights import WeightUpdate
+from paceline.model.tensors import framework
+from paceline.model.weights import Array, WeightUpdate
 
 PREFIX = "base_model.model."
 """What peft puts before the names of an adapter's tensors."""
@@ -54,7 +54,7 @@ class Folders:
         folder = self._fresh(f"whole-{version}")
         (folder / "model.safetensors").symlink_to(file.resolve())
         if self.head is not None:
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(file, framework=framework()) as opened:
                 self._write(folder / "head.safetensors", {"lm_head.weight": opened.get_tensor(self.head)})
         return folder
 
@@ -85,9 +85,9 @@ class Folders:
         folder.mkdir(parents=True)
         return folder
 
-    def _write(self, file: Path, tensors: dict[str, Tensor]) -> None:
+    def _write(self, file: Path, tensors: dict[str, Array]) -> None:
         try:
-            write_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+            write_tensors(tensors, file)
         except OSError as error:
             raise EngineError(
                 f"the weights cannot be written to {self.place} ({error.strerror}): make room, then --resume latest"

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import orjson
-from safetensors.torch import save
 
 from paceline.inference.base import (
     Completion,
@@ -32,6 +31,7 @@ from paceline.inference.base import (
 )
 from paceline.inference.carriers import UPDATE_HEADER, Carrier, WeightPath, carrier_for
 from paceline.inference.shelf import copied
+from paceline.model import tensors as libraries
 from paceline.model.weights import Policy, WeightUpdate
 
 CONNECT_SECONDS = 10.0
@@ -304,7 +304,7 @@ def _canary(update: WeightUpdate) -> dict[str, Any]:
 
 
 def _packed(update: WeightUpdate) -> str:
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in update.tensors.items()})
+    data = libraries.packed(update.tensors)
     return base64.b64encode(data).decode("ascii")
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from socket import AF_UNIX, socket
 from typing import Any
 
-from safetensors.torch import save
-
 from paceline.errors import PacelineError
 from paceline.inference.base import (
     Completion,
@@ -44,6 +42,7 @@ from paceline.inference.frames import (
 )
 from paceline.inference.private import PrivateFolder
 from paceline.inference.stored import StoredTensors
+from paceline.model import tensors as libraries
 from paceline.model.saving import write_tensors
 from paceline.model.weights import Policy, WeightUpdate
 
@@ -260,7 +259,7 @@ def _lay_down(tensors: Any, file: Path) -> None:
 
 
 def _packed(tensors: Any) -> bytes:
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return libraries.packed(tensors)
 
 
 def received(door: socket) -> bytes | None:

@@ -6,14 +6,16 @@ import uuid
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.inference.base import EngineError
 from paceline.inference.stored import StoredTensors
-from paceline.model.delta import Delta, LastSent
+from paceline.model import tensors as libraries
 from paceline.model.saving import write_tensors
-from paceline.model.weights import WeightUpdate
+from paceline.model.weights import Array, WeightUpdate
+
+if TYPE_CHECKING:
+    from paceline.model.delta import Delta, LastSent
 
 LONGEST_CHAIN = 64
 """Deltas since the last whole file. Whoever comes back is given the file with all of them applied."""
@@ -34,7 +36,7 @@ class Shelf:
         self.folder = folder.resolve()
         self._most = most
         self._ours: deque[tuple[Path, ...]] = deque()
-        self._last = LastSent() if deltas else None
+        self._last = _last_sent() if deltas else None
         self._file: Path | None = None
         self._chain: tuple[Path, ...] = ()
         self.link: Path | None = None
@@ -90,13 +92,13 @@ class Shelf:
         stored = StoredTensors([self._file], self._chain)
         return dataclasses.replace(update, tensors=stored, delta=delta, expected=update.expected or known)
 
-    def _advance(self, update: WeightUpdate) -> tuple[Delta | None, str | None]:
+    def _advance(self, update: WeightUpdate) -> tuple["Delta | None", str | None]:
         """The way from the last one, and the fingerprint, which comes with it."""
         if self._last is None or update.adapter is not None:
             return None, None
-        sizes = [(tensor.element_size(), tensor.numel()) for tensor in update.tensors.values()]
-        narrow = sum(width * numel for width, numel in sizes if width <= NARROW)
-        if 2 * narrow <= sum(width * numel for width, numel in sizes):
+        tensors = update.tensors.values()
+        narrow = sum(tensor.nbytes for tensor in tensors if tensor.itemsize <= NARROW)
+        if 2 * narrow <= sum(tensor.nbytes for tensor in tensors):
             return None, None
         delta = self._last.advance(update.version, update.tensors)
         assert self._last.policy is not None
@@ -118,16 +120,16 @@ class Shelf:
                 if file not in needed:
                     file.unlink(missing_ok=True)
 
-    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> Path:
+    def _write(self, version: int, tensors: Mapping[str, Array]) -> Path:
         half, whole = self._name(version, "safetensors")
         try:
-            write_tensors({name: _plain(tensor) for name, tensor in tensors.items()}, half)
+            write_tensors(tensors, half)
             half.rename(whole)  # a reader never sees half a file
         except OSError as error:
             raise self._refusal(half, error) from error
         return whole
 
-    def _write_delta(self, delta: Delta) -> Path:
+    def _write_delta(self, delta: "Delta") -> Path:
         half, whole = self._name(delta.result.version, "delta")
         try:
             half.write_bytes(delta.data)
@@ -151,9 +153,11 @@ class Shelf:
 def copied(update: WeightUpdate) -> WeightUpdate:
     """The same update in memory of its own: right for adapters, which are small."""
     return dataclasses.replace(
-        update, tensors={name: _plain(tensor).clone() for name, tensor in update.tensors.items()}
+        update, tensors={name: libraries.copied(tensor) for name, tensor in update.tensors.items()}
     )
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def _last_sent() -> "LastSent":
+    from paceline.model.delta import LastSent  # which needs torch
+
+    return LastSent()

@@ -1,26 +1,20 @@
 """Weights that lie in files and are read only where they are needed."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
 from paceline.inference.base import EngineError, RequestError
-from paceline.model.delta import Delta, DeltaError
+from paceline.model.tensors import framework, read_file
+from paceline.model.weights import Array
 
-KINDS = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""Types by the names a safetensors file has for them."""
+if TYPE_CHECKING:
+    from paceline.model.delta import Delta
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class StoredTensors(Mapping[str, Array]):
     """Tensors by name. Another process can be given the files instead of the bytes.
 
     `deltas` are files too: what was changed, one after the other, since the safetensors files were written.
@@ -28,14 +22,14 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, files: Sequence[Path], deltas: Sequence[Path] = ()) -> None:
         self.files, self.deltas = tuple(files), tuple(deltas)
-        self._tensors: dict[str, Tensor] | None = None
+        self._tensors: dict[str, Array] | None = None
         self._names = [name for file in files for name in _names(file)]
 
     def fill(self) -> None:
         """Read the files now; else whoever first looks at a tensor does."""
         if self._tensors is None:
             try:
-                tensors = {name: tensor for file in self.files for name, tensor in load_file(file).items()}
+                tensors = {name: tensor for file in self.files for name, tensor in read_file(file).items()}
             except (SafetensorError, OSError) as error:
                 raise EngineError(f"the weights cannot be read any more: {error}") from error
             for file in self.deltas:
@@ -46,7 +40,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """Give the memory back; the files are still there."""
         self._tensors = None
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Array:
         self.fill()
         assert self._tensors is not None
         return self._tensors[name]
@@ -58,42 +52,30 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def tensors_in(row: Tensor) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that lies in memory as a row of bytes: views of it, nothing is copied."""
-    try:
-        start = 8 + int.from_bytes(bytes(row[:8].tolist()), "little")
-        header = json.loads(bytes(row[8:start].numpy()))
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                low, high = entry["data_offsets"]
-                raw = row[start + low : start + high]
-                kind = KINDS[entry["dtype"]]
-                raw = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()  # numbers begin at their own width
-                found[name] = raw.view(kind).view(entry["shape"])
-        return found
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise RequestError(f"these {len(row)} bytes are no safetensors file: {error}") from error
-
-
-def read_delta(data: bytes) -> Delta:
+def read_delta(data: bytes) -> "Delta":
     """A delta that somebody sent."""
+    from paceline.model.delta import Delta, DeltaError  # which needs torch
+
     try:
         return Delta(data)
     except DeltaError as error:
         raise RequestError(str(error)) from error
 
 
-def open_delta(file: Path) -> Delta:
+def open_delta(file: Path) -> "Delta":
     """A delta that lies in a file."""
+    from paceline.model.delta import Delta, DeltaError
+
     try:
         return Delta(file.read_bytes())
     except (OSError, DeltaError) as error:
         raise EngineError(f"{file.name} cannot be read: {error}") from error
 
 
-def _apply(tensors: dict[str, Tensor], file: Path) -> None:
+def _apply(tensors: dict[str, Array], file: Path) -> None:
     """The fingerprint that goes with the update proves the whole chain, so the links are not proved one by one."""
+    from paceline.model.delta import DeltaError
+
     delta = open_delta(file)
     try:
         delta.check_fit(tensors)
@@ -105,7 +87,7 @@ def _apply(tensors: dict[str, Tensor], file: Path) -> None:
 def _names(file: Path) -> list[str]:
     """The tensors a file holds, from its header: a damaged file is found before anything is loaded."""
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework=framework()) as opened:
             return list(opened.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise RequestError(f"{file.name} cannot be read: {error}") from error

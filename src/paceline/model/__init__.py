@@ -1,20 +1,20 @@
-"""What engine and trainer share: Hugging Face models, tokenizers, LoRA, attention, weights."""
+"""What engine and trainer share: Hugging Face models, tokenizers, LoRA, attention, weights.
 
-from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel
+What needs torch is imported when it is first used: a run on MLX has none.
+"""
+
+from typing import TYPE_CHECKING
+
+from paceline.lazily import lazily
 from paceline.model.cpu import quick_handover, small_products
-from paceline.model.head import Head, token_logprobs
-from paceline.model.loading import (
-    ModelError,
-    attach_lora,
-    end_tokens,
-    engine_twin,
-    load_model,
-    load_tokenizer,
-    resolve,
-    trainable,
-    twin,
-)
+from paceline.model.naming import ModelError, resolve
+from paceline.model.tokenizer import end_tokens, load_tokenizer
 from paceline.model.weights import Adapter, Canary, Policy, WeightUpdate, fingerprint
+
+if TYPE_CHECKING:
+    from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel
+    from paceline.model.head import Head, token_logprobs
+    from paceline.model.loading import attach_lora, engine_twin, load_model, trainable, twin
 
 __all__ = [
     "ATTENTION",
@@ -40,3 +40,12 @@ __all__ = [
     "trainable",
     "twin",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "attention": ("ATTENTION", "PLAN", "PackedPlan", "UnsupportedModel"),
+        "head": ("Head", "token_logprobs"),
+        "loading": ("attach_lora", "engine_twin", "load_model", "trainable", "twin"),
+    },
+)

@@ -10,7 +10,6 @@ compiled code and captured CUDA graphs go on unharmed. Merging one small update 
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,25 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.errors import PacelineError
-
-_PREFIX = re.compile(r"^(?:_orig_mod\.|base_model\.model\.)+")
-_LORA = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
-
-
-class AdapterError(PacelineError):
-    """An adapter that does not fit the model or its slots; nothing was changed."""
-
-
-def canonical(name: str) -> str:
-    """One name for a LoRA tensor, whoever wrote it.
-
-    >>> canonical("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
-    'model.layers.0.self_attn.q_proj.lora_A.weight'
-    """
-    name = _PREFIX.sub("", name)
-    found = _LORA.match(name)
-    return f"{found['module']}.lora_{found['half']}.weight" if found else name
+from paceline.model.adapter_names import LORA, AdapterError, canonical
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -194,7 +175,7 @@ class Adapters:
         """The tensors as pairs in the model's type, or an error that says what is wrong with them."""
         halves: dict[str, dict[str, Tensor]] = {}
         for given, tensor in tensors.items():
-            found = _LORA.match(canonical(given))
+            found = LORA.match(canonical(given))
             if found is None:
                 raise AdapterError(f"adapter tensor `{given}` is no LoRA matrix of a linear layer: {_EXPECTED}")
             name, half = found["module"], found["half"]

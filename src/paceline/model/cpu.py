@@ -4,17 +4,21 @@ import platform
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
-def small_products(dtype: torch.dtype) -> Generator[None]:
+def small_products(dtype: "torch.dtype") -> Generator[None]:
     """Route float32 products around oneDNN on 64-bit ARM while the context lasts.
 
     There oneDNN plans every product anew, which costs about 0.7 ms however small it is; BLAS does a decode step's
     64 x 128 x 128 in 0.09 ms, and large products at the same speed. Elsewhere torch already chooses well.
     """
+    import torch
+
     if platform.machine() not in ("aarch64", "arm64") or dtype != torch.float32:
         yield
         return

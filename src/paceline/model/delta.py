@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.model.bits import MASK, mix
+from paceline.model.bits import MASK
 from paceline.model.indices import PositionError, pack, unpack
-from paceline.model.weights import WIDTHS, Policy, bits_of, fingerprint, salt
+from paceline.model.torch_bits import WIDTHS, bits_of, mix
+from paceline.model.weights import Policy, fingerprint, salt
 
 MAGIC = b"PLDELTA1"
 HEAD = struct.Struct("<8sQ16s")

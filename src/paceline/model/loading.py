@@ -1,57 +1,19 @@
-"""Hugging Face models and tokenizers, from a folder, a hub name, or the package itself."""
+"""Hugging Face models for torch, from a folder, a hub name, or the package itself."""
 
 import copy
-import importlib.resources
-import json
-from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.config.model import Model
-from paceline.errors import PacelineError
 from paceline.model.attention import ATTENTION, UnsupportedModel
+from paceline.model.naming import ModelError, first_line, resolve
 from paceline.model.support import check_supported, without_dropout
 
-QUICKSTART = "paceline:quickstart"
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
 transformers_logging.disable_progress_bar()
-
-
-class ModelError(PacelineError):
-    """A model or tokenizer that cannot be used, as a sentence for the user."""
-
-
-def resolve(name: str) -> str:
-    """The folder or hub name behind a model name."""
-    if name == QUICKSTART:
-        return str(importlib.resources.files("paceline") / "quickstart")
-    if name.startswith("paceline:"):
-        raise ModelError(f"model `{name}`: the only model in the package is `{QUICKSTART}`")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    path = Path(name).expanduser()
-    if looks_local and not path.is_dir():
-        raise ModelError(f"model `{name}`: no such folder; give a Hugging Face folder, a hub name or `{QUICKSTART}`")
-    return str(path) if path.is_dir() else name
-
-
-def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the run's chat template if it names one."""
-    source = resolve(config.tokenizer or config.name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ModelError(f"tokenizer `{source}` cannot be loaded: {_first_line(error)}") from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    if config.chat_template:
-        path = Path(config.chat_template)
-        if not path.is_file():
-            raise ModelError(f"model.chat_template: no such file `{path}`")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    return tokenizer
 
 
 def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -65,7 +27,7 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        raise ModelError(f"model `{config.name}` cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model `{config.name}` cannot be loaded: {first_line(error)}") from error
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
@@ -120,15 +82,3 @@ def engine_twin(model: PreTrainedModel, config: Model) -> PreTrainedModel:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by name: what a weight update carries."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """Tokens that end a turn: the tokenizer's and those the model's generation config adds."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    extra: Iterable[int] = [configured] if isinstance(configured, int) else configured or ()
-    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return tuple(dict.fromkeys((*own, *extra)))
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

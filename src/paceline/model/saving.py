@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+
+from paceline.model.tensors import save_file
+from paceline.model.weights import Array
 
 
 @contextmanager
@@ -23,6 +24,6 @@ def writing() -> Generator[None]:
         raise OSError(code, os.strerror(code) if number else str(error)) from error
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, notes: dict[str, str] | None = None) -> None:
+def write_tensors(tensors: Mapping[str, Array], path: Path, notes: dict[str, str] | None = None) -> None:
     with writing():
-        save_file(dict(tensors), path, metadata=notes)
+        save_file(tensors, path, notes)

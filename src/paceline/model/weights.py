@@ -4,20 +4,21 @@ import functools
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from paceline.model.bits import MASK, mix, mix_array
+from paceline.model.bits import MASK, mix_array
 
 if TYPE_CHECKING:
     from paceline.model.delta import Delta
 
-WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their width in bytes."""
+Array = Any
+"""A tensor of torch, an array of mlx or of numpy: whatever the trainer computes with."""
 STRETCH = 1 << 20
+INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""By their width in bytes."""
 PIECE = 1 << 14
 """Elements: 128 KiB of factors, and as much again for what they are multiplied with."""
 
@@ -51,7 +52,7 @@ class WeightUpdate:
     """
 
     version: int
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Array]
     adapter: Adapter | None = None
     """Set when the tensors are an adapter's: names end in `lora_A.weight` and `lora_B.weight`."""
     expected: str | None = None
@@ -78,7 +79,7 @@ class Policy:
     fingerprint: str
 
 
-def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint(named: Iterable[tuple[str, Array]]) -> str:
     """A sum over tensors of sum(bits[i] * mix(i)) mod 2^64, as hex.
 
     Additive over elements with their global index, so shards combine by sum. The name's hash enters each tensor's sum,
@@ -97,22 +98,30 @@ def salt(name: str) -> int:
     return (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") << 1) | 1
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """Its elements in a row as integers of the same width: a view where the tensor is contiguous."""
-    return tensor.detach().contiguous().view(-1).view(WIDTHS[tensor.element_size()])
+def host_bits(array: Array) -> NDArray:
+    """Its elements in a row as integers of the same width, in the host's memory: a view where it lies there already."""
+    if type(array).__module__.partition(".")[0] == "torch":
+        from paceline.model.torch_bits import bits_of
+
+        return bits_of(array).cpu().numpy()
+    if type(array).__module__.partition(".")[0] == "mlx":
+        from paceline.model.mlx.arrays import bits_of
+
+        return bits_of(array)
+    return np.ascontiguousarray(array).reshape(-1).view(INTEGERS[array.itemsize])
 
 
-def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """sum(bits[i] * mix(i)) mod 2^64 of each tensor, where it lies.
+def tensor_sums(tensors: Sequence[Array]) -> list[int]:
+    """sum(bits[i] * mix(i)) mod 2^64 of each tensor; on a GPU where it lies.
 
     On the host the scrambled indices cost more than the sums. So a stretch of them is made once for all tensors, and
     both are done in pieces that stay in a core's cache, by numpy, which wakes no threads for each.
     """
-    if tensors and all(tensor.is_cuda for tensor in tensors):
+    if tensors and all(getattr(tensor, "is_cuda", False) for tensor in tensors):
         from paceline.model import cuda_bits
 
         return [value & MASK for value in cuda_bits.tensor_sums(tensors)]
-    rows = [bits_of(tensor) for tensor in tensors]
+    rows = [host_bits(tensor) for tensor in tensors]
     totals = [0] * len(rows)
     for start in range(0, max(map(len, rows), default=0), STRETCH):
         for number, row in enumerate(rows):
@@ -121,25 +130,20 @@ def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
     return [total & MASK for total in totals]
 
 
-def _stretch_sum(row: Tensor, start: int) -> int:
-    mixed = _mixed(start, row.device)[: len(row)]
-    if row.device.type != "cpu":  # where few large steps are fast, and integers have no dot
-        return int((row.long() * mixed).sum())
-    bits, factors, wide = row.numpy(), mixed.numpy(), np.empty(PIECE, np.int64)
+def _stretch_sum(bits: NDArray, start: int) -> int:
+    factors, wide = _mixed(start), np.empty(PIECE, np.int64)
     total = 0
     for low in range(0, len(bits), PIECE):
         piece = bits[low : low + PIECE]
         wide[: len(piece)] = piece
-        total += int(np.dot(wide[: len(piece)], factors[low : low + PIECE]))
+        total += int(np.dot(wide[: len(piece)], factors[low : low + len(piece)]))
     return total
 
 
 @functools.lru_cache(maxsize=8)
-def _mixed(start: int, device: torch.device) -> Tensor:
+def _mixed(start: int) -> NDArray[np.int64]:
     """mix(i) for a stretch from `start` on; small models ask for the same few at every publish."""
-    if device.type != "cpu":
-        return mix(torch.arange(start, start + STRETCH, device=device, dtype=torch.int64))
     out = np.empty(STRETCH, np.uint64)
     for low in range(0, STRETCH, PIECE):
         out[low : low + PIECE] = mix_array(np.arange(start + low, start + low + PIECE, dtype=np.uint64))
-    return torch.from_numpy(out.view(np.int64))
+    return out.view(np.int64)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.arena import ArenaEnvironment, League
@@ -13,6 +12,7 @@ from paceline.arena.league import name_of
 from paceline.data import Row, Ticket
 from paceline.inference.past import PoolWithPast
 from paceline.model.saving import write_tensors
+from paceline.model.tensors import framework
 from paceline.model.weights import Adapter, WeightUpdate
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.orchestrator.course import Course
@@ -162,7 +162,7 @@ def _file(version: int) -> str:
 def _notes(path: Path) -> dict[str, str] | None:
     """What a file says of its weights; None if it cannot be read."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework=framework()) as file:
             return file.metadata()
     except (OSError, SafetensorError):
         return None
@@ -171,7 +171,7 @@ def _notes(path: Path) -> dict[str, str] | None:
 def _read(path: Path, version: int) -> Kept:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, and with it version {version} of the league: resume elsewhere")
-    with safe_open(path, framework="pt") as file:
-        tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with safe_open(path, framework=framework()) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         scale = (file.metadata() or {}).get("scale")
     return _kept(WeightUpdate(version, tensors, None if scale is None else Adapter("", float(scale))))

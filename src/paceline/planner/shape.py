@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.model import Lora
+from paceline.config.model import QUICKSTART, Lora
 from paceline.errors import PacelineError
 
-QUICKSTART = "paceline:quickstart"
 TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "bloom", "falcon", "mpt")
 """Families whose layer widens with one matrix; all others have a gate beside it."""
 TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "bloom")

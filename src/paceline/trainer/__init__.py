@@ -1,6 +1,13 @@
 """Batches become gradients, gradients become versions. Knows no algorithm."""
 
+from typing import TYPE_CHECKING
+
+from paceline.lazily import lazily
 from paceline.trainer.base import StepReport, Trainer, TrainerError, TrainerLost
-from paceline.trainer.torch_trainer import TorchTrainer
+
+if TYPE_CHECKING:
+    from paceline.trainer.torch_trainer import TorchTrainer
 
 __all__ = ["StepReport", "TorchTrainer", "Trainer", "TrainerError", "TrainerLost"]
+
+__getattr__ = lazily(__name__, {"torch_trainer": ("TorchTrainer",)})

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
+from paceline.config.model import QUICKSTART
 from paceline.record import RunFolder
 
-QUICKSTART = "paceline:quickstart"
 LARGEST = 256 << 20
 """Bytes of a tokenizer.json that is read."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -24,7 +24,7 @@ from paceline.cluster.processes.brief import FATAL, Brief, Report
 from paceline.cluster.session import RunResult, result_of
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
-from paceline.model.loading import ModelError, resolve
+from paceline.model import ModelError, resolve
 from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_jsonl
 from paceline.orchestrator import Checkpoints
 

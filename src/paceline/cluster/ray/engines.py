@@ -53,7 +53,7 @@ from paceline.inference.frames import (
     decode_to_engine,
     ints,
 )
-from paceline.inference.stored import tensors_in
+from paceline.inference.raw import tensors_in
 from paceline.model.weights import Policy, WeightUpdate
 from paceline.trainer import TrainerLost
 

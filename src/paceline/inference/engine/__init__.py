@@ -1,6 +1,12 @@
 """The embedded engine: scheduler, cache, runner, sampler."""
 
-from paceline.inference.engine.engine import EmbeddedEngine
-from paceline.inference.engine.noise import noise_key
+from typing import TYPE_CHECKING
 
-__all__ = ["EmbeddedEngine", "noise_key"]
+from paceline.lazily import lazily
+
+if TYPE_CHECKING:
+    from paceline.inference.engine.embedded import EmbeddedEngine
+
+__all__ = ["EmbeddedEngine"]
+
+__getattr__ = lazily(__name__, {"embedded": __all__})

@@ -1,18 +1,17 @@
 """Puts an engine together: the cache and the runner that suit the device."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
-from paceline.inference.engine.cache import Cache, SlotCache
 from paceline.inference.engine.catalog import POLICY, Catalog
 from paceline.inference.engine.pages import PAGE, PageCache
-from paceline.inference.engine.runner import EagerRunner, Runner
+from paceline.inference.engine.parts import Parts
+from paceline.inference.engine.runner import EagerRunner
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.inference.engine.served import Served
+from paceline.inference.engine.slots import SlotCache
 from paceline.model import Head
 from paceline.model.adapters import Adapters
 from paceline.model.adapters import install as install_adapters
@@ -23,19 +22,6 @@ FIRST_CACHE_LENGTH = 256
 CPU_PAGES_BYTES = 1 << 30
 FREE_MEMORY_SHARE = 0.5
 """Part of the GPU's free memory that the KV cache takes when the run file names no size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The four nouns, and the weights they work with."""
-
-    cache: Cache
-    scheduler: Scheduler
-    runner: Runner
-    served: Served
-    catalog: Catalog
-    max_context: int
-    vocabulary: int
 
 
 def build(

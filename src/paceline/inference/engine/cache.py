@@ -1,20 +1,15 @@
-"""The KV cache: what the scheduler asks of one, and the slots that serve a CPU.
+"""The KV cache: what the scheduler asks of one, and the bookkeeping of one that gives each running request a slot.
 
-A slot is one row of memory per running request: a decode step reads it in place, without gathering. On CUDA `pages.py`
-takes its stead.
+A slot is one row of memory: a decode step reads it in place, without gathering. On CUDA `pages.py` takes its stead.
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from paceline.inference.engine.sequence import Family, Sequence
-from paceline.model.native import attention as native
-from paceline.model.shape import AttentionShape
 
 
 class Cache(Protocol):
@@ -66,25 +61,19 @@ class Cache(Protocol):
     def used(self) -> float: ...
 
 
-class SlotCache:
-    """Keys and values as [slot, position, kv head, dim] per layer.
+class Slots(ABC):
+    """Who has which slot, and whose keys and values another may share. The memory is a subclass's.
 
-    One slot more than asked for takes the writes of padding rows. The length grows by doubling up to `max_length`, so
-    short conversations never pay for the model's whole context. With `steady`, only prompts are shared, because keys
-    from a decode step may differ from those of a prompt by rounding.
+    The length grows by doubling up to `max_length`, so short conversations never pay for the model's whole context.
+    With `steady`, only prompts are shared, because keys from a decode step may differ from those of a prompt by
+    rounding.
     """
 
     shares_at_once = False  # a slot is copied before the step that fills it
 
-    def __init__(
-        self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
-        steady: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, slots: int, length: int, max_length: int, steady: bool = False) -> None:
         self.slots, self.length, self.max_length = slots, length, max_length
-        self._shape, self._dtype, self._device, self._steady = shape, dtype, device, steady
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.wake()
+        self._steady = steady
         self._free = list(range(slots))
         self._left: dict[int, tuple[Family, list[int]]] = {}
         """What a freed slot still holds, for the next turn of the same conversation."""
@@ -95,30 +84,33 @@ class SlotCache:
         """To copy before the next step: (source slot, length) to target slots."""
 
     @property
-    def scratch(self) -> int:
-        """The slot nobody reads."""
-        return self.slots
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._device)
-
-    @property
     def used(self) -> float:
         return 1 - len(self._free) / self.slots
 
+    @abstractmethod
     def wake(self) -> None:
         """Take the memory, empty."""
-        shape = (self.slots + 1, self.length, self._shape.kv_heads, self._shape.head_dim)
-        self.keys, self.values = (
-            [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(self._shape.layers)]
-            for _ in range(2)
-        )
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Give the memory back."""
+
+    @abstractmethod
+    def _copy(self, source: int, length: int, targets: Seq[int]) -> None:
+        """The first positions of a slot, to others."""
+
+    @abstractmethod
+    def _blank(self, slot: int) -> None:
+        """Zero a slot."""
+
+    @abstractmethod
+    def _widen(self, length: int) -> None:
+        """Room for `length` positions in every slot; what is there stays."""
 
     def sleep(self) -> None:
         """Give the memory back."""
         self.forget()
-        self.keys, self.values = [], []
+        self._drop()
 
     def fits(self, length: int) -> bool:
         return length <= self.max_length
@@ -161,10 +153,7 @@ class SlotCache:
 
     def settle(self) -> None:
         for (source, length), targets in self._copies.items():
-            slots = torch.tensor(targets, device=self._device)
-            for store in (self.keys, self.values):
-                for layer in store:
-                    layer[slots, :length] = layer[source, :length]
+            self._copy(source, length, targets)
         self._copies.clear()
 
     def advance(self, sequence: Sequence) -> None:
@@ -186,8 +175,7 @@ class SlotCache:
 
     def scrub(self, sequence: Sequence) -> None:
         sequence.family = None
-        for store in (*self.keys, *self.values):
-            store[sequence.slot].zero_()
+        self._blank(sequence.slot)
 
     def forget(self) -> None:
         self._left.clear()
@@ -196,27 +184,6 @@ class SlotCache:
 
     def _ensure(self, length: int) -> None:
         """Room for `length` positions in every slot."""
-        if length <= self.length:
-            return
-        self.length = min(self.max_length, max(length, 2 * self.length))
-        for store in (self.keys, self.values):
-            for layer, old in enumerate(store):
-                store[layer] = F.pad(old, (0, 0, 0, 0, 0, self.length - old.shape[1]))
-
-    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        keys, values = self.keys[layer], self.values[layer]
-        if native.serves(keys, keys.shape[2]):
-            native.keep(keys, values, k, v, slots, positions)
-        else:
-            keys[slots, positions] = k
-            values[slots, positions] = v
-
-    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer], self.values[layer]
-
-    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots 0 to `rows`, in place: [rows, width, kv heads, dim]."""
-        return self.keys[layer][:rows, :width], self.values[layer][:rows, :width]
-
-    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer][slot : slot + 1, :width], self.values[layer][slot : slot + 1, :width]
+        if length > self.length:
+            self.length = min(self.max_length, max(length, 2 * self.length))
+            self._widen(self.length)

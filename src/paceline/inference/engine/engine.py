@@ -1,4 +1,4 @@
-"""The embedded engine: a thread that decodes, and takes new weights between two steps."""
+"""What decodes: a thread that launches steps, and takes new weights between two of them. It knows no tensor library."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
 
 from paceline.config import inference
 from paceline.inference.base import (
@@ -30,11 +28,9 @@ from paceline.inference.base import (
     RequestError,
     Torn,
 )
-from paceline.inference.engine.arrived import Arrived
-from paceline.inference.engine.build import build
 from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
 from paceline.inference.engine.herald import Herald
-from paceline.inference.engine.runner import Flight
+from paceline.inference.engine.parts import Arrived, Flight, Parts
 from paceline.inference.engine.sequence import Chunk, Guide
 from paceline.inference.engine.sequence import Sequence as Running
 from paceline.model import Policy, WeightUpdate
@@ -44,8 +40,8 @@ WARM_SECONDS = 900.0
 FLOCK_SECONDS = 0.001
 
 
-class EmbeddedEngine:
-    """Serves a Hugging Face model from this process.
+class DecodingEngine:
+    """Serves a model from this process, whatever it computes with.
 
     Everything that touches the model happens on one thread: launch a step, land an older one, then whatever was asked
     meanwhile (requests, new weights, scores). So a weight update needs no lock and falls exactly between two tokens.
@@ -53,22 +49,16 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        parts: Parts,
         config: inference.Engine,
-        *,
-        deterministic: bool = False,
-        fp32_head: bool = False,
-        version: int = 0,
-        lora_targets: list[str] | str = "all-linear",
         grammars: Callable[[Grammar], Guide] | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
-        parts = build(model, config, deterministic, fp32_head, version, lora_targets)
         self.max_context = parts.max_context
         self._cache, self._scheduler, self._runner = parts.cache, parts.scheduler, parts.runner
         self._served, self._catalog = parts.served, parts.catalog
-        self._vocabulary, self._device = parts.vocabulary, model.device
+        self._vocabulary = parts.vocabulary
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._flights: deque[Flight] = deque()
@@ -143,28 +133,16 @@ class EmbeddedEngine:
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        ready = None
-        if self._device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._device))
+        mark = self._served.mark()
         try:
             async with self._updates:  # bounded: by those before it, and applied in the order in which they came
-                arrived = await asyncio.to_thread(self._read, update, ready)
-                return await self._ask(lambda: self._swap(arrived, ready))
+                # Read before decoding has to pause, and beside it: the pause is then the copy alone.
+                arrived = await asyncio.to_thread(self._served.read, update, self._config.verify_weights, mark)
+                return await self._ask(lambda: self._swap(arrived))
         except OtherBase:
             if update.delta is None or not update.tensors:
                 raise
         return await self.load_weights(dataclasses.replace(update, delta=None))  # all of it is here too
-
-    def _read(self, update: WeightUpdate, ready: "torch.cuda.Event | None") -> Arrived:
-        """Before decoding has to pause, and beside it: the pause is then the copy alone."""
-        with torch.no_grad(), torch.cuda.device(self._device) if ready is not None else contextlib.nullcontext():
-            if ready is not None:
-                ready.wait()  # bounded: orders two CUDA streams, the host goes on
-            arrived = self._served.read(update, self._config.verify_weights)
-            if ready is not None:
-                ready.record(torch.cuda.current_stream(self._device))  # what reading left to the GPU comes before use
-            return arrived
 
     async def policy(self) -> Policy:
         return await self._ask(self._served.policy)
@@ -264,14 +242,15 @@ class EmbeddedEngine:
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
+    def _place(self) -> AbstractContextManager[object]:
+        """Held by the engine's thread all its life."""
+        return self._runner.place()
+
     def _serve(self) -> None:
-        if self._config.threads and self._device.type == "cpu":
-            torch.set_num_threads(self._config.threads)
         try:
-            with torch.inference_mode(), self._runner.place():
+            with self._place():
                 self._runner.warm()
-                if self._device.type == "cuda":
-                    self._served.warm()
+                self._served.warm()
                 self._ready.set()
                 while self._attend_inbox():
                     self._step()
@@ -376,14 +355,12 @@ class EmbeddedEngine:
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    def _swap(self, arrived: Arrived, ready: "torch.cuda.Event | None") -> float:
+    def _swap(self, arrived: Arrived) -> float:
         """Nothing drains: what is in flight lands with its own version, what runs goes on with the new one."""
         update = arrived.update
         recompute = self._config.on_swap == "recompute"
         self._land(0)
         start = time.perf_counter()
-        if ready is not None:
-            ready.wait()  # bounded: orders two CUDA streams, the host goes on
         name = None if update.adapter is None else update.adapter.name
         before = dict(self._catalog.weights)
         try:

@@ -3,15 +3,7 @@
 import torch
 from torch import Tensor
 
-from paceline.model.bits import mix, mix_int, shift_right
-
-
-def noise_key(*parts: int) -> int:
-    """One 64-bit key from (run seed, ticket, member, turn, ...), as a signed integer that fits a tensor."""
-    key = 0
-    for part in parts:
-        key = mix_int(key ^ mix_int(part & ((1 << 64) - 1)))
-    return key - (1 << 64) if key >= 1 << 63 else key
+from paceline.model.torch_bits import mix, shift_right
 
 
 def uniform(keys: Tensor, indices: Tensor) -> Tensor:

@@ -2,60 +2,17 @@
 
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.inference.engine.parts import Landed
 from paceline.inference.engine.plan import CachedPlan, Span, Store
 from paceline.inference.engine.sampler import Draw, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Sequence
 from paceline.model import PLAN, Head, token_logprobs
 from paceline.model.adapters import Adapters
-
-
-class Flight(Protocol):
-    """A launched step."""
-
-    chunks: Seq[Chunk]
-
-    def land(self) -> None:
-        """Wait for it, and put what was sampled and scored into its chunks."""
-        ...
-
-
-class Runner(Protocol):
-    """Launches steps. At most `depth` of them may be in flight when the next is launched."""
-
-    depth: int
-
-    def place(self) -> AbstractContextManager[object]:
-        """Held by the engine's thread all its life."""
-        ...
-
-    def warm(self) -> None:
-        """Whatever must be built before the first request."""
-        ...
-
-    def launch(self, chunks: Seq[Chunk]) -> Flight: ...
-
-    def sync(self) -> None:
-        """Wait until all that was launched is done."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what only this runner needs."""
-        ...
-
-
-class Landed:
-    """A step that was computed while it was launched."""
-
-    def __init__(self, chunks: Seq[Chunk]) -> None:
-        self.chunks = chunks
-
-    def land(self) -> None: ...
 
 
 class EagerRunner:

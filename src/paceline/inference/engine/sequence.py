@@ -4,15 +4,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from paceline.inference.base import Completion, Finish, GenerateRequest, Listener, Piece, TopLogprobs
+from paceline.model.weights import Array
 
 
 class Guide(Protocol):
     """A compiled grammar at one place in one completion."""
 
-    def allowed(self, vocabulary: int) -> Tensor:
+    def allowed(self, vocabulary: int) -> Array:
         """True for every token that may come next."""
         ...
 

@@ -1,15 +1,17 @@
 """The weights an engine holds: the base and its adapters, changed in place, and proved to be what was sent."""
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.inference.base import EngineError, Mismatch, OtherBase, Torn
-from paceline.inference.engine.arrived import Arrived, at_hand
+from paceline.inference.engine.arrived import at_hand
 from paceline.inference.engine.catalog import BASE, BROKEN, POLICY, Catalog
+from paceline.inference.engine.parts import Arrived
 from paceline.inference.engine.patch import proved
 from paceline.model import Adapter, Canary, Head, Policy, WeightUpdate, fingerprint
 from paceline.model.adapters import AdapterError, Adapters
@@ -38,6 +40,8 @@ class Served:
 
     def warm(self) -> None:
         """Do once what an update does, so that no running request waits for a kernel to be loaded."""
+        if self._model.device.type != "cuda":
+            return
         self.policy()
         if self._adapters is None:
             self._songbook.logprobs(canary_ids(self._head))
@@ -59,8 +63,25 @@ class Served:
         mark = self._catalog.weights[POLICY].get(version)
         return Policy(version, mark or fingerprint(self._held(POLICY).items()))
 
-    def read(self, update: WeightUpdate, check: bool = True) -> Arrived:
+    def mark(self) -> "torch.cuda.Event | None":
+        """How far the sender's work on the GPU has come."""
+        if self._model.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._model.device))
+        return mark
+
+    def read(self, update: WeightUpdate, check: bool = True, mark: "torch.cuda.Event | None" = None) -> Arrived:
         """All that can be done while decoding goes on, on any thread: read it, look whether it fits and is whole."""
+        with torch.no_grad(), nullcontext() if mark is None else torch.cuda.device(self._model.device):
+            if mark is None:
+                return self._read(update, check)
+            mark.wait()  # bounded: orders two CUDA streams, the host goes on
+            arrived = self._read(update, check)
+            mark.record(torch.cuda.current_stream(self._model.device))  # what was left to the GPU comes before use
+            return replace(arrived, ready=mark)
+
+    def _read(self, update: WeightUpdate, check: bool) -> Arrived:
         if check and update.canary is not None:
             self._check_form(update.canary)
         if update.delta is not None:
@@ -87,6 +108,8 @@ class Served:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
         breaks off in the middle leaves weights that have no name, and is told as `Torn`."""
         update, sent = arrived.update, arrived.sent
+        if arrived.ready is not None:
+            arrived.ready.wait()  # bounded: orders two CUDA streams, the host goes on
         if update.delta is not None:
             sent = self._apply_delta(update, arrived.check)
         elif update.adapter is not None:

@@ -7,7 +7,6 @@ from fastapi import Request, Response
 from pydantic import ValidationError
 
 from paceline.inference.base import EngineError
-from paceline.inference.broadcast import Receiver
 from paceline.inference.carriers import UPDATE_HEADER
 from paceline.inference.server.bodies import GroupBody, ReceiveBody, UpdateHead
 from paceline.inference.server.errors import Refusal, bad, invalid_body
@@ -15,7 +14,6 @@ from paceline.inference.server.http import Json, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.server.weights import apply, canary_of, opened
 from paceline.inference.stored import read_delta
-from paceline.model.delta import DTYPES
 from paceline.model.weights import WeightUpdate
 
 HEADER_ROOM = 8 << 20
@@ -53,6 +51,8 @@ async def join(request: Request) -> Response:
     if service.receiver is not None:
         service.receiver.close()
         service.receiver = None
+    from paceline.inference.broadcast import Receiver  # which needs torch
+
     receiver = Receiver(body.address, body.port, body.world, body.rank, seconds=body.seconds, bucket=body.bucket)
     service.joining = True
     try:
@@ -72,6 +72,8 @@ async def receive(request: Request) -> Response:
     receiver = service.receiver
     if receiver is None:
         raise bad("this server is in no group: POST /weights/group first", code="no_group")
+    from paceline.model.delta import DTYPES
+
     size = sum(prod(form.shape) * DTYPES[form.dtype].itemsize for form in body.tensors)
     if size > await most_bytes(service):
         raise bad(f"{size} bytes were announced, and this model's weights are smaller", "tensors")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.inference.base import GenerateRequest, Grammar
-from paceline.inference.engine.noise import noise_key
+from paceline.inference.noise import noise_key
 from paceline.inference.server.bodies import ChatBody, NamedTool, ResponseFormat, Sampled
 from paceline.inference.server.errors import bad
 from paceline.inference.server.models import Models

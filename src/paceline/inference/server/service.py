@@ -3,16 +3,19 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 
 from paceline.inference.base import Engine, EngineError
-from paceline.inference.broadcast import Receiver
 from paceline.inference.server.mailbox import Post
 from paceline.inference.server.metrics import Meter
 from paceline.inference.server.models import Models
 from paceline.inference.server.scribe import Scribe
 from paceline.inference.server.spool import Spool
+
+if TYPE_CHECKING:
+    from paceline.inference.broadcast import Receiver
 
 
 @dataclass(slots=True)
@@ -28,7 +31,7 @@ class Service:
     """Folders weights may be loaded from, resolved."""
     spool: Spool = field(default_factory=Spool)
     """Where weights that come as a body lie until they are applied."""
-    receiver: Receiver | None = None
+    receiver: "Receiver | None" = None
     """Our part of a group that broadcasts weights."""
     joining: bool = False
     """Whether we are about to join one."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import Request, Response
 from safetensors import SafetensorError
-from safetensors.torch import load
 
 from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded, RequestError, Torn
 from paceline.inference.link import EngineLink
@@ -20,7 +19,8 @@ from paceline.inference.server.errors import MISMATCH, OTHER_BASE, Refusal, bad
 from paceline.inference.server.http import Json, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.stored import StoredTensors
-from paceline.model.adapters import canonical
+from paceline.model.adapter_names import canonical
+from paceline.model.tensors import unpacked
 from paceline.model.weights import Adapter, Canary, WeightUpdate
 
 ADAPTER_ENDINGS = ("lora_A.weight", "lora_B.weight")
@@ -79,7 +79,7 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     except (binascii.Error, ValueError) as error:
         raise bad(f"weights is not base64: {error}", "weights") from error
     try:
-        tensors = {canonical(name): tensor for name, tensor in load(data).items()}
+        tensors = {canonical(name): tensor for name, tensor in unpacked(data).items()}
     except (SafetensorError, ValueError, KeyError) as error:
         raise bad(f"weights is not a safetensors file: {error}", "weights") from error
     if not tensors:

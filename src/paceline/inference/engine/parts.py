@@ -1,0 +1,112 @@
+"""The nouns an engine is put together from. What they compute with is their own affair."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.inference.engine.cache import Cache
+from paceline.inference.engine.catalog import Catalog
+from paceline.inference.engine.scheduler import Scheduler
+from paceline.inference.engine.sequence import Chunk
+from paceline.model.weights import Array, Policy, WeightUpdate
+
+
+class Flight(Protocol):
+    """A launched step."""
+
+    chunks: Seq[Chunk]
+
+    def land(self) -> None:
+        """Wait for it, and put what was sampled and scored into its chunks."""
+        ...
+
+
+class Runner(Protocol):
+    """Launches steps. At most `depth` of them may be in flight when the next is launched."""
+
+    depth: int
+
+    def place(self) -> AbstractContextManager[object]:
+        """Held by the engine's thread all its life."""
+        ...
+
+    def warm(self) -> None:
+        """Whatever must be built before the first request."""
+        ...
+
+    def launch(self, chunks: Seq[Chunk]) -> Flight: ...
+
+    def sync(self) -> None:
+        """Wait until all that was launched is done."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what only this runner needs."""
+        ...
+
+
+class Landed:
+    """A step that was computed while it was launched."""
+
+    def __init__(self, chunks: Seq[Chunk]) -> None:
+        self.chunks = chunks
+
+    def land(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An update that was read and looked at before decoding has to pause for it. What is left to do is to copy it."""
+
+    update: WeightUpdate
+    tensors: Mapping[str, Array]
+    """As they will be copied; none where a delta stands for them."""
+    sent: str | None = None
+    """Their fingerprint, unless nobody is to check it or a delta will lead to it."""
+    check: bool = True
+    ready: Any = None
+    """When what reading left to the device is done, where that is not at once."""
+
+
+class Weights(Protocol):
+    """What an engine serves: the base and the adapters beside it."""
+
+    bytes: int
+
+    def warm(self) -> None:
+        """Do once what an update does, where the first time takes long."""
+        ...
+
+    def policy(self) -> Policy: ...
+
+    def mark(self) -> Any:
+        """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
+        ...
+
+    def read(self, update: WeightUpdate, check: bool = True, mark: Any = None) -> Arrived:
+        """All that can be done while decoding goes on, on any thread: read it, look whether it fits and is whole."""
+        ...
+
+    def apply(self, arrived: Arrived) -> str | None:
+        """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
+        breaks off in the middle leaves weights that have no name, and is told as `Torn`."""
+        ...
+
+    def verify(self, update: WeightUpdate, sent: str) -> None:
+        """What is held now must be what was sent, and compute what the trainer computes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of them, and what the engine promises."""
+
+    cache: Cache
+    scheduler: Scheduler
+    runner: Runner
+    served: Weights
+    catalog: Catalog
+    max_context: int
+    vocabulary: int

@@ -1,0 +1,164 @@
+"""Models of mlx-lm, from a Hugging Face folder.
+
+mlx-lm keeps the parameters' names, so weights travel to and from torch as they are. What it does not keep it is told
+here: transformers writes the base of the rotary embedding into `rope_parameters`, where mlx-lm does not look, and a
+model with another base runs on and talks nonsense.
+"""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_model as load_mlx
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+from paceline.config.model import Model
+from paceline.model.naming import ModelError, first_line, resolve
+
+ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True, slots=True)
+class MlxModel:
+    """A causal LM, and what the rest must know of it. `net` is mlx-lm's module."""
+
+    net: Any
+    config: PreTrainedConfig
+    generation_config: GenerationConfig | None
+    folder: Path
+    dtype: mx.Dtype
+    """What it computes in; a quantised base keeps its packed weights."""
+    fp32_head: bool = False
+
+    @property
+    def vocabulary(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.net.model.layers
+
+    def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """The last hidden states of [rows, tokens], after the final norm."""
+        return self.net.model(tokens, cache)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """In float32, whatever the model computes in."""
+        head = getattr(self.net, "lm_head", None)
+        hidden = hidden.astype(mx.float32) if self.fp32_head else hidden
+        out = self.net.model.embed_tokens.as_linear(hidden) if head is None else head(hidden)
+        return out.astype(mx.float32)
+
+    def parameters(self) -> dict[str, mx.array]:
+        """By Hugging Face's names."""
+        return dict(tree_flatten(self.net.parameters()))
+
+    @property
+    def quantised(self) -> bool:
+        return any(isinstance(m, nn.QuantizedLinear) for m in self.net.modules())
+
+
+def load_model(config: Model) -> MlxModel:
+    """The model in the run's type, computed and at rest."""
+    folder = find_folder(config.name)
+    try:
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        asked = rope_settings(described)
+        net, _ = load_mlx(folder, model_config=asked, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model `{config.name}` cannot be loaded with mlx: {first_line(error)}") from error
+    _check_rope(net, asked, config.name)
+    dtype = getattr(mx, config.dtype)
+    net.set_dtype(dtype)
+    net.eval()
+    generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    model = MlxModel(net, described, generation, folder, dtype, config.fp32_head)
+    _check(model, config.name)
+    mx.eval(net.parameters())
+    return model
+
+
+def find_folder(name: str) -> Path:
+    """The folder behind a model's name; one of the hub is looked up in its cache, and fetched if it is not there."""
+    source = Path(resolve(name))
+    if source.is_dir():
+        return source
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelError(f"model `{name}` is not here and cannot be fetched: {first_line(error)}") from error
+
+
+def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """The rotary embedding as mlx-lm's own settings spell it. transformers fills in what a config leaves out, by the
+    model's family."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if not rope:
+        return {}
+    if "rope_theta" not in rope:
+        raise ModelError(f"{text.model_type}: each kind of layer has a rotary embedding of its own; not supported")
+    kind = rope.get("rope_type", "default")
+    if kind in ROPE_OF_WHOLE_BATCH:
+        raise ModelError(f"{text.model_type}: rope type `{kind}` depends on the longest sequence; not supported")
+    scaling = None if kind == "default" else {"type": kind} | dict(rope)
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def _check_rope(net: Any, asked: dict[str, Any], name: str) -> None:
+    """A setting that the model's class does not take would be left out without a word."""
+    if not asked:
+        return
+    takes = inspect.signature(type(net.args)).parameters
+    if "rope_theta" not in takes or (asked["rope_scaling"] and "rope_scaling" not in takes):
+        raise ModelError(f"model `{name}`: mlx-lm's {type(net).__module__} takes no rotary base; not supported")
+
+
+def _check(model: MlxModel, name: str) -> None:
+    """Refuse by name what would run but compute something else, or under other names."""
+    net = model.net
+    if not all(hasattr(getattr(net, "model", None), part) for part in ("layers", "embed_tokens")):
+        raise ModelError(f"model `{name}`: {type(net).__module__} is built in another way than others; not supported")
+    if hasattr(net, "make_cache") and not all(type(cache) is KVCache for cache in net.make_cache()):
+        raise ModelError(f"model `{name}`: some layers keep no plain keys and values; not supported with mlx")
+    typed = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if other := sorted(set(typed) - {"full_attention", "attention"}):
+        raise ModelError(f"model `{name}` has `{other[0]}` layers; not supported with mlx")
+    if any(".experts." in key or ".switch_mlp." in key for key in model.parameters()):
+        raise ModelError(f"model `{name}` is a mixture of experts; not supported with mlx")
+    tokens = mx.arange(6)[None] % model.vocabulary
+    gap = mx.abs(net(tokens).astype(mx.float32) - model.logits(model.hidden(tokens))).max()
+    if not gap.item() <= (1e-3 if model.dtype == mx.float32 else 0.5):
+        raise ModelError(f"model `{name}`: its output is more than a product with its last layer; not supported")
+
+
+def twin(model: MlxModel) -> MlxModel:
+    """A second module tree over the same arrays, which cost nothing to share: they never change, modules do."""
+    return MlxModel(
+        _cloned(model.net), model.config, model.generation_config, model.folder, model.dtype, model.fp32_head
+    )
+
+
+def _cloned(part: Any) -> Any:
+    if isinstance(part, nn.Module):
+        clone = type(part).__new__(type(part))
+        dict.update(clone, {name: _cloned(value) for name, value in part.items()})
+        clone.__dict__.update({name: _cloned(value) for name, value in vars(part).items()})
+        return clone
+    if isinstance(part, list):
+        return [_cloned(value) for value in part]
+    if isinstance(part, dict):
+        return {name: _cloned(value) for name, value in part.items()}
+    return set(part) if isinstance(part, set) else part

@@ -1,0 +1,99 @@
+"""LoRA for training: adapters beside the layers of a frozen base, which may be quantised."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from paceline.config.model import Lora
+from paceline.model.adapter_names import AdapterError
+from paceline.model.mlx.loading import MlxModel
+from paceline.model.weights import salt
+
+
+class LoraLinear(nn.Module):
+    """base(x) + scale * B A x, with A [rank, in] and B [out, rank], as peft lays them."""
+
+    def __init__(self, base: Any, a: mx.array, scale: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_A = a
+        self.lora_B = mx.zeros((widths(base)[1], a.shape[0]), a.dtype)
+        self.scale = scale
+        self.dropout = nn.Dropout(dropout)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        low = self.dropout(x) @ self.lora_A.T
+        return self.base(x) + (self.scale * (low @ self.lora_B.T)).astype(x.dtype)
+
+
+def widths(linear: Any) -> tuple[int, int]:
+    """Inputs and outputs of a layer; packed weights hold several in one number."""
+    outputs, inputs = linear.weight.shape
+    return (inputs * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else inputs), outputs
+
+
+def target_layers(model: MlxModel, targets: Sequence[str] | str) -> dict[str, Any]:
+    """The layers peft would adapt for the same targets, by name."""
+    linear = {
+        name: m
+        for name, m in model.net.named_modules()
+        if isinstance(m, nn.Linear | nn.QuantizedLinear) and name != "lm_head"
+    }
+    if targets == "all-linear":
+        return dict(sorted(linear.items()))
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    found = {n: m for n, m in sorted(linear.items()) if any(n == t or n.endswith(f".{t}") for t in wanted)}
+    if not found:
+        raise AdapterError(f"no linear layer of this model is called {' or '.join(f'`{t}`' for t in wanted)}")
+    return found
+
+
+def attach_lora(model: MlxModel, config: Lora | None, seed: int) -> MlxModel:
+    """Freeze the base and put adapters beside it, in place; a no-op without settings. A starts as peft's does, uniform
+    in +-1/sqrt(in), B at zero."""
+    if config is None:
+        return model
+    model.net.freeze()
+    for name, layer in target_layers(model, config.targets).items():
+        inputs, _ = widths(layer)
+        noise = np.random.default_rng((seed, salt(name))).uniform(-1, 1, (config.rank, inputs)) / math.sqrt(inputs)
+        adapted = LoraLinear(layer, mx.array(noise.astype(np.float32)), config.alpha / config.rank, config.dropout)
+        adapted.base.freeze()
+        parent, _, child = name.rpartition(".")
+        put(model.net, parent, child, adapted)
+    mx.eval(model.net.parameters())
+    return model
+
+
+def put(net: Any, parent: str, child: str, layer: Any) -> None:
+    """Replace one layer of a module tree."""
+    here = net
+    for part in parent.split(".") if parent else []:
+        here = here[int(part)] if isinstance(here, list) else getattr(here, part)
+    setattr(here, child, layer)
+
+
+def adapted_layers(net: Any) -> dict[str, LoraLinear]:
+    """By the name of the layer they adapt."""
+    return {name: m for name, m in sorted(net.named_modules()) if isinstance(m, LoraLinear)}
+
+
+def adapter_tensors(net: Any) -> tuple[dict[str, mx.array], float] | None:
+    """The adapter by canonical names, and its scale; None without one."""
+    layers = adapted_layers(net)
+    if not layers:
+        return None
+    tensors = {f"{name}.lora_A.weight": layer.lora_A for name, layer in layers.items()}
+    tensors |= {f"{name}.lora_B.weight": layer.lora_B for name, layer in layers.items()}
+    return tensors, next(iter(layers.values())).scale
+
+
+def load_adapter(net: Any, tensors: Mapping[str, mx.array]) -> None:
+    """Put canonical tensors into the layers they are of."""
+    for name, layer in adapted_layers(net).items():
+        layer.lora_A = tensors[f"{name}.lora_A.weight"]
+        layer.lora_B = tensors[f"{name}.lora_B.weight"]

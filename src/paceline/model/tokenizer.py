@@ -1,0 +1,35 @@
+"""A model's tokenizer, and the tokens that end a turn."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from paceline.config.model import Model
+from paceline.model.naming import ModelError, first_line, resolve
+
+
+def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the run's chat template if it names one."""
+    source = resolve(config.tokenizer or config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ModelError(f"tokenizer `{source}` cannot be loaded: {first_line(error)}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if config.chat_template:
+        path = Path(config.chat_template)
+        if not path.is_file():
+            raise ModelError(f"model.chat_template: no such file `{path}`")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: Any) -> tuple[int, ...]:
+    """Tokens that end a turn: the tokenizer's and those the model's generation config adds."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    extra: Iterable[int] = [configured] if isinstance(configured, int) else configured or ()
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys((*own, *extra)))
