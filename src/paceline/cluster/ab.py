@@ -6,25 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from paceline.cluster.duel import Duel
-from paceline.cluster.local import Placed, engine_for, pick_device, renderer_of, share_cores
+from paceline.cluster.kits import Kit, kit_of
+from paceline.cluster.local import Placed, seated, share_cores
 from paceline.cluster.session import Given, Led, Placement, conduct_all
 from paceline.cluster.signals import USER, Signals
 from paceline.config import RunConfig
-from paceline.config.inference import Sampling
 from paceline.errors import PacelineError
-from paceline.inference import EmbeddedEngine, Pool
+from paceline.inference import Pool
 from paceline.inference.arm import Arm
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
-from paceline.model.loading import engine_twin
+from paceline.inference.engine.engine import DecodingEngine
+from paceline.model import load_tokenizer, quick_handover
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.past import members
-from paceline.rollout import Recorder, Voice
-from paceline.trainer import TorchTrainer
 
-SHARED = ("model", "engine", "seed", "deterministic", "device", "placement", "batch_size", "group_size")
+SHARED = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")
 """Keys in which the arms may not differ: one engine serves both, and both must draw alike."""
 
 
@@ -64,66 +62,40 @@ def check(arms: Mapping[str, RunConfig]) -> None:
 class _House:
     """What both arms share."""
 
-    model: PreTrainedModel
+    kit: Kit
     tokenizer: PreTrainedTokenizerBase
-    engine: EmbeddedEngine
-    device: str
+    engine: DecodingEngine
 
     def placement(self, arm: str) -> Placement:
         @asynccontextmanager
         async def place(
             config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
         ) -> AsyncGenerator[Placed]:
-            with self._placed(arm, config, dumps, phase, given) as parts:
+            phase("preparing environments")
+            courses = lay_out(config, given)
+            if members(courses):
+                raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
+            config = share_cores(config, self.kit.parameters)
+            with seated(self.kit, self.tokenizer, config, dumps, courses, Pool([Arm(self.engine, arm)])) as parts:
                 yield parts
 
         return place
-
-    @contextmanager
-    def _placed(
-        self, arm: str, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
-    ) -> Generator[Placed]:
-        phase("preparing environments")
-        courses = lay_out(config, given)
-        if members(courses):
-            raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
-        model = attach_lora(engine_twin(self.model, config.model), config.model, config.seed)
-        parameters = sum(p.numel() for p in model.parameters())
-        config = share_cores(config, parameters)
-        ends = end_tokens(self.tokenizer, model)
-        renderer = renderer_of(self.tokenizer, ends, config.model)
-        trainer = TorchTrainer(
-            model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
-        )
-        pool = Pool([Arm(self.engine, arm)])
-        recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
-
-        def voice(sampling: Sampling) -> Voice:
-            return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
-
-        try:
-            yield Placed(pool, trainer, self.tokenizer, courses, voice, self.device, parameters)
-        finally:
-            pool.close()
-            trainer.close()
 
 
 @contextmanager
 def _shared(arms: Mapping[str, RunConfig]) -> Generator[_House]:
     config = next(iter(arms.values()))
     assert config.model.lora is not None
-    device = pick_device(config.device)
-    model = load_model(config.model, device)
-    served = engine_twin(model, config.model)
+    kit = kit_of(config)
     slots = {
         "adapters": max(len(arms), config.engine.adapters),
         "adapter_rank": max(config.model.lora.rank, config.engine.adapter_rank),
     }
     config = config.model_copy(update={"engine": config.engine.model_copy(update=slots)})
-    engine = engine_for(served, share_cores(config, sum(p.numel() for p in model.parameters())))
+    engine = kit.engine(share_cores(config, kit.parameters))
     try:
         engine.start()
-        with small_products(model.dtype), quick_handover():
-            yield _House(model, load_tokenizer(config.model), engine, device)
+        with kit.at_work(), quick_handover():
+            yield _House(kit, load_tokenizer(config.model), engine)
     finally:
         engine.close()

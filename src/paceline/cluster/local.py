@@ -6,27 +6,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.backends import foreign
+from paceline.cluster.kits import Kit, kit_of
 from paceline.config import RunConfig
 from paceline.config.backends import NAMES
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
 from paceline.config.reference import ModelRef
 from paceline.envs import Environment
-from paceline.errors import PacelineError
-from paceline.inference import EmbeddedEngine, Pool
+from paceline.inference import Pool
 from paceline.inference.frozen import FrozenPool
 from paceline.inference.past import PoolWithPast
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer, quick_handover, small_products
-from paceline.model.loading import engine_twin
+from paceline.model import load_tokenizer, quick_handover
 from paceline.orchestrator import Course, lay_out
 from paceline.orchestrator.past import members
 from paceline.rollout import Recorder, Renderer, Voice
 from paceline.rollout.known import make_renderer
-from paceline.trainer import TorchTrainer, Trainer
+from paceline.trainer import Trainer
 
 SMALL_MODEL = 20_000_000
 """Parameters below which one core decodes as fast as several."""
@@ -53,74 +50,61 @@ class Placed:
 def local(
     config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
 ) -> Generator[Placed]:
-    """Build the parts, and take them down again whatever happens: engine and trainer with separate module trees and,
-    under LoRA, one frozen base between them."""
-    device = pick_device(config.device)
+    """Build the parts, and take them down again whatever happens."""
     phase("preparing environments")
     courses = lay_out(config, environments)
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, device)
-    served = engine_twin(model, config.model)
-    model = attach_lora(model, config.model, config.seed)
-    parameters = sum(p.numel() for p in model.parameters())
+    kit = kit_of(config)
     past = sum(member.league.size for member in members(courses))
-    config = share_cores(make_room_for_adapters(config, past), parameters)
-    ends = end_tokens(tokenizer, model)
-    renderer = renderer_of(tokenizer, ends, config.model)
+    config = share_cores(make_room_for_adapters(config, past), kit.parameters)
+    engine = kit.foreign(config, tokenizer, dumps.parent) or kit.engine(config)
+    with_past = PoolWithPast([engine], lambda: kit.engine(config)) if past else None
 
-    engine = foreign(config, served, tokenizer, dumps.parent) or engine_for(served, config)
+    def ready() -> None:
+        engine.start()
+        if config.engine.backend != "paceline":
+            phase(f"waiting for {NAMES[config.engine.backend]}")
+
     try:
-        trainer = TorchTrainer(
-            model, config.trainer, total_steps=config.steps, fp32_head=config.model.fp32_head, dumps=dumps
-        )
-    except BaseException:
-        engine.close()  # it holds memory of the device already
-        raise
-    with_past = PoolWithPast([engine], lambda: engine_for(engine_twin(model, config.model), config)) if past else None
-    pool = with_past or Pool([engine])
+        pool = with_past or Pool([engine])
+        with seated(kit, tokenizer, config, dumps, courses, pool, ready) as parts, kit.at_work(), quick_handover():
+            yield parts
+    finally:
+        engine.close()
+
+
+@contextmanager
+def seated(
+    kit: Kit,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    dumps: Path,
+    courses: dict[str, Course],
+    pool: Pool,
+    ready: Callable[[], None] = lambda: None,
+) -> Generator[Placed]:
+    """A trainer beside a pool, and a voice for whoever plays. `ready` is called once the trainer stands."""
+    ends = kit.ends(tokenizer)
+    renderer = renderer_of(tokenizer, ends, config.model)
+    trainer = kit.trainer(config, dumps)
     recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
 
     def voice(sampling: Sampling) -> Voice:
         return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
 
     try:
-        engine.start()
-        if config.engine.backend != "paceline":
-            phase(f"waiting for {NAMES[config.engine.backend]}")
-        with small_products(model.dtype), quick_handover():
-            yield Placed(pool, trainer, tokenizer, courses, voice, device, parameters, with_past)
+        ready()
+        past = pool if isinstance(pool, PoolWithPast) else None
+        yield Placed(pool, trainer, tokenizer, courses, voice, kit.device, kit.parameters, past)
     finally:
         pool.close()
-        engine.close()
         trainer.close()
-
-
-def engine_for(
-    model: PreTrainedModel, config: RunConfig, kind: type[EmbeddedEngine] = EmbeddedEngine
-) -> EmbeddedEngine:
-    """An engine of this process that serves the run's model."""
-    return kind(
-        model,
-        config.engine,
-        deterministic=config.deterministic,
-        fp32_head=config.model.fp32_head,
-        lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
-    )
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: Model) -> Renderer:
     """Who turns conversations into the model's tokens."""
     return make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
-
-
-def pick_device(wanted: str) -> str:
-    """`auto` takes the GPU if there is one."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise PacelineError('device = "cuda", but torch sees no GPU here: set device = "cpu" or "auto"')
-    return wanted
 
 
 def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:

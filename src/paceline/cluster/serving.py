@@ -2,28 +2,37 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.cluster.local import SMALL_MODEL, pick_device
+from transformers import PreTrainedTokenizerBase
+
+from paceline.cluster.kits import kit_of
+from paceline.cluster.local import SMALL_MODEL
 from paceline.cluster.lost import leave, lost, watch
-from paceline.cluster.scorer import Scorer
 from paceline.config import RunConfig
+from paceline.config.apple import on_mlx
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
-from paceline.inference import EmbeddedEngine
-from paceline.inference.engine.grammar import grammars
+from paceline.inference.base import Grammar
+from paceline.inference.engine.engine import DecodingEngine
+from paceline.inference.engine.sequence import Guide
 from paceline.inference.frames import FromEngine, Hello, frame
 from paceline.inference.host import EngineHost
 from paceline.inference.link import EngineLink
 from paceline.inference.server import build_app, listen, quick_loop, serve
-from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
+from paceline.model import end_tokens, load_tokenizer, quick_handover
+
+if TYPE_CHECKING:
+    from paceline.cluster.scorer import Scorer
 
 CLOSE_SECONDS = 30.0
 SCORED_AT_ONCE = 32_768
@@ -38,7 +47,7 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
     name = settings.name or config.model.name
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{door.getsockname()[1]}/v1"
-    alone = settings.isolate if settings.isolate is not None else pick_device(config.device) == "cuda"
+    alone = settings.isolate if settings.isolate is not None else _on_gpu(config)
     how = scoring if settings.scores_only else isolated if alone else embedded
     with door, how(config) as (engine, ends):
         app = build_app(
@@ -58,27 +67,19 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
 
 
 @contextmanager
-def embedded(config: RunConfig) -> Generator[tuple[EmbeddedEngine, Ends]]:
+def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     """An engine in this process."""
-    model = load_model(config.model, pick_device(config.device))
-    model.requires_grad_(False)
+    kit = kit_of(config)
     tokenizer = load_tokenizer(config.model)
-    ends = end_tokens(tokenizer, model)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ends = kit.ends(tokenizer)
     lora = config.model.lora
-    changes: dict[str, int] = {"threads": config.engine.threads or _threads(parameters)}
+    changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}
     if lora is not None and not config.engine.adapters:
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
-    engine = EmbeddedEngine(
-        model,
-        config.engine.model_copy(update=changes),
-        deterministic=config.deterministic,
-        fp32_head=config.model.fp32_head,
-        lora_targets=lora.targets if lora else "all-linear",
-        grammars=grammars(tokenizer, ends),
-    )
+    served = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
+    engine = kit.engine(served, _grammars(tokenizer, ends), alone=True)
     try:
-        with small_products(model.dtype), quick_handover():
+        with kit.at_work(), quick_handover():
             engine.start()
             yield engine, ends
     finally:
@@ -86,8 +87,14 @@ def embedded(config: RunConfig) -> Generator[tuple[EmbeddedEngine, Ends]]:
 
 
 @contextmanager
-def scoring(config: RunConfig) -> Generator[tuple[Scorer, Ends]]:
+def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
     """A scorer in this process: no cache, no decode loop."""
+    if on_mlx(config.backend):
+        raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
+    from paceline.cluster.scorer import Scorer
+    from paceline.cluster.torch_kit import pick_device
+    from paceline.model import load_model, small_products
+
     model = load_model(config.model, pick_device(config.device))
     ends = end_tokens(load_tokenizer(config.model), model)
     threads = config.engine.threads or _threads(sum(parameter.numel() for parameter in model.parameters()))
@@ -146,6 +153,24 @@ def _cause(child: subprocess.Popen) -> str:
     except subprocess.TimeoutExpired:
         return "it closed the connection"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    """Whether the engine computes where a process of its own pays."""
+    if on_mlx(config.backend):
+        return False
+    from paceline.cluster.torch_kit import pick_device
+
+    return pick_device(config.device) == "cuda"
+
+
+def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], Guide] | None:
+    """Who compiles grammars, where what that needs is installed."""
+    if importlib.util.find_spec("torch") is None:  # which xgrammar needs
+        return None
+    from paceline.inference.engine.grammar import grammars
+
+    return grammars(tokenizer, ends)
 
 
 def _threads(parameters: int) -> int:

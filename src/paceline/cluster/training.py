@@ -7,7 +7,8 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from paceline.cluster.local import pick_device, share_cores
+from paceline.cluster.local import share_cores
+from paceline.cluster.torch_kit import pick_device
 from paceline.config import RunConfig
 from paceline.model import attach_lora, load_model
 from paceline.trainer import TorchTrainer

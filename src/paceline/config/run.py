@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config import backends, cluster
+from paceline.config import apple, backends, cluster
 from paceline.config.advice import Advice
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
 from paceline.config.base import Section
@@ -141,8 +141,11 @@ class RunConfig(Section):
     """Fixed shapes and ticket order in the engine; at staleness 0 a run repeats bit for bit, at some cost."""
     allow_truncated_sampling: bool = False
     """Train although top-p or top-k bends the sampled distribution."""
+    backend: Literal["auto", "torch", "mlx"] = "auto"
+    """What engine and trainer compute with. `auto`: mlx on a Mac with Apple silicon where it is installed, torch
+    elsewhere."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where engine and trainer compute."""
+    """Where torch computes; mlx takes the GPU of its machine."""
     placement: Literal["local", "processes", "colocated", "ray"] = "local"
     """`local`: engine and trainer in this process. `processes`: server, trainer and orchestrator as three processes of
     this machine, each started again when it dies. `colocated`: `trainer.parallel.ranks` processes, of this machine or
@@ -215,6 +218,7 @@ class RunConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())
         yield from backends.problems(self)
+        yield from apple.problems(self)
         yield from cluster.problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"

@@ -17,9 +17,10 @@ from paceline.cluster.colocated.launch import Followers
 from paceline.cluster.colocated.resident import HomeLink, InPlace, Resident, ResidentDesk, meet, move_in
 from paceline.cluster.colocated.seat import Seat
 from paceline.cluster.crew import Crew
-from paceline.cluster.local import Placed, engine_for, make_room_for_adapters, pick_device, renderer_of
+from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of
 from paceline.cluster.processes.frames import Call, Done, Failed, decode_answer, framed
 from paceline.cluster.ranks import cost_of
+from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
 from paceline.errors import PacelineError

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.cluster.colocated.seat import Seat
 from paceline.cluster.crew import RankDesk
-from paceline.cluster.local import SMALL_MODEL, engine_for, pick_device
+from paceline.cluster.local import SMALL_MODEL
 from paceline.cluster.processes.frames import Call, Done, Sent
+from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.inference import EmbeddedEngine

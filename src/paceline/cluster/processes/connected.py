@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from paceline.cluster.local import Placed, engine_for, pick_device, renderer_of, share_cores
+from paceline.cluster.local import Placed, renderer_of, share_cores
 from paceline.cluster.processes.brief import Brief
 from paceline.cluster.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
+from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
 from paceline.inference import EmbeddedEngine, EngineError, HttpEngine, Pool

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from paceline.cluster.local import Placed, engine_for, make_room_for_adapters, pick_device, renderer_of
+from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of
 from paceline.cluster.ray.cluster import Needs, Room, joined
 from paceline.cluster.ray.collective import WeightsGroup, weights_group
 from paceline.cluster.ray.engines import EngineActor, RayEngine
@@ -18,6 +18,7 @@ from paceline.cluster.ray.growth import Growth
 from paceline.cluster.ray.ranks import RankActor, RayTrainer
 from paceline.cluster.ray.scorers import RayScorer, ScorerActor, Scorers, of_teacher
 from paceline.cluster.ray.workers import RayWorkers, WorkerActor
+from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.config.inference import Sampling

@@ -14,13 +14,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
 
 from paceline.cluster.crew import Crew, RankDesk
-from paceline.cluster.local import pick_device
 from paceline.cluster.processes.frames import Call, Done, Failed, FromTrainer, Hello, Sent, decode_call
 from paceline.cluster.processes.host import life
 from paceline.cluster.ranks import cost_of
 from paceline.cluster.ray.actors import Actor
 from paceline.cluster.ray.collective import Sending
 from paceline.cluster.ray.engines import ObjectTensors, packed
+from paceline.cluster.torch_kit import pick_device
 from paceline.cluster.training import build_trainer
 from paceline.config import RunConfig
 from paceline.data.balance import Cost

@@ -58,6 +58,20 @@ class MlxModel:
         out = self.net.model.embed_tokens.as_linear(hidden) if head is None else head(hidden)
         return out.astype(mx.float32)
 
+    @property
+    def size(self) -> int:
+        """How many weights it is made of; of quantised ones several are packed into a number."""
+        total = 0
+        for module in self.net.modules():
+            packed = hasattr(module, "bits")
+            held = {name: value for name, value in module.items() if isinstance(value, mx.array)}
+            for name, array in held.items():
+                if not packed or name == "bias":
+                    total += array.size
+                elif name == "weight":
+                    total += array.size * 32 // module.bits
+        return total
+
     def parameters(self) -> dict[str, mx.array]:
         """By Hugging Face's names."""
         return dict(tree_flatten(self.net.parameters()))

@@ -1,0 +1,34 @@
+"""Whether a run computes with mlx, and what it may ask of it."""
+
+import importlib.util
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.config.run import RunConfig
+
+
+def on_mlx(wanted: str) -> bool:
+    """What `backend` comes to on this machine."""
+    if wanted != "auto":
+        return wanted == "mlx"
+    apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+    return apple and importlib.util.find_spec("mlx") is not None
+
+
+def problems(config: "RunConfig") -> Iterator[str]:
+    """What a run asks of mlx that it cannot do. Where `backend` is left to the machine, nothing is asked of it here: a
+    run file is checked alike everywhere."""
+    if config.backend != "mlx":
+        return
+    if config.placement != "local":
+        yield f'backend = "mlx" computes in one process, and placement = "{config.placement}" in several: change one'
+    if config.device == "cuda":
+        yield 'device = "cuda" is for torch: leave it out where backend = "mlx"'
+    if config.engine.backend != "paceline":
+        yield f'engine.backend = "{config.engine.backend}" is fed by a trainer of torch: set backend = "torch"'
+    if config.trainer.critic is not None:
+        yield 'a critic needs backend = "torch"'
+    if config.trainer.parallel.ranks > 1:
+        yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'

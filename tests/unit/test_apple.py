@@ -1,0 +1,70 @@
+"""A run on mlx: what it may ask for, and that nothing on its way knows torch."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from paceline.config import ConfigError, load
+from paceline.config.apple import on_mlx
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "peft", "trl"):
+    sys.modules[name] = None  # as if it were not installed
+import importlib
+for module in {modules}:
+    importlib.import_module(module)
+"""
+ON_THE_WAY = (
+    "paceline.cli",
+    "paceline.cluster.session",
+    "paceline.cluster.serving",
+    "paceline.cluster.ab",
+    "paceline.cluster.mlx_kit",
+    "paceline.inference.server",
+    "paceline.inference.engine.engine",
+    "paceline.trainer",
+    "paceline.arena",
+    "paceline.ui",
+    "paceline.top.app",
+    "paceline.report",
+    "paceline.planner",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (["--placement", "processes"], "computes in one process"),
+        (["--device", "cuda"], 'device = "cuda" is for torch'),
+        (["--engine.backend", "vllm", "--engine.base_url", "http://there"], "fed by a trainer of torch"),
+        (["--trainer.critic", "{}"], 'a critic needs backend = "torch"'),
+    ],
+)
+def test_what_mlx_cannot_do_is_said_before_anything_starts(keys, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load(None, ["--backend", "mlx", *keys])
+    load(None, ["--backend", "torch", *keys])
+
+
+def test_a_mac_takes_mlx_by_itself_and_nobody_else_does(monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert on_mlx("auto")
+    assert not on_mlx("torch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not on_mlx("auto")
+    assert on_mlx("mlx")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert not on_mlx("auto")
+
+
+def test_the_way_to_a_run_and_to_a_server_needs_no_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH.format(modules=ON_THE_WAY)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
