@@ -398,7 +398,7 @@ def _show_plan(loaded: Loaded, known: argparse.Namespace) -> None:
     from paceline.planner.work import assumed
 
     config = loaded.config
-    hardware = planner.parse(known.hardware) if known.hardware else planner.found(config.device)
+    hardware = planner.parse(known.hardware) if known.hardware else planner.found(config.device, backend=config.backend)
     hardware = planner.with_memory(hardware, known.memory)
     try:
         shape = shape_of(config.model.name)

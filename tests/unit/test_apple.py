@@ -8,6 +8,7 @@ import pytest
 
 from paceline.config import ConfigError, load
 from paceline.config.apple import on_mlx
+from paceline.errors import PacelineError
 
 WITHOUT_TORCH = """
 import sys
@@ -50,6 +51,7 @@ def test_what_mlx_cannot_do_is_said_before_anything_starts(keys, sentence):
 
 
 def test_a_mac_takes_mlx_by_itself_and_nobody_else_does(monkeypatch):
+    monkeypatch.delenv("PACELINE_BACKEND", raising=False)
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -61,6 +63,15 @@ def test_a_mac_takes_mlx_by_itself_and_nobody_else_does(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert not on_mlx("auto")
+
+
+def test_the_environment_chooses_only_where_the_run_file_does_not(monkeypatch):
+    monkeypatch.setenv("PACELINE_BACKEND", "mlx")
+    assert on_mlx("auto")
+    assert not on_mlx("torch")
+    monkeypatch.setenv("PACELINE_BACKEND", "jax")
+    with pytest.raises(PacelineError, match="write torch or mlx"):
+        on_mlx("auto")
 
 
 def test_the_way_to_a_run_and_to_a_server_needs_no_torch():

@@ -411,3 +411,26 @@ def test_an_evaluation_is_planned_by_its_episodes():
     more = speeds(config, SMALL, hardware).evaluate_seconds(replace(work, evaluated=256))
     assert more == pytest.approx(2 * once)
     assert assumed(run_file(eval__every=0), SMALL).evaluated == 0
+
+
+def test_a_mac_with_more_memory_takes_larger_micro_batches_and_a_packed_base_leaves_room_for_them():
+    lora = applied(run_file(), {"model.dtype": "bfloat16", "model.lora": {"rank": 16}, "engine.max_context": 2048})
+
+    def budget(gigabytes: int, shape: Shape) -> int:
+        plan = predict(lora, parse(f"mac{gigabytes}"), WORK, shape)
+        assert plan.times is None
+        return int(plan.verdict.rsplit(" ", 1)[-1]) if "up to" in plan.verdict else 0
+
+    packed = replace(LARGER, packed=4.5 / 8)
+    plain, small = ([budget(size, shape) for size in (4, 8, 16, 32, 64)] for shape in (LARGER, packed))
+    assert plain == sorted(plain)
+    assert small == sorted(small)
+    assert all(a <= b for a, b in zip(plain, small, strict=True))
+    assert plain[0] == 0 < small[-1]
+    assert sum(plain) < sum(small)
+
+
+def test_a_quantised_config_says_how_much_a_weight_takes():
+    config = json.loads((ROOT / "src/paceline/quickstart/config.json").read_text())
+    assert read_shape(config).packed is None
+    assert read_shape(config | {"quantization": {"bits": 4, "group_size": 64}}).packed == 4.5 / 8

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
+from paceline.config.trainer import Trainer as Section
 from paceline.inference.base import Engine, Grammar
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.engine.sequence import Guide
@@ -55,3 +56,14 @@ def kit_of(config: RunConfig) -> Kit:
     from paceline.cluster.torch_kit import TorchKit
 
     return TorchKit(config)
+
+
+def trainer_of(model: Any, c: Section) -> Trainer:
+    """A trainer of a loaded model, by the library that model is of."""
+    if type(model).__module__.startswith("paceline.model.mlx"):
+        from paceline.trainer.mlx.trainer import MlxTrainer
+
+        return MlxTrainer(model, c)
+    from paceline.trainer import TorchTrainer
+
+    return TorchTrainer(model, c)

@@ -1,16 +1,26 @@
 """Whether a run computes with mlx, and what it may ask of it."""
 
 import importlib.util
+import os
 import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.config.run import RunConfig
 
 
+CHOICE = "PACELINE_BACKEND"
+"""Environment variable that chooses for all runs whose file leaves it open."""
+
+
 def on_mlx(wanted: str) -> bool:
     """What `backend` comes to on this machine."""
+    wanted = os.environ.get(CHOICE, wanted) if wanted == "auto" else wanted
+    if wanted not in ("auto", "torch", "mlx"):
+        raise PacelineError(f"{CHOICE}={wanted}: write torch or mlx")
     if wanted != "auto":
         return wanted == "mlx"
     apple = platform.system() == "Darwin" and platform.machine() == "arm64"

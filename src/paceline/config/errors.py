@@ -1,9 +1,10 @@
 """Errors as sentences for the user: where, what is wrong, what to write instead."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config import wording
@@ -12,6 +13,8 @@ from paceline.config.fields import KeyPath, Spot, dotted, path_of, spot_at, valu
 from paceline.config.suggest import nearest_keys
 from paceline.errors import PacelineError
 
+Options = TypeVar("Options", bound=BaseModel)
+
 
 class ConfigError(PacelineError):
     """A run file or command line that cannot be used. The message has one line per problem."""
@@ -19,6 +22,19 @@ class ConfigError(PacelineError):
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def from_flags(kind: type[Options], flags: Mapping[str, object]) -> Options:
+    """The options of a command that reads no run file; flags that are None have their defaults."""
+    try:
+        return kind.model_validate({key: value for key, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigError(_of_flag(detail) for detail in error.errors(include_url=False)) from None
+
+
+def _of_flag(detail: ErrorDetails) -> str:
+    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
+    return f"{place}{detail['msg'].removeprefix('Value error, ')}"
 
 
 def explain(error: ValidationError, document: Document) -> list[str]:

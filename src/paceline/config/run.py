@@ -143,7 +143,7 @@ class RunConfig(Section):
     """Train although top-p or top-k bends the sampled distribution."""
     backend: Literal["auto", "torch", "mlx"] = "auto"
     """What engine and trainer compute with. `auto`: mlx on a Mac with Apple silicon where it is installed, torch
-    elsewhere."""
+    elsewhere; PACELINE_BACKEND in the environment says otherwise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where torch computes; mlx takes the GPU of its machine."""
     placement: Literal["local", "processes", "colocated", "ray"] = "local"

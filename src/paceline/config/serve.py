@@ -10,7 +10,7 @@ from paceline.config.base import Section
 from paceline.config.errors import ConfigError
 from paceline.config.load import Loaded, load
 
-SERVED_SECTIONS = {"model", "engine", "device", "deterministic", "seed", "trainer"}
+SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
 """What of a run file a server uses; other overrides would be read and change nothing."""
 
 

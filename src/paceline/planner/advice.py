@@ -61,6 +61,15 @@ def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
     return singles or [_together(config, hardware, before, look)]
 
 
+def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
+    """The largest micro-batch that fits, in tokens; 0 where not even the smallest does."""
+    for tokens in _halves(most, 256):
+        tried = _tried(config, {"trainer.micro_batch_tokens": tokens}, look)
+        if tried is not None and tried.fits:
+            return tokens
+    return 0
+
+
 def _single(config: RunConfig, knob: list[dict[str, Any]], before: Memory, look: Look) -> Advice | None:
     """The gentlest setting of a knob that is enough by itself."""
     for overrides in knob:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.config.apple import on_mlx
 from paceline.errors import PacelineError
 from paceline.planner.calibrate import calibrated
 
@@ -63,7 +64,7 @@ class Hardware:
     card: Card
     count: int = 1
     kind: str = "cuda"
-    """`cuda` or `cpu`."""
+    """`cuda`, `cpu`, or `mlx` for a Mac, whose GPU computes in the machine's own memory."""
     host_memory: float | None = None
     """None where nobody said."""
     cores: int = 1
@@ -75,6 +76,8 @@ class Hardware:
     def label(self) -> str:
         if self.kind == "cpu":
             return f"{self.cores} CPU cores, {self.card.memory / 1e9:.0f} GB"
+        if self.kind == "mlx":
+            return f"a Mac whose GPU may take {self.card.memory / 1e9:.0f} GB of its memory"
         return f"{self.count} x {self.card.name}, {self.card.memory / 1e9:.0f} GB each"
 
     @property
@@ -90,14 +93,24 @@ class Hardware:
         return self.card.flops > 0
 
 
+def mac(memory: float, origin: str = "given") -> Hardware:
+    """A Mac with so much unified memory. macOS lets its GPU hold two thirds of it, of 64 GB and more three quarters;
+    the rest is for everything else. How fast it is nobody has measured here."""
+    share = 3 / 4 if memory >= 64e9 else 2 / 3
+    return Hardware(Card("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
+
+
 def parse(text: str, memory: str | None = None) -> Hardware:
-    """`h200x8`, `a100-80x2`, `h100`."""
+    """`h200x8`, `a100-80x2`, `h100`; `mac32` for a Mac with 32 GB."""
+    if apple := re.fullmatch(r"mac(\d+)", text.strip().lower().replace(" ", "")):
+        return with_memory(mac(int(apple[1]) * 1e9), memory)
     match = re.fullmatch(r"(.+?)(?:x(\d+))?", text.strip().lower().replace(" ", ""))
     name, count = (match[1], int(match[2] or 1)) if match else (text, 1)
     name = {"a100": "a100-80", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}.get(name, name)
     if name not in CARDS or count < 1:
         raise PacelineError(
-            f"--hardware {text}: write a GPU and how many, such as h200x8; known are {', '.join(CARDS)}"
+            f"--hardware {text}: write a GPU and how many, such as h200x8, or mac32 for a Mac with 32 GB; known are "
+            f"{', '.join(CARDS)}"
         )
     return with_memory(Hardware(CARDS[name], count), memory)
 
@@ -117,11 +130,13 @@ def with_memory(hardware: Hardware, memory: str | None) -> Hardware:
     return replace(hardware, card=replace(hardware.card, memory=size), origin=f"{hardware.origin}, memory given")
 
 
-def found(device: str = "auto", seconds: float = 0.3) -> Hardware:
+def found(device: str = "auto", seconds: float = 0.3, backend: str = "torch") -> Hardware:
     """This machine: its GPUs if it has any and the run may use them, else its cores, whose speed is measured for
-    `seconds`."""
+    `seconds`; where the run computes with mlx, the memory its GPU may take."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     host, load = _host_memory(), os.getloadavg()[0]
+    if on_mlx(backend):
+        return replace(mac(host, "found"), cores=cores, load=load)
     if device != "cpu" and (gpus := _gpus()):
         name, memory = gpus[0]
         card = replace(_known(name), memory=memory)

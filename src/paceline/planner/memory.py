@@ -19,7 +19,7 @@ FIRST_SLOTS = 256
 """Positions a slot of the CPU's cache begins with."""
 FREE_SHARE = 0.5
 """Of the GPU's free memory, what the KV cache takes when the run file names no size."""
-RUNTIME = {"cuda": 1.2e9, "cpu": 0.7e9}
+RUNTIME = {"cuda": 1.2e9, "cpu": 0.7e9, "mlx": 0.7e9}
 """A process's own: CUDA's context, captured graphs and workspaces; on a CPU, the interpreter and its libraries."""
 USABLE = 0.95
 """The rest is lost between blocks."""
@@ -58,7 +58,7 @@ class _Sizes:
     def __init__(self, config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) -> None:
         self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
         self.item = BYTES[config.model.dtype]
-        self.weights = float(shape.parameters * self.item)
+        self.weights = float(shape.parameters * (shape.packed or self.item))
         self.held = shape.parameters / layout.tensor
         """Parameters of a rank before they are sharded."""
         self.on_gpu = hardware.kind == "cuda"
@@ -228,7 +228,7 @@ def _places(
     shared: dict[str, float],
     rank: dict[str, float],
 ) -> list[Place]:
-    if hardware.kind == "cpu":  # one memory for everybody
+    if hardware.kind != "cuda":  # one memory for everybody
         parts = dict(shared)
         for name, size in (shared if layout.colocated else rank).items():
             parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)

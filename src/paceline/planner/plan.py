@@ -9,7 +9,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.monitor.files import plain, replace_file
-from paceline.planner.advice import Advice, advise, split
+from paceline.planner.advice import Advice, advise, split, token_budget
 from paceline.planner.hardware import Card, Hardware, found
 from paceline.planner.layout import Layout, layout_of
 from paceline.planner.measured import reach
@@ -68,6 +68,9 @@ def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, sha
     routes = ways(config, shape, hardware) if hardware.measured_speed else []
     times = None
     verdict = f"how fast a {hardware.card.name} is is not known here: name a GPU that is with --hardware"
+    if hardware.kind == "mlx":
+        budget = token_budget(config, look)
+        verdict = f"trainer.micro_batch_tokens may be up to {budget}" if budget else "no micro-batch fits"
     if hardware.measured_speed:
         way = next(way for way in routes if way.used)
         times = Speeds(config, shape, hardware, layout).times(work, there, way)
@@ -115,7 +118,7 @@ def _verdict(config: RunConfig, times: Times, layout: Layout, hardware: Hardware
 def keep_plan(config: RunConfig, directory: Path) -> None:
     """Write what is expected of a run that begins. Nobody depends on it, so what cannot be planned is left out."""
     with contextlib.suppress(PacelineError, OSError, ValueError):
-        plan = predict(config, found(config.device, AT_START))
+        plan = predict(config, found(config.device, AT_START, config.backend))
         replace_file(directory / FILE, [json.dumps(plan.table(), indent=1).encode()])
 
 

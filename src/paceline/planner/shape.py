@@ -40,6 +40,8 @@ class Shape:
     experts: int = 1
     active_experts: int = 1
     max_context: int = 1 << 20
+    packed: float | None = None
+    """Bytes a weight takes in a quantised model."""
 
     @property
     def parameters(self) -> int:
@@ -123,7 +125,15 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> Shape:
         experts=experts,
         active_experts=min(experts, first("num_experts_per_tok", "moe_topk") or 1),
         max_context=first("max_position_embeddings", "n_positions") or 1 << 20,
+        packed=_packed(config.get("quantization")),
     )
+
+
+def _packed(quantization: Any) -> float | None:
+    """mlx's way: so many bits, and for each group a scale and a bias of two bytes."""
+    if not isinstance(quantization, Mapping) or not isinstance(quantization.get("bits"), int):
+        return None
+    return quantization["bits"] / 8 + 4 / (quantization.get("group_size") or 64)
 
 
 def _config_file(name: str) -> Path:

@@ -23,7 +23,6 @@ from paceline.cluster.ray.pace import Pace
 from paceline.cluster.scorer import Scorer
 from paceline.cluster.serving import Ends, embedded
 from paceline.config import RunConfig
-from paceline.inference import EmbeddedEngine
 from paceline.inference.base import (
     Completion,
     EngineStats,
@@ -35,6 +34,7 @@ from paceline.inference.base import (
     UpdateLost,
 )
 from paceline.inference.desk import Desk, unpacked
+from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.frames import (
     Answer,
     Ask,
@@ -73,7 +73,7 @@ class EngineActor(Receiving, Actor):
     Whoever controls it has places of its own beside those of requests: a full engine must still take new weights.
     """
 
-    serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[EmbeddedEngine | Scorer, Ends]]]] = embedded
+    serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[DecodingEngine | Scorer, Ends]]]] = embedded
 
     def __init__(self, config: str, name: str, live: str) -> None:
         super().__init__(config, name, live)

@@ -1,22 +1,33 @@
 """The model that is trained, and the server it is sampled from."""
 
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from paceline.config.apple import on_mlx
 from paceline.config.inference import Sampling
 from paceline.config.model import Lora, Model
 from paceline.errors import PacelineError
 from paceline.inference import HttpEngine, Pool
-from paceline.model import attach_lora, end_tokens, load_model, load_tokenizer
+from paceline.model import end_tokens, load_tokenizer
 from paceline.rollout import Renderer, Voice
 
 ADAPTER = Lora()
 
 
-def load(name: str, lora: Lora | None = ADAPTER, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model ready to train, with its tokenizer; `lora = None` trains all of it."""
+def load(
+    name: str, lora: Lora | None = ADAPTER, seed: int = 0, backend: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A model ready to train, of torch or of mlx, with its tokenizer; `lora = None` trains all of it."""
     config = Model(name=name, lora=lora)
+    if on_mlx(backend):
+        from paceline.model.mlx import loading
+        from paceline.model.mlx import lora as adapters
+
+        return adapters.attach_lora(loading.load_model(config), lora, seed), load_tokenizer(config)
+    from paceline.model import attach_lora, load_model
+
     return attach_lora(load_model(config), config, seed), load_tokenizer(config)
 
 
@@ -28,7 +39,7 @@ class Client:
         self._sampling = sampling or Sampling()
         self._voice: Voice | None = None
 
-    def connect(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def connect(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """From now on speak in this model's template. A `Trainer` does this for its client."""
         ends = end_tokens(tokenizer, model)
         self._voice = Voice(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from paceline.cluster.kits import trainer_of
 from paceline.cluster.selfplay.client import Client
 from paceline.config import trainer as sections
 from paceline.config.model import Model
@@ -16,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.orchestrator.staleness import fresh_enough
 from paceline.rollout import Group
-from paceline.trainer import StepReport, TorchTrainer
+from paceline.trainer import StepReport
 
 
 def Adam(learning_rate: float = 1e-5) -> sections.Optimizer:
@@ -76,7 +77,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         optimizer: sections.Optimizer,
         config: TrainerConfig,
         client: Client,
@@ -88,7 +89,7 @@ class Trainer:
         self.tickets = count()
         """Numbers what is drawn, so that no two draws of this trainer share their noise."""
         self.reports: list[StepReport] = []
-        self._trainer = TorchTrainer(model, config.section(optimizer))
+        self._trainer = trainer_of(model, config.section(optimizer))
         self._waiting: list[Sample] = []
         client.connect(model, tokenizer or load_tokenizer(Model(name=str(model.name_or_path))))
 

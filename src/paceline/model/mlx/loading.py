@@ -36,6 +36,10 @@ class MlxModel:
     fp32_head: bool = False
 
     @property
+    def name_or_path(self) -> str:
+        return str(self.folder)
+
+    @property
     def vocabulary(self) -> int:
         return self.config.get_text_config().vocab_size
 
@@ -88,7 +92,7 @@ def load_model(config: Model) -> MlxModel:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         asked = rope_settings(described)
         net, _ = load_mlx(folder, model_config=asked, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"model `{config.name}` cannot be loaded with mlx: {first_line(error)}") from error
     _check_rope(net, asked, config.name)
     dtype = getattr(mx, config.dtype)
@@ -128,7 +132,8 @@ def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     if kind in ROPE_OF_WHOLE_BATCH:
         raise ModelError(f"{text.model_type}: rope type `{kind}` depends on the longest sequence; not supported")
     scaling = None if kind == "default" else {"type": kind} | dict(rope)
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    part = {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling} | part
 
 
 def _check_rope(net: Any, asked: dict[str, Any], name: str) -> None:
@@ -136,8 +141,8 @@ def _check_rope(net: Any, asked: dict[str, Any], name: str) -> None:
     if not asked:
         return
     takes = inspect.signature(type(net.args)).parameters
-    if "rope_theta" not in takes or (asked["rope_scaling"] and "rope_scaling" not in takes):
-        raise ModelError(f"model `{name}`: mlx-lm's {type(net).__module__} takes no rotary base; not supported")
+    if left := sorted(key for key, value in asked.items() if key not in takes and value not in (None, 1.0)):
+        raise ModelError(f"model `{name}`: mlx-lm's {type(net).__module__} takes no `{left[0]}`; not supported")
 
 
 def _check(model: MlxModel, name: str) -> None:
@@ -147,6 +152,9 @@ def _check(model: MlxModel, name: str) -> None:
         raise ModelError(f"model `{name}`: {type(net).__module__} is built in another way than others; not supported")
     if hasattr(net, "make_cache") and not all(type(cache) is KVCache for cache in net.make_cache()):
         raise ModelError(f"model `{name}`: some layers keep no plain keys and values; not supported with mlx")
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    if window is not None and window < model.max_context:
+        raise ModelError(f"model `{name}` looks back no more than {window} tokens; not supported with mlx")
     typed = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if other := sorted(set(typed) - {"full_attention", "attention"}):
         raise ModelError(f"model `{name}` has `{other[0]}` layers; not supported with mlx")

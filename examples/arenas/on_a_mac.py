@@ -1,0 +1,29 @@
+"""Self-play on a Mac: a 4-bit base, LoRA, an arena, credit within groups, generating and training at once.
+
+    mlx_lm.convert --hf-path HF_FOLDER --mlx-path MODEL -q          a quantised model, if you have none
+    paceline serve MODEL --backend mlx --engine.adapters 1          in one terminal
+    python examples/arenas/on_a_mac.py MODEL                        in another
+"""
+
+import asyncio
+import sys
+
+from paceline.cluster.selfplay import GRPOCredit, OpenAIClient, Trainer, TrainerConfig, load, optim, training_loop
+from paceline.config.inference import Sampling
+from tic_tac_toe import TicTacToe
+
+
+async def main(name: str, base_url: str = "http://localhost:8000/v1", num_steps: str = "20") -> None:
+    model, tokenizer = load(name, backend="mlx")
+    config = TrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
+    client = OpenAIClient(base_url=base_url, sampling=Sampling(max_tokens=4))
+    trainer = Trainer(model, optim.Adam(learning_rate=1e-3), config, client, tokenizer)
+    arena = TicTacToe(client, credit_assigner=GRPOCredit())
+    await training_loop(arena=arena, trainer=trainer, num_steps=int(num_steps), episode_concurrency=32)
+    print(f"trained {trainer.version} versions; {trainer.stale} samples were too old")
+    await client.aclose()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:4]))
