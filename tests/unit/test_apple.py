@@ -52,7 +52,7 @@ def test_what_mlx_cannot_do_is_said_before_anything_starts(keys, sentence):
 
 def test_a_mac_takes_mlx_by_itself_and_nobody_else_does(monkeypatch):
     monkeypatch.delenv("PACELINE_BACKEND", raising=False)
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert on_mlx("auto")

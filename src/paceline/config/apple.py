@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ def on_mlx(wanted: str) -> bool:
         raise PacelineError(f"{CHOICE}={wanted}: write torch or mlx")
     if wanted != "auto":
         return wanted == "mlx"
-    apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
     return apple and importlib.util.find_spec("mlx") is not None
 
 

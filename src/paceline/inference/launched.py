@@ -39,7 +39,7 @@ class VllmProcess:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     port: int = field(default_factory=lambda: _free_port())
     starts: int = 0
-    _process: subprocess.Popen | None = None
+    _process: "subprocess.Popen | None" = None
 
     @property
     def url(self) -> str:

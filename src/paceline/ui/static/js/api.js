@@ -9,14 +9,15 @@ export class Refused extends Error {
 
 /** GET /api/<path> with these parameters; lists repeat their name, null and undefined are left out. */
 export async function ask(path, parameters = {}, signal = undefined) {
-  let answer;
+  let answer, told;
   try {
     answer = await fetch(address(path, parameters), { signal, headers: { Accept: "application/json" } });
+    told = await answer.json(); // which a request that is called off while its body comes breaks off too
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    if (answer && !answer.ok) throw new Refused(`The server answered ${answer.status}.`, answer.status);
     throw new Refused("The server does not answer. Is `paceline ui` still running?", 0);
   }
-  const told = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(told.error || `The server answered ${answer.status}.`, answer.status);
   return told;
 }
