@@ -4,12 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `verifiers` wants an older openai than we test with, so it lives in an environment of its own.
 VERIFIERS := .venv-verifiers
+# mlx, Apple's library, has a CPU build for Linux: slow, and enough to prove the code.
+MLX := .venv-mlx
+APPLE := $(filter Darwin-arm64,$(shell uname -s)-$(shell uname -m))
+# What holds for an engine, a trainer, a server and a killed run, whatever they compute with.
+LAWS := $(addprefix tests/unit/test_,$(addsuffix .py,engine engine_scheduler engine_weights engine_cache shared_prompts \
+	grammar herald truth losses losses_trl trainer numeric_safety proximal reference stream critic)) \
+	tests/integration/test_server.py tests/integration/test_resume.py
 SEED ?= 0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned first and constrains all that follows: any other order may pull gigabytes of CUDA.
 CONSTRAINTS := constraints.txt
 
-.PHONY: setup demo test doors learn scale vllm lint bench clean help
+.PHONY: setup demo test test-mlx doors learn scale vllm lint bench clean help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -18,8 +25,12 @@ setup: $(VENV)/.ready ## Install everything into .venv
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(APPLE),)
 	$(PIP) install --quiet -r $(CONSTRAINTS)
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+else # no torch
+	$(PIP) install --quiet -e .
+endif
 	touch $@
 	@echo 'ready: ". $(BIN)/activate" puts `paceline` on your path'
 
@@ -37,6 +48,16 @@ $(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -r $(CONSTRAINTS)
 	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,verifiers]'
+	touch $@
+
+test-mlx: $(MLX)/.ready ## Prove the mlx engine and trainer against torch, and run the laws of both on mlx (.venv-mlx)
+	$(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal tests/mlx
+	PACELINE_BACKEND=mlx $(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal $(LAWS)
+
+$(MLX)/.ready: pyproject.toml $(CONSTRAINTS)
+	test -x $(MLX)/bin/python || $(PYTHON) -m venv $(MLX)
+	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet -r $(CONSTRAINTS)
+	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,torch,mlx]'
 	touch $@
 
 scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
@@ -63,4 +84,4 @@ learn: setup ## Show that four tasks and every algorithm are learnt, three seeds
 	$(BIN)/python benchmarks/learn.py
 
 clean: ## Remove the environments and caches; runs stay
-	rm -rf $(VENV) $(VERIFIERS) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERIFIERS) $(MLX) .pytest_cache .ruff_cache .hypothesis

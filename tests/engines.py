@@ -2,20 +2,20 @@
 
 import functools
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
+from backends import paged
 from paceline.inference.engine.catalog import Catalog
 from paceline.inference.engine.pages import PAGE, PageCache
-from paceline.inference.engine.runner import Landed
+from paceline.inference.engine.parts import Landed
 from paceline.inference.engine.sequence import Drawn, Sequence
 from paceline.model import twin
 from paceline.model.adapters import merge
 from paceline.model.bits import mix_int
 
 MATRIX = [
-    pytest.param({"cache": cache, "in_flight": in_flight}, id=f"{cache}-{in_flight}")
+    paged({"cache": cache, "in_flight": in_flight}, id=f"{cache}-{in_flight}")
     for cache in ("slots", "pages")
     for in_flight in (0, 3)
 ]

@@ -210,6 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "peft"):
+            raise
+        print("paceline: this computes with torch, which is not here: pip install 'paceline[torch]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("paceline: stopped", file=sys.stderr)
         return 130

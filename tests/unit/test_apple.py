@@ -74,6 +74,18 @@ def test_the_environment_chooses_only_where_the_run_file_does_not(monkeypatch):
         on_mlx("auto")
 
 
+def test_what_only_torch_can_do_says_so_where_it_is_missing():
+    code = WITHOUT_TORCH.format(modules=()) + "from paceline.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", "paceline:quickstart", "--backend", "torch"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "pip install 'paceline[torch]'" in done.stderr
+
+
 def test_the_way_to_a_run_and_to_a_server_needs_no_torch():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH.format(modules=ON_THE_WAY)], capture_output=True, text=True, timeout=120

@@ -17,6 +17,9 @@ from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.critic import value_loss
 from paceline.trainer.gae import gae, per_action
 from samples import make_batch, rewarded
+from trainers import NO_CRITIC
+
+pytestmark = NO_CRITIC
 
 UNIT = st.floats(0, 1)
 FINITE = st.floats(-5, 5)

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from backends import PAGES, SlotCache, engine_of, inverse_cdf, keep_top, paged, sample, uniform
 from conftest import VOCABULARY, tiny_model
 from paceline.config.inference import Engine as EngineConfig
-from paceline.inference import Completion, EmbeddedEngine, EngineError, GenerateRequest, RequestError, noise_key
+from paceline.inference import Completion, EngineError, GenerateRequest, RequestError, noise_key
 from paceline.inference.engine.catalog import POLICY
-from paceline.inference.engine.noise import uniform
-from paceline.inference.engine.sampler import Draw, inverse_cdf, keep_top, sample
+from paceline.inference.engine.sampler import Draw
 from paceline.inference.engine.scheduler import Scheduler
-from paceline.inference.engine.slots import SlotCache
 from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 from paceline.model.shape import attention_shape
 
@@ -36,7 +35,7 @@ def serve(model, work, deterministic=False, **config):
     """Run `work(engine)` against a started engine."""
 
     async def run():
-        engine = EmbeddedEngine(model, EngineConfig(threads=1, **config), deterministic=deterministic)
+        engine = engine_of(model, EngineConfig(threads=1, **config), deterministic=deterministic)
         engine.start()
         try:
             return await asyncio.wait_for(work(engine), 240)
@@ -106,8 +105,8 @@ def trainer_logprobs(model, request: GenerateRequest, completion: Completion) ->
         {},
         {"prefill_tokens": 16, "max_running": 8},
         {"prefill_tokens": 5, "max_running": 4},
-        {"cache": "pages"},
-        {"cache": "pages", "prefill_tokens": 16, "max_running": 8},
+        paged({"cache": "pages"}),
+        paged({"cache": "pages", "prefill_tokens": 16, "max_running": 8}),
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
@@ -127,7 +126,7 @@ def test_a_request_does_not_depend_on_who_else_is_served(model):
     assert [c.token_ids for c in crowd[::4]] == [c.token_ids for c in alone]
 
 
-@pytest.mark.parametrize("cache", ["slots", "pages"])
+@pytest.mark.parametrize("cache", ["slots", pytest.param("pages", marks=PAGES)])
 def test_deterministic_is_bit_for_bit_in_any_order(model, cache):
     wanted = requests(groups=8)
     runs = [

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from backends import engine_of
 from paceline.config import RunConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest, Grammar, RequestError, noise_key
+from paceline.inference import GenerateRequest, Grammar, RequestError, noise_key
 from paceline.inference.engine.grammar import Grammars, grammars
 from paceline.inference.engine.patterns import rewritten
 from paceline.model import end_tokens, load_model, load_tokenizer
@@ -59,9 +60,7 @@ def tokenizer():
 def engine(tokenizer):
     model = load_model(CONFIG.model, "cpu")
     ends = end_tokens(tokenizer, model)
-    made = EmbeddedEngine(
-        model, CONFIG.engine.model_copy(update={"max_running": 32}), grammars=Grammars(tokenizer, ends)
-    )
+    made = engine_of(model, CONFIG.engine.model_copy(update={"max_running": 32}), grammars=Grammars(tokenizer, ends))
     made.start()
     yield made
     made.close()
@@ -232,7 +231,7 @@ def test_special_tokens_are_no_text_and_strange_ids_are_never_allowed():
     tokenizer = byte_level(pad="aa")
     size = len(tokenizer) + 5
     guide = Grammars(tokenizer, [tokenizer.eos_token_id])(regex("a*"))
-    allowed = guide.allowed(size).nonzero()[:, 0].tolist()
+    allowed = guide.allowed(size).nonzero()[0].tolist()
     assert allowed == sorted([tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id])  # not the pad token `aa`
     assert guide.allowed(10).shape == (10,)
     assert guide.advance(tokenizer.eos_token_id)
@@ -314,7 +313,7 @@ def test_a_grammar_is_compiled_once(tokenizer, monkeypatch):
 def test_without_the_library_the_request_is_refused(tokenizer, monkeypatch, model):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     assert grammars(tokenizer, [6]) is None
-    engine = EmbeddedEngine(model, CONFIG.engine, grammars=None)
+    engine = engine_of(model, CONFIG.engine, grammars=None)
     request = GenerateRequest(prompt_ids=(1,), max_tokens=1, grammar=regex("a"))
     with pytest.raises(RequestError, match=r"pip install 'paceline\[grammar\]'"):
         engine.submit(request)

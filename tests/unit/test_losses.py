@@ -1,11 +1,9 @@
 """Each loss is its paper's formula: value and gradient against references in float64 that know nothing of our code."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +11,7 @@ from paceline.config import trainer as config
 from paceline.trainer import TrainerError
 from paceline.trainer.loss import Loss
 from paceline.trainer.terms import importance
-from paceline.trainer.tokens import Tokens
+from trainers import EXACT, LIBRARY, Slope, as_numpy, slope, tokens
 
 
 def clip(x, low, high):
@@ -49,26 +47,29 @@ class Case:
         """The rl tokens of the sequence of token `t`."""
         return [u for u in range(len(self.pi)) if self.segments[u] == self.segments[t] and self.rl[u]]
 
-    def tokens(self, prox=True) -> Tokens:
-        def tensor(x):
-            return torch.tensor(np.asarray(x, dtype=np.float64))
+    def streams(self, prox=True) -> dict[str, np.ndarray]:
+        streams = {
+            "logprobs": self.pi,
+            "behaviour": self.mu,
+            "prox_logprobs": self.prox if prox else np.full(len(self.pi), np.nan),
+            "advantages": self.advantages,
+            "ref_logprobs": self.ref,
+            "base_logprobs": self.base,
+            "rl_scale": self.rl_scale,
+            "ce_scale": self.ce_scale,
+            "ref_kl_scale": self.ref_kl_scale,
+            "policy_scale": self.policy_scale,
+            "entropy": self.entropy,
+        }
+        whole = {"versions": np.zeros(len(self.pi), np.int64), "segments": self.segments}
+        return {name: np.array(x, np.float64) for name, x in streams.items()} | whole
 
-        return Tokens(
-            logprobs=tensor(self.pi).requires_grad_(),
-            behaviour=tensor(self.mu),
-            prox_logprobs=tensor(self.prox if prox else np.full(len(self.pi), np.nan)),
-            advantages=tensor(self.advantages),
-            ref_logprobs=tensor(self.ref),
-            base_logprobs=tensor(self.base),
-            rl_scale=tensor(self.rl_scale),
-            ce_scale=tensor(self.ce_scale),
-            ref_kl_scale=tensor(self.ref_kl_scale),
-            policy_scale=tensor(self.policy_scale),
-            entropy=tensor(self.entropy).requires_grad_(),
-            versions=torch.zeros(len(self.pi), dtype=torch.long),
-            segments=torch.from_numpy(self.segments),
-            names=tuple(f"env `e`, ticket {i}, rollout 0" for i in range(len(self.lengths))),
-        )
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"env `e`, ticket {i}, rollout 0" for i in range(len(self.lengths)))
+
+    def slope(self, c, prox=True) -> Slope:
+        return slope(c, self.streams(prox), self.names)
 
 
 # --- the papers' formulas, one token at a time; `pi` moves and `case.pi` is where a stopped gradient stays
@@ -168,8 +169,8 @@ def whole(case, pi, c, term):
     return loss
 
 
-def slope(f, x, h=1e-6):
-    """Central differences."""
+def differences(f, x, h=1e-6):
+    """Central ones."""
     out = []
     for t in range(len(x)):
         step = np.zeros(len(x))
@@ -179,12 +180,10 @@ def slope(f, x, h=1e-6):
 
 
 def check(case, c, term):
-    tokens = case.tokens(prox=c.proximal is not None)
-    loss, _ = Loss(c)(tokens, 0)
-    loss.backward()
-    assert loss.item() == pytest.approx(whole(case, case.pi, c, term), rel=1e-9, abs=1e-9)
-    wanted = slope(lambda pi: whole(case, pi, c, term), case.pi)
-    np.testing.assert_allclose(tokens.logprobs.grad.numpy(), wanted, rtol=1e-5, atol=1e-7)
+    got = case.slope(c, prox=c.proximal is not None)
+    assert got.loss == pytest.approx(whole(case, case.pi, c, term), rel=EXACT, abs=EXACT)
+    wanted = differences(lambda pi: whole(case, pi, c, term), case.pi)
+    np.testing.assert_allclose(got.logprobs, wanted, rtol=1e-5, atol=max(1e-7, EXACT))
 
 
 @pytest.mark.parametrize("proximal", PROXIMAL, ids=lambda p: "naive" if p is None else f"{p.level}-{p.cap}")
@@ -208,30 +207,24 @@ def test_k1_and_k2_push_the_same_way_and_k1_is_the_log_ratio(seed):
     case, grads = Case(seed), []
     case.advantages[:] = case.ce_scale[:] = case.ref_kl_scale[:] = 0
     for kind in ("k1", "k2"):
-        tokens = case.tokens()
-        loss, _ = Loss(config.Trainer(loss=config.PPO(), kl=config.KL(kind=kind, coef=1.0)))(tokens, 0)
-        loss.backward()
-        grads.append(tokens.logprobs.grad)
+        got = case.slope(config.Trainer(loss=config.PPO(), kl=config.KL(kind=kind, coef=1.0)))
+        grads.append(got.logprobs)
         if kind == "k1":
-            assert loss.item() == pytest.approx((case.policy_scale * (case.pi - case.base)).sum())
-    torch.testing.assert_close(*grads)
+            assert got.loss == pytest.approx((case.policy_scale * (case.pi - case.base)).sum())
+    np.testing.assert_allclose(*grads, rtol=1e-6, atol=max(1e-7, EXACT))
 
 
 @given(seed=st.integers(0, 10_000), coef=st.floats(0.01, 1.0))
 def test_the_entropy_bonus_pays_for_entropy(seed, coef):
     case = Case(seed)
     check(case, config.Trainer(loss=config.PPO(), entropy_coef=coef), ppo)
-    tokens = case.tokens()
-    Loss(config.Trainer(entropy_coef=coef))(tokens, 0)[0].backward()
-    np.testing.assert_allclose(tokens.entropy.grad.numpy(), -coef * case.policy_scale)
+    np.testing.assert_allclose(case.slope(config.Trainer(entropy_coef=coef)).entropy, -coef * case.policy_scale)
 
 
 @given(seed=st.integers(0, 10_000), threshold=st.floats(0.05, 0.95))
 def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
     case = Case(seed)
-    tokens = case.tokens()
-    loss, sums = Loss(config.Trainer(loss=config.PPO(), clip_skip_threshold=threshold))(tokens, 0)
-    loss.backward()
+    got = case.slope(config.Trainer(loss=config.PPO(), clip_skip_threshold=threshold))
     far = set()
     for s in range(len(case.lengths)):
         members = [t for t in range(len(case.pi)) if case.segments[t] == s and case.rl[t]]
@@ -240,18 +233,18 @@ def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
             far.add(s)
     for name in ("rl_scale", "ce_scale", "ref_kl_scale"):  # the other samples' scales, N with them, are as before
         getattr(case, name)[np.isin(case.segments, list(far))] = 0
-    expected = case.tokens()
-    Loss(config.Trainer(loss=config.PPO()))(expected, 0)[0].backward()
-    torch.testing.assert_close(tokens.logprobs.grad, expected.logprobs.grad)
-    assert sums.values["skipped"].item() == len(far)
+    expected = case.slope(config.Trainer(loss=config.PPO()))
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-6, atol=max(1e-7, EXACT))
+    assert got.sums.values["skipped"].item() == len(far)
 
 
 @pytest.mark.parametrize("proximal", PROXIMAL[1:], ids=lambda p: f"{p.level}-{p.cap}")
 def test_a_frozen_sampler_ships_no_importance_weight(proximal):
     """Where nobody knows who sampled, later minibatches are held near the batch's start and weighed by nothing else."""
     case = Case(1)
-    tokens = replace(case.tokens(), behaviour=torch.full((len(case.pi),), torch.nan, dtype=torch.float64))
-    assert torch.equal(importance(proximal, tokens), torch.ones(len(case.pi), dtype=torch.float64))
+    case.mu[:] = np.nan
+    weights = importance(proximal, tokens(case.streams(), case.names))
+    np.testing.assert_array_equal(as_numpy(weights), np.ones(len(case.pi)))
 
 
 def test_extreme_ratios_stay_finite():
@@ -260,11 +253,9 @@ def test_extreme_ratios_stay_finite():
     for loss, _ in LOSSES:
         for proximal in (None, config.Proximal(level="sequence")):
             c = config.Trainer(loss=loss, proximal=proximal, kl=config.KL())
-            tokens = case.tokens()
-            value, _ = Loss(c)(tokens, 0)
-            value.backward()
-            assert value.isfinite()
-            assert tokens.logprobs.grad.isfinite().all()
+            got = case.slope(c)
+            assert math.isfinite(got.loss)
+            assert np.isfinite(got.logprobs).all()
 
 
 def too_few(streams):
@@ -284,7 +275,7 @@ def number(streams):
     [
         ("too_few", "gave 1 values for 2 rl tokens"),
         ("matrix", r"gave a tensor of shape \[2, 1\] for 2 rl tokens"),
-        ("number", "must give a torch tensor, not float"),
+        ("number", f"must give {LIBRARY}, not float"),
     ],
 )
 def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
@@ -297,7 +288,7 @@ def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
     case.entropy = np.ones(2)
     c = config.Trainer(loss=config.CustomLoss(import_path=f"{__name__}:{name}"))
     with pytest.raises(TrainerError, match=f"env `e`, ticket 0, rollout 0: the loss .*{sentence}"):
-        Loss(c)(case.tokens(), 0)
+        Loss(c)(tokens(case.streams(), case.names), 0)
 
 
 def test_gspo_turns_proximal_on_and_nothing_else_does():

@@ -9,9 +9,8 @@ import torch
 
 from paceline.config import trainer as config
 from paceline.data import Sample, Ticket, fold, pack
-from paceline.trainer.loss import Loss
 from paceline.trainer.stepping import SCALES, STREAMS
-from paceline.trainer.tokens import Tokens
+from trainers import slope
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs trl")
 
@@ -94,25 +93,15 @@ def ours(b: SimpleNamespace, c: config.Trainer):
     for m in pack(samples, fold(samples, c.normalise, c.fixed_length), budget=2 * (PROMPT + WIDTH)):
         trained = m.rl_scale.nonzero()[0]
         owners = np.repeat(m.members, m.lengths)[trained]
-        pi = torch.tensor(np.concatenate([stream(i, b.pi) for i in m.members])[trained], dtype=torch.float32)
-        pi.requires_grad_()
-        at = {name: torch.from_numpy(getattr(m, name)[trained]) for name in (*STREAMS, *SCALES)}
-        behaviour = torch.from_numpy(m.logprobs[trained])
-        segments = torch.from_numpy(np.repeat(np.arange(len(m.members)), m.lengths)[trained])
+        pi = np.concatenate([stream(i, b.pi) for i in m.members])[trained].astype(np.float32)
+        streams = {name: getattr(m, name)[trained] for name in (*STREAMS, *SCALES)}
+        streams |= {"logprobs": pi, "behaviour": m.logprobs[trained], "entropy": np.zeros_like(pi)}
+        streams["segments"] = np.repeat(np.arange(len(m.members)), m.lengths)[trained]
         if c.proximal is not None:  # TRL's old policy is the one at the batch's start
-            at["prox_logprobs"] = behaviour
-        tokens = Tokens(
-            logprobs=pi,
-            behaviour=behaviour,
-            entropy=torch.zeros_like(pi),
-            segments=segments,
-            names=m.names,
-            **at,
-        )
-        part, _ = Loss(c)(tokens, 0)
-        part.backward()
-        loss += part.item()
-        grads |= {i: pi.grad.numpy()[owners == i] for i in m.members}
+            streams["prox_logprobs"] = streams["behaviour"]
+        part = slope(c, streams, m.names)
+        loss += part.loss
+        grads |= {i: part.logprobs[owners == i] for i in m.members}
     return loss, np.concatenate([grads[i] for i in range(ROWS)])
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.data import minibatches
-from paceline.model import trainable
-from paceline.trainer import TorchTrainer
 from samples import PLAIN, make_batch, make_sample, near_policy, plain_logprobs
+from trainers import trainer_of, weights_of
 
 SGD_LIKE = config.Optimizer(lr=1e-2, max_grad_norm=1e9)
 
@@ -38,15 +37,14 @@ def test_two_minibatches_are_two_steps_by_hand(level):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model = tiny_model()
     proximal = config.Proximal(cap=1.5, level=level)
     c = config.Trainer(threads=1, loss=config.PPO(), minibatches=2, proximal=proximal, optimizer=SGD_LIKE)
-    trainer = TorchTrainer(model, c)
+    trainer = trainer_of(tiny_model(), c)
     report = asyncio.run(trainer.step(batch))
     trainer.close()
     assert trainer.version == 1
     assert report.metrics["optimizer_steps"] == 2
-    for name, parameter in trainable(model).items():
+    for name, parameter in weights_of(trainer).items():
         torch.testing.assert_close(parameter, by_hand.get_parameter(name), rtol=1e-3, atol=2e-4)
 
 
@@ -55,7 +53,7 @@ def test_each_batch_is_one_version_and_its_metrics_say_what_moved():
     reports = {}
     for k in (1, 2, 4):
         c = config.Trainer(threads=1, loss=config.PPO(), minibatches=k, proximal=config.Proximal(), optimizer=SGD_LIKE)
-        trainer = TorchTrainer(tiny_model(), c)
+        trainer = trainer_of(tiny_model(), c)
         reports[k] = asyncio.run(trainer.step(batch)).metrics
         assert trainer.version == 1
         trainer.close()
@@ -71,7 +69,7 @@ def test_each_batch_is_one_version_and_its_metrics_say_what_moved():
 
 def test_without_proximal_the_sampler_is_the_anchor():
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.3)
-    trainer = TorchTrainer(tiny_model(), config.Trainer(threads=1, loss=config.PPO()))
+    trainer = trainer_of(tiny_model(), config.Trainer(threads=1, loss=config.PPO()))
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()
     assert metrics["ppo_kl"] == pytest.approx(metrics["mismatch_kl"])
@@ -85,7 +83,7 @@ def test_engine_and_trainer_are_compared_before_the_first_step_only():
     seen = []
     for samples, k in ((batch[:4], 1), (batch, 2)):
         c = config.Trainer(threads=1, loss=config.PPO(), minibatches=k, optimizer=SGD_LIKE)
-        trainer = TorchTrainer(tiny_model(), c)
+        trainer = trainer_of(tiny_model(), c)
         seen.append(asyncio.run(trainer.step(samples)).metrics)
         trainer.close()
     assert seen[1]["mismatch_kl"] == pytest.approx(seen[0]["mismatch_kl"], rel=1e-4)
@@ -93,7 +91,7 @@ def test_engine_and_trainer_are_compared_before_the_first_step_only():
 
 
 def test_fewer_rollouts_than_minibatches_are_fewer_steps():
-    trainer = TorchTrainer(tiny_model(), config.Trainer(threads=1, minibatches=8, proximal=config.Proximal()))
+    trainer = trainer_of(tiny_model(), config.Trainer(threads=1, minibatches=8, proximal=config.Proximal()))
     report = asyncio.run(trainer.step(make_batch(3, count=3)))
     trainer.close()
     assert report.metrics["optimizer_steps"] == 3

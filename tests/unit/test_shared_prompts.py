@@ -7,11 +7,11 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from backends import SlotCache
 from paceline.inference import GenerateRequest
 from paceline.inference.engine.catalog import Catalog
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.inference.engine.sequence import Sequence
-from paceline.inference.engine.slots import SlotCache
 from paceline.model.shape import AttentionShape
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]

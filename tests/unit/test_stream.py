@@ -20,8 +20,9 @@ from paceline.config.model import Lora, Model
 from paceline.data import Sample
 from paceline.model import attach_lora
 from paceline.orchestrator.stopwatch import Stopwatch
-from paceline.trainer import TorchTrainer, TrainerError
+from paceline.trainer import TrainerError
 from samples import make_batch
+from trainers import trainer_of, weights_of
 
 PLAIN = {"ce_weights": None, "ref_kl_weights": None}
 
@@ -31,7 +32,7 @@ def trained(batch: list[Sample], feeds: list[list[int]], budget: int = 64, lora:
     model = tiny_model()
     if lora:
         attach_lora(model, Model(lora=Lora(rank=2)), seed=0)
-    trainer = TorchTrainer(model, config.Trainer(threads=1, micro_batch_tokens=budget, **settings))
+    trainer = trainer_of(model, config.Trainer(threads=1, micro_batch_tokens=budget, **settings))
 
     async def run():
         for indices in feeds:
@@ -40,7 +41,7 @@ def trained(batch: list[Sample], feeds: list[list[int]], budget: int = 64, lora:
 
     report = asyncio.run(run())
     trainer.close()
-    return torch.cat([p.detach().view(-1) for p in model.parameters()]).double(), report
+    return torch.cat([p.view(-1) for p in weights_of(trainer).values()]).double(), report
 
 
 def same(one, other, timing=("train_tokens/s", "micro_batches")) -> None:
@@ -99,8 +100,7 @@ def test_two_batches_do_not_mix():
     first, second = make_batch(6), make_batch(7)
 
     def run(feed: bool):
-        model = tiny_model()
-        trainer = TorchTrainer(model, config.Trainer(threads=1, micro_batch_tokens=64))
+        trainer = trainer_of(tiny_model(), config.Trainer(threads=1, micro_batch_tokens=64))
 
         async def steps():
             for batch in (first, second):
@@ -110,7 +110,7 @@ def test_two_batches_do_not_mix():
 
         asyncio.run(steps())
         trainer.close()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+        return torch.cat([p.view(-1) for p in weights_of(trainer).values()])
 
     difference = (run(True) - run(False)).abs()
     assert (difference > 1e-6).float().mean() < 5e-3
@@ -119,7 +119,7 @@ def test_two_batches_do_not_mix():
 def test_a_gradient_that_is_not_finite_skips_the_step():
     batch = make_batch(8, **PLAIN)
     broken = batch[0].with_streams(advantages=np.full(len(batch[0]), np.inf))
-    before = torch.cat([p.detach().view(-1) for p in tiny_model().parameters()]).double()
+    before = torch.cat([p.view(-1) for p in weights_of(trainer_of(tiny_model(), config.Trainer())).values()]).double()
     weights, report = trained([broken, *batch[1:]], [[0, 1], [2]])
     assert report.skipped
     torch.testing.assert_close(weights, before)
@@ -127,7 +127,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
 
 def test_what_is_fed_must_be_in_the_batch():
     batch = make_batch(9)
-    trainer = TorchTrainer(tiny_model(), config.Trainer(threads=1))
+    trainer = trainer_of(tiny_model(), config.Trainer(threads=1))
 
     async def run():
         await trainer.feed(batch[:2])

@@ -1,7 +1,6 @@
 """Who speaks in episodes that are only looked at: the run's model in this process, or whatever an endpoint serves."""
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.cluster.local import renderer_of
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
+from paceline.config.apple import on_mlx
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
 from paceline.config.secret import in_address
@@ -26,8 +25,8 @@ from paceline.model.weights import Adapter, WeightUpdate
 from paceline.rollout import Recorder, Table, Voice
 from paceline.rollout.endpoint import Endpoint, EndpointTable
 from paceline.rollout.table import Guests
-from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
-from paceline.trainer.checkpoint import masters
+from paceline.trainer.files import is_checkpoint as is_checkpoint
+from paceline.trainer.files import read_state
 
 ASK_SECONDS = 10.0
 
@@ -77,7 +76,7 @@ def open_house(
         room = config.engine.model_copy(update={"max_running": min(config.engine.max_running, concurrency)})
         with embedded(config.model_copy(update={"engine": room})) as (engine, ends):
             if checkpoint is not None:
-                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model)))
+                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, on_mlx(config.backend))))
             yield _exact(engine, load_tokenizer(config.model), ends, config.model, sampling, recorder)
     elif serves(address, config.model.name):
         engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
@@ -92,16 +91,32 @@ def open_house(
         yield House(table, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
 
 
-def saved_weights(folder: Path, model: Model) -> WeightUpdate:
+def saved_weights(folder: Path, model: Model, mlx: bool = False) -> WeightUpdate:
     """What a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
-    version = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))["version"]
-    dtype = getattr(torch, model.dtype)
-    tensors = {name: master.to(dtype) for name, master in masters(folder).items()}
+    version = read_state(folder)["version"]
+    tensors = _mlx_masters(folder, model.dtype) if mlx else _torch_masters(folder, model.dtype)
     if model.lora is None:
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.
     adapter = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
+
+
+def _torch_masters(folder: Path, dtype: str) -> dict[str, Any]:
+    import torch
+
+    from paceline.trainer.checkpoint import masters
+
+    return {name: master.to(getattr(torch, dtype)) for name, master in masters(folder).items()}
+
+
+def _mlx_masters(folder: Path, dtype: str) -> dict[str, Any]:
+    import mlx.core as mx
+
+    from paceline.model.mlx.arrays import settled
+    from paceline.trainer.mlx.checkpoint import masters
+
+    return settled({name: master.astype(getattr(mx, dtype)) for name, master in masters(folder).items()})
 
 
 def serves(address: Address, name: str) -> bool:

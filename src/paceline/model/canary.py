@@ -8,14 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.model.attention import PLAN, PackedPlan
-from paceline.model.bits import mix_int
 from paceline.model.head import Head, token_logprobs
+from paceline.model.song import canary_ids, signed
 from paceline.model.weights import Canary
-
-LENGTH = 24
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-HALF_TOLERANCE = 0.1
-"""Half precision rounds differently in every kernel; wrong weights are off by more than this."""
 
 
 def make_canary(
@@ -30,20 +25,6 @@ def make_canary(
     with quiet():
         logprobs = sequence_logprobs(model, head, ids)
     return signed(ids, logprobs, dtype or model.dtype)
-
-
-def canary_ids(head: Head) -> tuple[int, ...]:
-    return tuple(mix_int(place) % head.vocabulary for place in range(LENGTH))
-
-
-def signed(ids: tuple[int, ...], logprobs: Sequence[float], dtype: torch.dtype) -> Canary:
-    """A canary of what a model that computes in this type said of these tokens."""
-    return Canary(ids, tuple(logprobs), TOLERANCE.get(dtype, HALF_TOLERANCE))
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """How far apart two parties may be whose weights are the same and of which one computes in this type."""
-    return 0.0 if dtype in TOLERANCE else HALF_TOLERANCE
 
 
 def sequence_logprobs(model: PreTrainedModel, head: Head, token_ids: Sequence[int]) -> list[float]:

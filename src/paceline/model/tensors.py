@@ -15,6 +15,9 @@ from typing import Any
 
 from paceline.model.weights import Array
 
+LIBRARIES = {"torch": "safetensors.torch", "numpy": "safetensors.numpy", "mlx": "paceline.model.mlx.files"}
+"""Who reads and writes whose tensors."""
+
 
 @cache
 def framework() -> str:
@@ -56,9 +59,9 @@ def _plain(tensors: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _library() -> ModuleType:
-    return importlib.import_module(f"safetensors.{'torch' if framework() == 'pt' else 'mlx'}")
+    return importlib.import_module(LIBRARIES["torch" if framework() == "pt" else "mlx"])
 
 
 def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
     kind = type(next(iter(tensors.values()), None)).__module__.partition(".")[0]
-    return importlib.import_module(f"safetensors.{kind}") if kind in ("torch", "mlx", "numpy") else _library()
+    return importlib.import_module(LIBRARIES[kind]) if kind in LIBRARIES else _library()

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from paceline.config import trainer as config
-from paceline.data import Cost, Cut, Sample, Scales, cuts, decode, encode, fold
+from paceline.data import Cost, Cut, Sample, Scales, cuts, fold
 from paceline.data.cutting import held
-from paceline.trainer.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +35,6 @@ class Batch:
         return sorted(i for cut in self.cuts for i in held(cut[self.rank]))
 
 
-def together(samples: Sequence[Sample], world: World, budget: int) -> tuple[list[Sample], int]:
-    """All ranks' samples, the first rank's first; and the smallest of their budgets, which all can run."""
-    if world.group is None:
-        return list(samples), budget
-    data = encode(samples)
-    sizes, budgets = world.each(torch.tensor([len(data), budget])).cpu().long().unbind(1)
-    parts = world.gather(data, sizes.tolist())
-    return [sample for part in parts for sample in decode(part)], int(budgets.min())
-
-
 def scales_of(
     samples: Sequence[Sample], members: Sequence[int], own: Sequence[int], c: config.Trainer
 ) -> dict[int, Scales]:
@@ -56,7 +44,7 @@ def scales_of(
     return dict(zip(own, fold(step, c.normalise, c.fixed_length, own=[place[i] for i in own]), strict=True))
 
 
-def cost_of(model: PretrainedConfig) -> Cost:
+def cost_of(model: PreTrainedConfig) -> Cost:
     """Work of a token and of a pair of tokens, from a model's shape."""
     text = model.get_text_config()
     heads = text.num_attention_heads

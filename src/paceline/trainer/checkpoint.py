@@ -1,8 +1,4 @@
-"""The trainer's part of a checkpoint, as one process or many ranks write it.
-
-    trainer.json                    counters, and how many ranks wrote
-    trainer.safetensors             one process alone: all tensors
-    trainer/shard-*.safetensors     several ranks: a file each, of its own parts
+"""The trainer's part of a checkpoint (`files.py`) in torch, as one process or many ranks write it.
 
 Parts are written and read by torch.distributed.checkpoint, which cuts them anew for any number of ranks. Its own format
 keeps the index in a pickle, which whoever writes a checkpoint could make run code; so it is given safetensors storage,
@@ -10,7 +6,6 @@ where each file's header says which part of which tensor it holds. What that lac
 file: `trainer.json` has the number of files instead.
 """
 
-import json
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paceline.model.saving import write_tensors, writing
 from paceline.trainer.base import TrainerError
+from paceline.trainer.files import FILE, FOLDER, read_state, write_state
 from paceline.trainer.layout import local
 
-STATE, FILE, FOLDER = "trainer.json", "trainer.safetensors", "trainer"
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]
 """Memory for this rank's part of a tensor, by its name and what the checkpoint says of it."""
 
@@ -43,13 +38,12 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: Pr
         with writing(), _told():
             dcp.save(dict(tensors), storage_writer=storage, process_group=group)
     if group is None or get_rank(group) == 0:
-        ranks = 1 if group is None else get_world_size(group)
-        (folder / STATE).write_text(json.dumps(dict(state) | {"ranks": ranks}), encoding="utf-8")
+        write_state(folder, state, 1 if group is None else get_world_size(group))
 
 
 def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
     """All tensors, of each what this rank has room for, and the state. However many ranks wrote them."""
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    state = read_state(folder)
     whole = (folder / FILE).is_file()
     if whole and group is None:
         return load_file(folder / FILE), state
@@ -95,10 +89,6 @@ def _told() -> Generator[None]:
 def _names(file: Path) -> set[str]:
     with safe_open(file, "pt") as opened:
         return set(opened.keys())
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / FILE).is_file() or (folder / FOLDER).is_dir()
 
 
 def _check_complete(folder: Path, ranks: int) -> None:

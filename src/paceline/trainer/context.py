@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.attention import sdpa, similar_lengths, window_mask
+from paceline.model.attention import sdpa, window_mask
+from paceline.model.padding import similar_lengths
 from paceline.trainer.world import World
 
 NEVER = 1 << 40

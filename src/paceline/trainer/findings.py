@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.data import Sample
 from paceline.trainer.learner import Learner
+from paceline.trainer.ops import all_finite
 
 SHOWN = 3
 """Samples that a sentence names."""
@@ -44,7 +45,7 @@ def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[F
 
 def broken_weights(learner: Learner) -> list[str]:
     """Weights that are not finite, by name."""
-    return [name for name, master in learner.optimizer.masters.items() if not bool(master.isfinite().all())]
+    return [name for name, master in learner.optimizer.masters.items() if not all_finite(master)]
 
 
 def verdict(findings: Sequence[Finding], weights: Sequence[str]) -> str:

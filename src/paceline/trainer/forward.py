@@ -100,6 +100,12 @@ class Forward:
         """
         return self.layout.run(lambda: self._logprobs(micro_batch, places, entropy, entropy_grad))
 
+    @torch.no_grad()
+    def scores(self, micro_batch: MicroBatch) -> NDArray:
+        """Log probabilities of the sampled tokens, on the host and without a gradient."""
+        values, _, _ = self.logprobs(micro_batch, self.send(micro_batch.loss_mask.nonzero()[0]))
+        return values.float().cpu().numpy()
+
     def _logprobs(
         self, micro_batch: MicroBatch, places: Tensor, entropy: bool, entropy_grad: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -9,11 +9,13 @@ carries which scale is the algorithm's choice, made long before; nothing here kn
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from paceline.config import trainer as config
+from paceline.model.weights import Array
+from paceline.trainer.ops import isnan, quiet, stack, take, total, where, zeros_like
 from paceline.trainer.terms import KL_TERMS, importance, k3, ref_kl_term, rl_term
 from paceline.trainer.tokens import Ratio, Tokens
 
@@ -28,19 +30,19 @@ class Loss:
         self._rl = rl_term(c.loss)
         self._kl = KL_TERMS[c.kl.kind] if c.kl is not None and c.kl.how == "loss" else None
 
-    def __call__(self, tokens: Tokens, version: int, first: bool = True) -> tuple[Tensor, "Sums"]:
+    def __call__(self, tokens: Tokens, version: int, first: bool = True) -> tuple[Array, "Sums"]:
         """The scaled loss of these tokens, and unscaled sums for the report. `first`: no step was taken yet since
         `version`, so that engine and trainer can be compared."""
         parts, sums = self.parts(tokens, version, first)
-        return torch.stack(list(parts.values())).sum(), sums
+        return stack(list(parts.values())).sum(), sums
 
-    def parts(self, tokens: Tokens, version: int, first: bool = True) -> tuple[dict[str, Tensor], "Sums"]:
+    def parts(self, tokens: Tokens, version: int, first: bool = True) -> tuple[dict[str, Array], "Sums"]:
         """The same, term by term."""
         judged = self.judge(tokens)
         parts = {name: values.sum() for name, values in judged.scaled().items()}
-        with torch.no_grad():
+        with quiet(tokens.logprobs):
             sums = Sums.of(tokens, judged.moved, parts, judged.left, version, first)
-            sums.values["skipped"] = judged.skipped.sum(dtype=torch.float64)
+            sums.values["skipped"] = total(judged.skipped)
         return parts, sums
 
     def judge(self, tokens: Tokens) -> "Judged":
@@ -57,7 +59,7 @@ class Loss:
         if self._config.entropy_coef:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
         skipped = self._skipped(sampled, tokens)
-        kept = ~skipped.index_select(0, tokens.segments)
+        kept = ~take(skipped, tokens.segments)
         scales |= {name: tokens.policy_scale for name in terms if name not in scales}
         return Judged(terms, scales, {"rl": rl_left, "ref_kl": ref_left}, moved, skipped, kept)
 
@@ -66,39 +68,37 @@ class Loss:
         sampled = Ratio.of(tokens.logprobs, tokens.sampler)
         return (sampled if self._config.proximal is None else Ratio.of(tokens.logprobs, tokens.start)), sampled
 
-    def _skipped(self, sampled: Ratio, tokens: Tokens) -> Tensor:
+    def _skipped(self, sampled: Ratio, tokens: Tokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
         sequence, so that it does not depend on the cut; N counts them all the same."""
-        threshold = self._config.clip_skip_threshold
-        if threshold is None:
-            return torch.zeros(len(tokens.names), dtype=torch.bool, device=tokens.segments.device)
-        low, high = SKIP_RANGE
-        with torch.no_grad():
-            outside, counts = tokens.per_sequence(((sampled.value < low) | (sampled.value > high)).to(sampled.value))
-            return outside / counts > threshold
+        threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
+        with quiet(tokens.logprobs):
+            far = (sampled.value < low) | (sampled.value > high)
+            outside, counts = tokens.per_sequence(where(far, 1.0, 0.0))
+            return outside / counts > (inf if threshold is None else threshold)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A loss token by token."""
 
-    terms: dict[str, Tensor]
+    terms: dict[str, Array]
     """Unscaled, by component."""
-    scales: dict[str, Tensor]
-    left: dict[str, Tensor]
+    scales: dict[str, Array]
+    left: dict[str, Array]
     """Where a bound held a token back, by component."""
     moved: Ratio
     """How far each token has moved from where the rl term measures."""
-    skipped: Tensor
+    skipped: Array
     """Sequences that are left out as a whole."""
-    kept: Tensor
+    kept: Array
     """Tokens of the others."""
 
-    def scaled(self) -> dict[str, Tensor]:
+    def scaled(self) -> dict[str, Array]:
         """Each token's share of the loss. Where a scale is zero its term may be infinite or NaN (an absent stream), and
         0 * inf is NaN."""
         used = {name: (scale != 0) & self.kept for name, scale in self.scales.items()}
-        return {name: torch.where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
+        return {name: where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
 
 
 NAMES = (
@@ -112,23 +112,23 @@ NAMES = (
 class Sums:
     """Sums over tokens, added over micro-batches and ranks, and divided once."""
 
-    values: dict[str, Tensor]
+    values: dict[str, Array]
 
     @classmethod
     def of(
         cls,
         tokens: Tokens,
         moved: Ratio,
-        parts: Mapping[str, Tensor],
-        left: Mapping[str, Tensor],
+        parts: Mapping[str, Array],
+        left: Mapping[str, Array],
         version: int,
         first: bool,
     ) -> "Sums":
         rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
-        based = rl & ~tokens.base_logprobs.isnan()
-        started = rl & (~tokens.prox_logprobs.isnan() | first)
+        based = rl & ~isnan(tokens.base_logprobs)
+        started = rl & (~isnan(tokens.prox_logprobs) | first)
         fresh = started & (tokens.versions == version)
-        stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~tokens.behaviour.isnan()
+        stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.behaviour)
         apart = Ratio.of(tokens.start, tokens.sampler).divergence()
         means = {
             "ratio": (rl, moved.value),
@@ -143,16 +143,16 @@ class Sums:
             "kl": (based, k3(tokens.logprobs, tokens.base)),
         }
         masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "stale": stale}
-        values = {f"loss_{name}": part.double() for name, part in parts.items()}
-        values |= {name: mask.sum(dtype=torch.float64) for name, mask in masks.items()}
-        values |= {n: torch.where(mask, x, 0.0).sum(dtype=torch.float64) for n, (mask, x) in means.items()}
+        values = {f"loss_{name}": total(part) for name, part in parts.items()}
+        values |= {name: total(mask) for name, mask in masks.items()}
+        values |= {n: total(where(mask, x, 0.0)) for n, (mask, x) in means.items()}
         return cls(values)
 
     @staticmethod
-    def total(sums: Sequence["Sums"]) -> Tensor:
+    def total(sums: Sequence["Sums"]) -> Array:
         """All of them in one vector, in the order of `NAMES`."""
-        zero = torch.zeros((), dtype=torch.float64, device=next(iter(sums[0].values.values())).device)
-        return torch.stack([torch.stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)
+        zero = zeros_like(next(iter(sums[0].values.values())))
+        return stack([stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)
 
 
 def _drift(s: Mapping[str, float]) -> float:
@@ -163,9 +163,9 @@ def _drift(s: Mapping[str, float]) -> float:
     return max(0.0, s["drift"] / s["stale"] - numerics) if s["stale"] else 0.0
 
 
-def metrics(total: Tensor, steps: int) -> dict[str, float]:
+def metrics(totals: NDArray, steps: int) -> dict[str, float]:
     """Means under their public names over the optimizer steps of a batch; components without tokens are left out."""
-    s = dict(zip(NAMES, total.tolist(), strict=True))
+    s = dict(zip(NAMES, totals.tolist(), strict=True))
     loss = {part: s[f"loss_{part}"] / steps for part in ("rl", "ce", "ref_kl", "kl", "entropy")}
     out = {"loss": sum(loss.values())}
 

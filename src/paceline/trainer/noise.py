@@ -16,8 +16,11 @@ def noise(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
 
 
 def restore_noise(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
-    """Back to a rank's states. A rank the checkpoint does not know draws from where another was, but not the same."""
+    """Back to a rank's states. A rank the checkpoint does not know draws from where another was, but not the same; one
+    that another backend wrote has none."""
     known = [CPU] if CPU in tensors else [f"{CPU}/{i}" for i in range(sum(n.startswith(f"{CPU}/") for n in tensors))]
+    if not known:
+        return
     end = known[rank % len(known)].removeprefix(CPU)
     torch.set_rng_state(tensors[f"{CPU}{end}"].cpu())
     if device.type == "cuda" and f"{GPU}{end}" in tensors:

@@ -1,15 +1,13 @@
 """How one optimizer step came out, and whether its gradient can be trusted."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 
-import torch
-from torch import Tensor
-
-from paceline.trainer.world import World
+import numpy as np
+from numpy.typing import NDArray
 
 KEPT = 32
 """Steps the median is of: enough to be calm, few enough to follow a run whose gradients shrink."""
@@ -21,7 +19,8 @@ WARM_UP = 8
 class Outcome:
     """One optimizer step."""
 
-    sums: Tensor
+    sums: NDArray
+    """Of all its tokens, in the order of `loss.NAMES`."""
     grad_norm: float
     micro_batches: int
     trouble: str = ""
@@ -29,18 +28,23 @@ class Outcome:
 
     @property
     def finite(self) -> bool:
-        return isfinite(self.grad_norm) and bool(self.sums.isfinite().all())
+        return isfinite(self.grad_norm) and self.sound
+
+    @property
+    def sound(self) -> bool:
+        """Nothing is wrong with the loss; the gradient may still have overflown."""
+        return bool(np.isfinite(self.sums).all())
 
 
 class Norms:
     """The norms, before clipping, of the last gradients that were stepped on.
 
     A gradient whose norm is above `spike` times their median is a spike. The median and not the mean, and spikes are
-    never kept, so that one cannot make room for the next.
+    never kept, so that one cannot make room for the next. `summed` adds a number up over the ranks.
     """
 
-    def __init__(self, spike: float | None, world: World) -> None:
-        self._spike, self._world = spike, world
+    def __init__(self, spike: float | None, summed: Callable[[float], float] = float) -> None:
+        self._spike, self._summed = spike, summed
         self._last: deque[float] = deque(maxlen=KEPT)
 
     def add(self, norm: float) -> None:
@@ -56,7 +60,7 @@ class Norms:
             return ""
         trouble = self._spiked(outcome.grad_norm, self._spike)
         # All ranks have the same gradient; should one round its norm differently, still all step or none does.
-        votes = float(self._world.sum(torch.tensor([float(bool(trouble))])))
+        votes = self._summed(float(bool(trouble)))
         return trouble or ("another rank saw the gradient's norm jump" if votes else "")
 
     def _spiked(self, norm: float, spike: float) -> str:

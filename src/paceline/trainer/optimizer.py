@@ -1,6 +1,5 @@
-"""AdamW over float32 masters, gradient clipping, and the learning rate's shape."""
+"""AdamW over float32 masters, and gradient clipping."""
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -9,10 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config import trainer as config
 from paceline.trainer.layout import Layout, local
-
-LARGEST_SCALE, SMALLEST_SCALE = 2.0**16, 2.0**4
-PATIENCE = 100
-"""Steps until a scale that was too large is tried again."""
+from paceline.trainer.schedule import LossScale, rate
 
 
 class MasterAdamW:
@@ -22,9 +18,6 @@ class MasterAdamW:
     that sums over micro-batches are never rounded to the compute type. Offloaded, masters and all that hangs on them
     live in the host's memory, and the model gets only the rounded result. Of a sharded parameter all of this is this
     rank's part.
-
-    A float16 model is differentiated with its loss scaled up (arXiv 1710.03740): one token's share of a large batch is
-    a gradient below what that type can hold.
     """
 
     def __init__(
@@ -45,7 +38,7 @@ class MasterAdamW:
         self._rounded = [(master, local(p.detach())) for master, p in pairs if not _in_place(p, c.offload)]
         """Masters whose values the model holds a copy of."""
         self.steps = 0
-        self.scale = LARGEST_SCALE if self._layout.dtype == torch.float16 else 1.0
+        self._scale = LossScale(self._layout.dtype == torch.float16)
         self._adam = torch.optim.AdamW(
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
@@ -77,13 +70,9 @@ class MasterAdamW:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def retreat(self, sound: bool) -> bool:
-        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
-        the loss itself is at fault, not `sound`, and not for ever."""
+        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less."""
         self.zero()
-        if not sound or self.scale <= SMALLEST_SCALE:
-            return False
-        self.scale /= 4
-        return True
+        return self._scale.retreat(sound)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -126,8 +115,7 @@ class MasterAdamW:
             group["lr"] = self.lr
         self._adam.step()
         self.steps += 1
-        if self.scale != 1 and self.steps % PATIENCE == 0:
-            self.scale = min(2 * self.scale, LARGEST_SCALE)
+        self._scale.stepped(self.steps)
         if self._rounded:
             masters, parameters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(list(parameters), list(masters))
@@ -139,14 +127,12 @@ class MasterAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        c, step = self._config, self.steps
-        if step < c.warmup_steps:
-            return c.lr * (step + 1) / c.warmup_steps
-        if c.schedule == "constant" or not self._total:
-            return c.lr
-        done = min(1.0, (step - c.warmup_steps) / max(1, self._total - c.warmup_steps))
-        left = 1 - done if c.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
+        return rate(self._config, self.steps, self._total)
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by."""
+        return self._scale.value
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments by name, for a checkpoint."""
@@ -161,7 +147,7 @@ class MasterAdamW:
     def load(self, tensors: Mapping[str, Tensor], steps: int, scale: float | None = None) -> None:
         """Back to a checkpoint's masters, moments, step count and loss scale."""
         self.steps = steps
-        self.scale = scale if scale and self.scale != 1 else self.scale
+        self._scale.load(scale)
         self._adam.state.clear()
         for name, master in self.masters.items():
             master.copy_(local(tensors[f"master/{name}"]))

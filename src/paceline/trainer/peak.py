@@ -1,14 +1,23 @@
 """How much memory this process has needed, to be held against the planner's word."""
 
 import sys
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
-def peak_bytes(device: torch.device) -> float:
+def peak_bytes(device: "torch.device") -> float:
     """On a GPU, the most that torch has held there at once; on a CPU, the most of the process that was in memory."""
     if device.type == "cuda":
+        import torch
+
         return float(torch.cuda.max_memory_allocated(device))
+    return process_bytes()
+
+
+def process_bytes() -> float:
+    """The most of this process that was in memory at once."""
     try:
         import resource
     except ImportError:  # Windows does not count

@@ -5,7 +5,9 @@
 Each rank does this for its own samples, in the micro-batches it will train them in.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from numpy.typing import NDArray
 
@@ -14,10 +16,17 @@ from paceline.data import Sample
 from paceline.data.cutting import everyone, only
 from paceline.trainer.base import TrainerError
 from paceline.trainer.batch import Batch
-from paceline.trainer.critic import Critic, Lesson
-from paceline.trainer.forward import Forward
-from paceline.trainer.reference import Reference, shaped
-from paceline.trainer.scoring import score
+from paceline.trainer.scoring import Scoring, score
+from paceline.trainer.shaping import shaped
+
+if TYPE_CHECKING:  # torch's
+    from paceline.trainer.critic import Critic, Lesson
+
+
+class Stand(Protocol):
+    """A KL reference that can take the policy's place."""
+
+    def in_place(self) -> AbstractContextManager: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,7 @@ class Prepared:
     batch: Batch
     prox: dict[int, NDArray]
     """Log probabilities at the batch's start, where a step later than the first needs them, by sample."""
-    lessons: dict[int, Lesson]
+    lessons: dict[int, "Lesson"]
     """What the critic learns here, by sample."""
     taught: frozenset[int] = frozenset()
     """All samples it learns from, on whichever rank."""
@@ -36,7 +45,7 @@ class Prepared:
 class Preparation:
     """A policy's forward pass, with the reference and the critic if the settings ask for them."""
 
-    def __init__(self, c: config.Trainer, forward: Forward, reference: Reference | None, critic: Critic | None) -> None:
+    def __init__(self, c: config.Trainer, forward: Scoring, reference: Stand | None, critic: "Critic | None") -> None:
         self._config, self._forward, self._reference, self._critic = c, forward, reference, critic
 
     def credit(self, batch: Batch) -> tuple[Prepared, dict[str, float]]:

@@ -1,20 +1,17 @@
 """The model a policy is held near: where it started, where it was a while ago, or a running mean of it."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.data import Sample
 from paceline.model import trainable
-from paceline.trainer.base import TrainerError
 from paceline.trainer.layout import Layout, local
 from paceline.trainer.optimizer import MasterAdamW
+from paceline.trainer.shaping import check_base
 
 
 class Reference:
@@ -74,11 +71,8 @@ class Reference:
         if self._config.reference != "base":
             for name, parameter in self._parameters.items():
                 self._tensors[name].copy_(local(tensors.get(name, parameter)))
-        elif base and base != self.base_fingerprint():
-            raise TrainerError(
-                "the KL reference is the model this run started from, but model.name now holds other weights: "
-                "put the first ones back, or choose another trainer.kl.reference"
-            )
+        else:
+            check_base(base, self.base_fingerprint())
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -100,18 +94,3 @@ class Reference:
 
     def _aside(self, parameter: Tensor) -> Tensor:
         return parameter.to("cpu" if self._config.offload else parameter.device, copy=True)
-
-
-def shaped(samples: Sequence[Sample], policy: Sequence[NDArray], c: config.KL) -> list[Sample]:
-    """K1 shaping: from each sample's advantages, coef times the mean over its sampled tokens of log pi - log ref,
-    clipped to +-kl_max. The policy here is what it was when the batch began, so nothing flows back through it."""
-    out = []
-    for sample, pi in zip(samples, policy, strict=True):
-        mask, base = sample.loss_mask, sample.base_logprobs
-        if sample.advantages is None or base is None or not mask.any():
-            out.append(sample)
-            continue
-        k1 = float(np.mean(pi[mask].astype(np.float64) - base[mask]))
-        penalty = np.float32(c.coef * np.clip(k1, -c.kl_max, c.kl_max))
-        out.append(sample.with_streams(advantages=sample.advantages - penalty * mask))
-    return out

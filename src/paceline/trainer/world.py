@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.config.parallel import Parallel
+from paceline.data import Sample, decode, encode
 from paceline.trainer.joining import SECONDS
 
 DIMENSIONS = ("replica", "shard", "context", "tensor")
@@ -40,6 +41,10 @@ class World:
         total = values.to(self._device, torch.float64, copy=True)
         dist.all_reduce(total, group=self.group)
         return total
+
+    def total(self, value: float) -> float:
+        """A number, summed over the ranks."""
+        return float(self.sum(torch.tensor([float(value)])))
 
     def each(self, values: Tensor) -> Tensor:
         """A small vector of every rank, one a row in float64: for what is to be summed and what to be compared."""
@@ -76,6 +81,16 @@ class World:
             parameter.grad.copy_(grad)
         for work in waiting:
             work.wait()  # bounded: by the process group's own timeout
+
+
+def together(samples: Sequence[Sample], world: World, budget: int) -> tuple[list[Sample], int]:
+    """All ranks' samples, the first rank's first; and the smallest of their budgets, which all can run."""
+    if world.group is None:
+        return list(samples), budget
+    data = encode(samples)
+    sizes, budgets = world.each(torch.tensor([len(data), budget])).cpu().long().unbind(1)
+    parts = world.gather(data, sizes.tolist())
+    return [sample for part in parts for sample in decode(part)], int(budgets.min())
 
 
 class Ranks:

@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from paceline.inference.base import Grammar, RequestError
@@ -101,18 +100,18 @@ class TokenGuide:
     def __init__(self, matcher: "GrammarMatcher", size: int) -> None:
         self._matcher = matcher
         self._size = size
-        self._bits = torch.full((1, -(-size // 32)), -1, dtype=torch.int32)
+        self._bits = np.full((1, -(-size // 32)), -1, dtype=np.int32)
 
-    def allowed(self, vocabulary: int) -> Tensor:
+    def allowed(self, vocabulary: int) -> NDArray[np.bool_]:
         """True for every token that may come next; ids the tokenizer does not know never do."""
         mask = np.zeros(vocabulary, dtype=np.bool_)
         if not self._matcher.is_terminated():
             if not self._matcher.fill_next_token_bitmask(self._bits):
-                self._bits.fill_(-1)  # its word for "all of them"
+                self._bits.fill(-1)  # its word for "all of them"
             known = min(vocabulary, self._size)
-            bits = self._bits.numpy().view(np.uint8)[0]
+            bits = self._bits.view(np.uint8)[0]
             mask[:known] = np.unpackbits(bits, bitorder="little", count=known).view(np.bool_)
-        return torch.from_numpy(mask)
+        return mask
 
     def advance(self, token: int) -> bool:
         """Take the token that came; True once an end token has."""
@@ -120,7 +119,7 @@ class TokenGuide:
 
 
 def grammars(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> Grammars | None:
-    """What an engine needs for constrained output; None where xgrammar is not installed."""
+    """What an engine needs for constrained output; None where xgrammar, or the torch it needs, is not installed."""
     try:
         import xgrammar  # noqa: F401
     except ImportError:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.inference.engine.noise import uniform
-from paceline.inference.engine.sequence import Chunk, Drawn, Guide
+from paceline.inference.engine.sequence import Chunk, Guide, hand_out
 
 BLOCK = 256
 SMALL = 1024
@@ -98,23 +98,15 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
 
 def draw_rows(chunks: Seq[Chunk], sampled: Sampled) -> None:
     """Hand each chunk its token."""
-    cut = [None] * len(chunks) if sampled.log_z is None else sampled.log_z.tolist()
-    rows = zip(chunks, sampled.tokens.tolist(), sampled.logprobs.tolist(), cut, strict=True)
-    for chunk, token, logprob, log_z in rows:
-        request = chunk.sequence.request
-        bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
-        chunk.drawn = Drawn(token, logprob, log_z if bounded else None)
-    if sampled.top is not None:
-        for chunk, ids, values in zip(chunks, sampled.top[0].tolist(), sampled.top[1].tolist(), strict=True):
-            assert chunk.drawn is not None
-            if wanted := chunk.sequence.request.top_logprobs:
-                chunk.drawn.top = list(zip(ids[:wanted], values[:wanted], strict=True))
+    log_z = None if sampled.log_z is None else sampled.log_z.tolist()
+    top = None if sampled.top is None else (sampled.top[0].tolist(), sampled.top[1].tolist())
+    hand_out(chunks, sampled.tokens.tolist(), sampled.logprobs.tolist(), log_z, top)
 
 
 def _allowed(guide: Guide | None, vocabulary: int, device: torch.device) -> Tensor:
     if guide is None:
         return torch.ones(vocabulary, dtype=torch.bool, device=device)
-    return guide.allowed(vocabulary).to(device)
+    return torch.as_tensor(guide.allowed(vocabulary), device=device)
 
 
 def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

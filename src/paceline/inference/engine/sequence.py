@@ -1,5 +1,6 @@
 """A request on its way through the engine, and the pieces of it that one step computes."""
 
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -152,3 +153,23 @@ class Chunk:
     def targets(self) -> list[int]:
         """The known token after each of its own."""
         return self.sequence.tokens[self.start + 1 : self.start + self.length + 1]
+
+
+def hand_out(
+    chunks: Seq[Chunk],
+    tokens: Seq[int],
+    logprobs: Seq[float],
+    log_z: Seq[float] | None = None,
+    top: tuple[Seq[Seq[int]], Seq[Seq[float]]] | None = None,
+) -> None:
+    """Give each chunk what was drawn for it, and no more than its request asked to hear."""
+    cut = [None] * len(chunks) if log_z is None else log_z
+    for chunk, token, logprob, kept in zip(chunks, tokens, logprobs, cut, strict=True):
+        request = chunk.sequence.request
+        bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
+        chunk.drawn = Drawn(token, logprob, kept if bounded else None)
+    if top is not None:
+        for chunk, ids, values in zip(chunks, *top, strict=True):
+            assert chunk.drawn is not None
+            if wanted := chunk.sequence.request.top_logprobs:
+                chunk.drawn.top = list(zip(ids[:wanted], values[:wanted], strict=True))

@@ -1,0 +1,188 @@
+"""LoRA adapters run unmerged from slots beside the layers, quantised or not: several at once, chosen per row.
+
+    base(x) + ((x @ A.T) * mask) @ B.T        A [slots * rank, in], B [out, slots * rank], mask [rows, 1, slots * rank]
+
+Nothing is compiled here: a compiled function keeps the arrays it saw first, and would go on with an adapter that was
+replaced long ago.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from paceline.model.adapter_names import LORA, AdapterError, canonical
+from paceline.model.mlx.arrays import as_array, settled
+from paceline.model.mlx.loading import MlxModel
+from paceline.model.mlx.lora import put, target_layers, widths
+from paceline.model.weights import Array
+
+
+class Routes:
+    """What each row of the current pass multiplies its slots by; None when no row uses any."""
+
+    mask: mx.array | None = None
+
+
+class Side:
+    """The matrices of all slots beside one layer. In float32 whatever the model computes in, as they are trained."""
+
+    def __init__(self, inputs: int, outputs: int, routes: Routes, slots: int, rank: int) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        self.a = mx.zeros((slots * rank, inputs))
+        self.b = mx.zeros((outputs, slots * rank))
+        self._routes = routes
+
+    def add(self, x: mx.array, base: mx.array) -> mx.array:
+        mask = self._routes.mask
+        if mask is None:
+            return base
+        # Zeroed, not multiplied by zero: another slot's overflow would be NaN.
+        low = mx.where(mask == 0, 0.0, x.astype(mx.float32) @ self.a.T) * mask
+        return base + (low @ self.b.T).astype(base.dtype)
+
+
+class SlotLinear(nn.Linear):
+    """A linear layer with the adapters of all slots beside it. Its parameters keep their names in the model."""
+
+    side: Side
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.side.add(x, super().__call__(x))
+
+
+class SlotQuantizedLinear(nn.QuantizedLinear):
+    """The same over packed weights."""
+
+    side: Side
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.side.add(x, super().__call__(x))
+
+
+class MlxAdapters:
+    """The slots of one model. Slot 0 is the base itself; adapters live in 1 to `slots`."""
+
+    def __init__(self, sides: Mapping[str, Side], routes: Routes, slots: int, rank: int) -> None:
+        self.slots, self.rank = slots, rank
+        self._sides = dict(sides)
+        self._routes = routes
+        self._table = np.zeros((slots + 1, slots * rank), np.float32)
+        """What a row of each slot multiplies all slots' columns by."""
+        self._ranks: list[dict[str, int]] = [{} for _ in range(slots + 1)]
+        self._types: list[dict[str, mx.Dtype]] = [{} for _ in range(slots + 1)]
+
+    def route(self, slots: list[int]) -> None:
+        """Choose each row's slot for the next pass."""
+        if not any(slots):
+            self._routes.mask = None
+            return
+        self._routes.mask = mx.array(self._table[slots])[:, None]
+
+    def load(self, slot: int, tensors: Mapping[str, mx.array], scale: float) -> None:
+        """Replace what a slot holds, by tensors that `fitted` has made. A layer they do not name becomes zero."""
+        here = self._columns(slot)
+        ranks = {name.removesuffix(_A): tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A)}
+        for name in {*self._ranks[slot], *ranks}:
+            side = self._sides[name]
+            side.a[here], side.b[:, here] = 0, 0
+        self._ranks[slot] |= ranks  # before the first is written: whatever breaks off is zeroed by the next
+        for name, rank in ranks.items():
+            side, last = self._sides[name], here.start + rank
+            side.a[here.start : last] = tensors[name + _A].astype(mx.float32)
+            side.b[:, here.start : last] = tensors[name + _B].astype(mx.float32)
+        mx.eval([array for side in self._sides.values() for array in (side.a, side.b)])
+        self._ranks[slot] = ranks
+        self._table[slot, here] = scale
+        self._types[slot] = {name: tensor.dtype for name, tensor in tensors.items()}
+
+    @staticmethod
+    def check_scale(scale: float) -> None:
+        """Refuse what no adapter can be multiplied by."""
+        if not math.isfinite(scale) or scale == 0:
+            raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
+
+    def tensors(self, slot: int) -> dict[str, mx.array]:
+        """What a slot really holds, at its true rank, by canonical name, in the type it came in."""
+        start, held = self._columns(slot).start, {}
+        for name, rank in self._ranks[slot].items():
+            held[name + _A] = self._sides[name].a[start : start + rank]
+            held[name + _B] = self._sides[name].b[:, start : start + rank]
+        types = self._types[slot]
+        return {name: tensor.astype(types.get(name, mx.float32)) for name, tensor in held.items()}
+
+    def fitted(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
+        """The tensors by canonical names, computed. From any thread; refuses what does not fit a slot."""
+        halves: dict[str, dict[str, mx.array]] = {}
+        for given, tensor in tensors.items():
+            found = LORA.match(canonical(given))
+            if found is None:
+                raise AdapterError(f"adapter tensor `{given}` is no LoRA matrix of a linear layer: {_EXPECTED}")
+            name, half = found["module"], found["half"]
+            if name not in self._sides:
+                raise AdapterError(f"adapter tensor `{given}`: the model has no adapted layer `{name}`")
+            if half in halves.setdefault(name, {}):
+                raise AdapterError(f"adapter tensor `{given}` is there twice under different spellings")
+            halves[name][half] = as_array(tensor)
+        if not halves:
+            raise AdapterError("the adapter holds no tensors")
+        for name, both in halves.items():
+            self._check(name, both)
+        out = {name + _A: both["A"] for name, both in halves.items()}
+        out |= {name + _B: both["B"] for name, both in halves.items()}
+        _check_finite(out)
+        return settled(out)
+
+    def _check(self, name: str, halves: Mapping[str, mx.array]) -> None:
+        for half, other in ("AB", "BA"):
+            if half not in halves:
+                raise AdapterError(f"adapter layer `{name}` has lora_{other} but no lora_{half}")
+        side, a, b = self._sides[name], halves["A"], halves["B"]
+        rank = a.shape[0] if a.ndim == 2 else 0
+        if not rank or a.shape != (rank, side.inputs) or b.shape != (side.outputs, rank):
+            raise AdapterError(
+                f"adapter layer `{name}`: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, but the model needs "
+                f"[rank, {side.inputs}] and [{side.outputs}, rank]"
+            )
+        if rank > self.rank:
+            raise AdapterError(f"adapter layer `{name}` has rank {rank}, but the slots hold rank {self.rank} at most")
+        if not (mx.issubdtype(a.dtype, mx.floating) and mx.issubdtype(b.dtype, mx.floating)):
+            raise AdapterError(f"adapter layer `{name}` is {a.dtype} and {b.dtype}; only floating point is supported")
+
+    def _columns(self, slot: int) -> slice:
+        return slice((slot - 1) * self.rank, slot * self.rank)
+
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_EXPECTED = "names end in `lora_A.weight` or `lora_B.weight`"
+
+
+def _check_finite(tensors: Mapping[str, mx.array]) -> None:
+    """All at once: one answer from the device instead of one a tensor."""
+    good = mx.stack([mx.isfinite(tensor).all() for tensor in tensors.values()])
+    if not good.all().item():
+        name = list(tensors)[int(mx.argmin(good.astype(mx.int32)).item())].removesuffix(_A).removesuffix(_B)
+        raise AdapterError(f"adapter layer `{name}` has values that are not finite")
+
+
+def install(model: MlxModel, targets: Sequence[str] | str, slots: int, rank: int) -> MlxAdapters:
+    """Put adapter slots beside the target layers, in place."""
+    routes, sides = Routes(), {}
+    for name, layer in target_layers(model, targets).items():
+        sides[name] = Side(*widths(layer), routes, slots, rank)
+        parent, _, child = name.rpartition(".")
+        put(model.net, parent, child, _with_side(layer, sides[name]))
+    mx.eval([array for side in sides.values() for array in (side.a, side.b)])
+    return MlxAdapters(sides, routes, slots, rank)
+
+
+def _with_side(layer: Any, side: Side) -> Any:
+    kind = SlotQuantizedLinear if isinstance(layer, nn.QuantizedLinear) else SlotLinear
+    made = kind.__new__(kind)
+    dict.update(made, layer)
+    made.__dict__.update(vars(layer))
+    made.side = side
+    return made

@@ -1,0 +1,12 @@
+"""Training on Apple silicon. Nothing here knows torch."""
+
+from typing import TYPE_CHECKING
+
+from paceline.lazily import lazily
+
+if TYPE_CHECKING:
+    from paceline.trainer.mlx.trainer import MlxTrainer
+
+__all__ = ["MlxTrainer"]
+
+__getattr__ = lazily(__name__, {"trainer": ("MlxTrainer",)})

@@ -1,0 +1,144 @@
+"""Packed samples through an mlx model: hidden states in padded rows, log probabilities only where a token trains."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data import MicroBatch
+from paceline.model.bits import mix_int
+from paceline.model.mlx.loading import MlxModel
+from paceline.model.padding import similar_lengths
+
+LOGIT_ELEMENTS = 1 << 25
+"""Most logits held at once: 128 MiB in float32."""
+
+
+class Forward:
+    """One model's forward pass over micro-batches. `again` computes each layer's activations once more in the backward
+    pass instead of keeping them."""
+
+    def __init__(self, model: MlxModel, again: bool = False) -> None:
+        self._model, self._again = model, again
+        self.draws = 0
+        """Passes that drew noise for dropout so far: what the next one draws depends on it and on nothing else."""
+
+    def logprobs(
+        self, micro_batch: MicroBatch, places: NDArray, entropy: bool = False, entropy_grad: bool = False
+    ) -> tuple[mx.array, mx.array | None]:
+        """Log probabilities of the tokens at `places`, and their entropy if asked for, with its gradient too."""
+        hidden = self._before(micro_batch, places)
+        targets, temperatures = (mx.array(x[places]) for x in (micro_batch.token_ids, micro_batch.temperatures))
+        rows = max(1, LOGIT_ELEMENTS // self._model.vocabulary)
+        score = _scorer(self._model, entropy, entropy_grad)
+        if len(places) > rows:
+            score = recomputed(_head(self._model), score)
+        chunks = [slice(start, start + rows) for start in range(0, len(places), rows)]
+        done = [score(hidden[at], targets[at], temperatures[at]) for at in chunks]
+        values, *spread = (mx.concatenate(part) for part in zip(*done, strict=True))
+        return values, spread[0] if spread else None
+
+    def scores(self, micro_batch: MicroBatch) -> NDArray:
+        """Log probabilities of the sampled tokens, on the host and without a gradient."""
+        places = micro_batch.loss_mask.nonzero()[0]
+        if not len(places):
+            return np.zeros(0, np.float32)
+        return np.asarray(self.logprobs(micro_batch, places)[0])
+
+    def sequence(self, token_ids: Sequence[int]) -> list[float]:
+        """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
+        ids = mx.array(token_ids)
+        (logprobs,) = _scorer(self._model, False, False)(self._model.hidden(ids[None])[0, :-1], ids[1:], mx.ones(1))
+        return [0.0, *logprobs.tolist()]
+
+    def _before(self, micro_batch: MicroBatch, places: NDArray) -> mx.array:
+        """The hidden states that the tokens at `places` are predicted from, a row each.
+
+        Sequences of similar length are rows of one call, padded on the right, where causality hides it.
+        """
+        lengths = micro_batch.lengths.tolist()
+        starts = np.cumsum(micro_batch.lengths) - micro_batch.lengths
+        owners = np.repeat(np.arange(len(lengths)), micro_batch.lengths)[places]
+        parts, order = [], []
+        for group in similar_lengths(lengths):
+            width = max(lengths[i] for i in group)
+            tokens = np.zeros((len(group), width), np.int32)
+            for row, i in enumerate(group):
+                tokens[row, : lengths[i]] = micro_batch.token_ids[starts[i] : starts[i] + lengths[i]]
+            row_of = np.zeros(len(lengths), np.int64)
+            row_of[group] = np.arange(len(group))
+            asked = np.flatnonzero(np.isin(owners, group))
+            if not len(asked):
+                continue
+            whose = owners[asked]
+            at = row_of[whose] * width + places[asked] - 1 - starts[whose]
+            hidden = self._hidden(mx.array(tokens))
+            parts.append(mx.take(hidden.reshape(-1, hidden.shape[-1]), mx.array(at), axis=0))
+            order.append(asked)
+        if len(parts) == 1:
+            return parts[0]
+        return mx.take(mx.concatenate(parts), mx.array(np.argsort(np.concatenate(order))), axis=0)
+
+    def _hidden(self, tokens: mx.array) -> mx.array:
+        """With noise for dropout that depends on the number of the pass and of the layer: a layer that is computed
+        again in the backward pass must draw the same."""
+        body = self._model.net.model
+        if not body.training:
+            return self._model.hidden(tokens)
+        self.draws += 1
+        layers = body.layers
+        body.layers = [_Layer(layer, (self.draws << 16) + i, self._again) for i, layer in enumerate(layers)]
+        try:
+            return self._model.hidden(tokens)
+        finally:
+            body.layers = layers
+
+
+class _Layer:
+    """Stands in for a layer during a pass that trains."""
+
+    def __init__(self, layer: Any, seed: int, again: bool) -> None:
+        self._layer, self._seed, self._again = layer, mix_int(seed), again
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        def seeded(x: mx.array) -> mx.array:
+            mx.random.seed(self._seed)  # a thread's own, so nobody else draws from it
+            return self._layer(x, *args, **kwargs)
+
+        return recomputed(self._layer, seeded)(x) if self._again else seeded(x)
+
+
+def recomputed(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Work that keeps nothing for the backward pass but its arguments. The module's weights must be among those: what
+    is merely at hand gets no gradient."""
+
+    def inner(weights: Any, *args: mx.array) -> Any:
+        module.update(weights)
+        return work(*args)
+
+    checkpointed = mx.checkpoint(inner)
+    return lambda *args: checkpointed(module.trainable_parameters(), *args)
+
+
+def _head(model: MlxModel) -> Any:
+    return getattr(model.net, "lm_head", None) or model.net.model.embed_tokens
+
+
+def _scorer(model: MlxModel, entropy: bool, entropy_grad: bool) -> Callable[..., tuple[mx.array, ...]]:
+    def score(hidden: mx.array, targets: mx.array, temperatures: mx.array) -> tuple[mx.array, ...]:
+        logits = model.logits(hidden) / temperatures[:, None]
+        normaliser = mx.logsumexp(logits, axis=-1)
+        index = mx.stop_gradient(targets[:, None])  # as an argument of what is recomputed it would be asked for one
+        logprobs = mx.take_along_axis(logits, index, axis=-1)[:, 0] - normaliser
+        if not entropy:
+            return (logprobs,)
+        if not entropy_grad:
+            logits, normaliser = mx.stop_gradient(logits), mx.stop_gradient(normaliser)
+        return logprobs, normaliser - (mx.softmax(logits, axis=-1) * logits).sum(-1)
+
+    return score

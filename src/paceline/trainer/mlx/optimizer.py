@@ -1,0 +1,102 @@
+"""AdamW over float32 masters in mlx, and gradient clipping."""
+
+from collections.abc import Mapping
+from math import sqrt
+
+import mlx.core as mx
+
+from paceline.config import trainer as config
+from paceline.trainer.mlx.parameters import Parameters
+from paceline.trainer.schedule import LossScale, rate
+
+
+class MlxAdamW:
+    """torch's AdamW to the last digits, with masters, moments and gradient sums in float32, whatever the model computes
+    in. All of it is computed as soon as it is asked for: what is put off keeps everything it is made of in memory."""
+
+    def __init__(self, parameters: Parameters, c: config.Optimizer, total_steps: int | None, half: bool) -> None:
+        self._parameters, self._config, self._total = parameters, c, total_steps
+        self.masters = {name: p.astype(mx.float32) for name, p in parameters.now().items()}
+        mx.eval(self.masters)
+        self._moments: dict[str, tuple[mx.array, mx.array]] = {}
+        self.gradients: dict[str, mx.array] = {}
+        """What was summed up since the last step."""
+        self.steps = 0
+        self._scale = LossScale(half)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return rate(self._config, self.steps, self._total)
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by before it is differentiated."""
+        return self._scale.value
+
+    def add(self, gradients: Mapping[str, mx.array]) -> None:
+        """A micro-batch's gradient, of a scaled loss. Some come transposed, and all that follows would be, too."""
+        held = self.gradients
+        added = {name: mx.contiguous(g.astype(mx.float32)) for name, g in gradients.items()}
+        self.gradients = {name: held[name] + g if name in held else g for name, g in added.items()}
+        mx.eval(self.gradients)
+
+    def clip(self) -> float:
+        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
+        loss's gradient gets its true size here."""
+        if not self.gradients:
+            return 0.0
+        size = mx.sqrt(mx.stack([g.square().sum() for g in self.gradients.values()]).sum()).item() / self.scale
+        factor = min(1.0, self._config.max_grad_norm / (size + 1e-6)) / self.scale
+        if factor != 1:
+            self.gradients = {name: g * factor for name, g in self.gradients.items()}
+            mx.eval(self.gradients)
+        return size
+
+    def retreat(self, sound: bool) -> bool:
+        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less."""
+        self.zero()
+        return self._scale.retreat(sound)
+
+    def step(self) -> None:
+        """One update, then the masters rounded into the model. One parameter at a time, so that what is computed on the
+        way needs room for one."""
+        c, lr = self._config, self.lr
+        self.steps += 1
+        beta, gamma = c.betas
+        shrink, root = lr / (1 - beta**self.steps), sqrt(1 - gamma**self.steps)
+        for name in list(self.gradients):
+            gradient = self.gradients.pop(name)
+            mean, square = self._moments.get(name) or (mx.zeros_like(gradient), mx.zeros_like(gradient))
+            mean = mean + (1 - beta) * (gradient - mean)
+            square = gamma * square + (1 - gamma) * gradient.square()
+            decayed = self.masters[name] * (1 - lr * c.weight_decay)
+            self.masters[name] = decayed - shrink * mean / (square.sqrt() / root + c.eps)
+            self._moments[name] = mean, square
+            mx.eval(self.masters[name], mean, square)
+        self._scale.stepped(self.steps)
+        self._parameters.put(self.masters)
+        self.zero()
+
+    def zero(self) -> None:
+        self.gradients = {}
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Masters and moments by name, for a checkpoint."""
+        out = {f"master/{name}": master for name, master in self.masters.items()}
+        for name, (mean, square) in self._moments.items():
+            out |= {f"exp_avg/{name}": mean, f"exp_avg_sq/{name}": square}
+        return out
+
+    def load(self, tensors: Mapping[str, mx.array], steps: int, scale: float | None = None) -> None:
+        """Back to a checkpoint's masters, moments, step count and loss scale."""
+        self.steps = steps
+        self._scale.load(scale)
+        self.masters = {name: tensors[f"master/{name}"].astype(mx.float32) for name in self.masters}
+        self._moments = {
+            name: (tensors[f"exp_avg/{name}"], tensors[f"exp_avg_sq/{name}"])
+            for name in self.masters
+            if f"exp_avg/{name}" in tensors
+        }
+        mx.eval(self.masters)
+        self._parameters.put(self.masters)

@@ -1,0 +1,41 @@
+"""The arrays of a model that train, by the names torch and peft have for them: a checkpoint is either's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+ADAPTER = ".default.weight"
+"""What peft calls its only adapter, whose matrices are modules."""
+
+
+class Parameters:
+    """Read and replaced, never changed: arrays of mlx cannot be."""
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+        self._types = {name: array.dtype for name, array in self.now().items()}
+
+    def now(self) -> dict[str, mx.array]:
+        return named(self._net.trainable_parameters())
+
+    def put(self, arrays: Mapping[str, mx.array]) -> None:
+        """Replace some, rounded to the model's type."""
+        rounded = {name: array.astype(self._types[name]) for name, array in arrays.items()}
+        mx.eval(rounded)
+        self._net.update(tree(rounded))
+
+
+def named(tree: Any) -> dict[str, mx.array]:
+    """A module's tree of arrays, flat."""
+    return {name + ADAPTER if _is_adapter(name) else name: array for name, array in tree_flatten(tree)}
+
+
+def tree(arrays: Mapping[str, mx.array]) -> Any:
+    """And back."""
+    return tree_unflatten([(name.removesuffix(ADAPTER), array) for name, array in arrays.items()])
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))

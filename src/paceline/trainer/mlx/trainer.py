@@ -1,0 +1,49 @@
+"""The mlx trainer: samples in, new weights out."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.config import trainer as config
+from paceline.model.mlx.arrays import settled
+from paceline.model.mlx.loading import MlxModel
+from paceline.model.mlx.lora import adapter_tensors
+from paceline.model.weights import Adapter, WeightUpdate
+from paceline.trainer.mlx import checkpoint
+from paceline.trainer.mlx.export import export
+from paceline.trainer.mlx.learner import MlxLearner
+from paceline.trainer.threaded import ThreadedTrainer
+
+
+class MlxTrainer(ThreadedTrainer[MlxLearner]):
+    """Trains a causal LM of mlx-lm, or the adapters beside its layers, in one process.
+
+    An array that is still to be computed belongs to the thread that asked for it: everything that leaves this one, and
+    everything a step leaves behind, has been computed.
+    """
+
+    def __init__(
+        self, model: MlxModel, c: config.Trainer, *, total_steps: int | None = None, dumps: Path | None = None
+    ) -> None:
+        self._model = model
+        super().__init__(MlxLearner(model, c, total_steps), c, model.config, dumps)
+
+    def _begin(self) -> None:
+        """mlx sets a thread up by itself."""
+
+    def _weights(self) -> WeightUpdate:
+        canary = self.learner.canary()
+        adapter = adapter_tensors(self._model.net)
+        if adapter is None:
+            return WeightUpdate(self.version, settled(self.learner.parameters.now()), canary=canary)
+        tensors, scale = adapter
+        return WeightUpdate(self.version, settled(tensors), Adapter("", scale), canary=canary)
+
+    def _save(self, folder: Path) -> None:
+        checkpoint.write(folder, self.learner.tensors(), self._state())
+
+    def _load(self, folder: Path) -> None:
+        self._take_up(folder, *checkpoint.read(folder))
+
+    def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        export(self._model, folder, tokenizer)

@@ -1,0 +1,160 @@
+"""What every trainer of this process has in common: a thread of its own, and what follows a bad step."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from paceline.config import trainer as config
+from paceline.data import MicroBatch, Sample, encode
+from paceline.model.saving import writing
+from paceline.model.weights import WeightUpdate
+from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.gae import cut
+from paceline.trainer.learner import Learner
+from paceline.trainer.loss import Sums
+
+L = TypeVar("L", bound=Learner)
+
+
+class ThreadedTrainer(ABC, Generic[L]):
+    """Speaks the `Trainer` protocol for a learner.
+
+    All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains.
+    """
+
+    def __init__(self, learner: L, c: config.Trainer, model: PreTrainedConfig, dumps: Path | None) -> None:
+        self.learner = learner
+        self._config = c
+        self._dumps = dumps
+        self._bad_steps = 0
+        self._rolled_back: Counter[int] = Counter()
+        """How often each step was bad, where that leads back to a checkpoint. No checkpoint undoes it."""
+        self._fed: dict[int, Sample] = {}
+        """Samples of the batch that is still being gathered."""
+        self._fed_seconds = 0.0
+        self.version = 0
+        limit = getattr(model.get_text_config(), "max_position_embeddings", None) or 1 << 20
+        self.max_tokens = min(c.max_sample_tokens or limit, limit)
+        """What is left of a longer sample."""
+        self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._begin)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """First of all on the trainer's thread."""
+
+    async def _run(self, work, *args):  # noqa: ANN001, ANN002, ANN202 - what work takes and gives
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        await self._run(self._feed, samples)
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        return await self._run(self._step, batch)
+
+    async def weights(self) -> WeightUpdate:
+        return await self._run(self._weights)
+
+    async def save(self, folder: Path) -> None:
+        await self._run(self._save, folder)
+
+    async def load(self, folder: Path) -> None:
+        await self._run(self._load, folder)
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        with writing():
+            await self._run(self._export, folder, tokenizer)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # -- on the trainer's thread ------------------------------------------------------------------------------------
+
+    def _feed(self, samples: Sequence[Sample]) -> None:
+        start = time.perf_counter()
+        self._fed |= {id(sample): sample for sample in samples}  # held, so that no other sample gets its id
+        self.learner.feed([cut(sample, self.max_tokens) for sample in samples], self.version)
+        self._fed_seconds += time.perf_counter() - start
+
+    def _step(self, batch: Sequence[Sample]) -> StepReport:
+        start = time.perf_counter() - self._fed_seconds
+        if lost := self._fed.keys() - {id(sample) for sample in batch}:
+            raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
+        samples = [cut(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
+        metrics, trouble = self.learner.learn(samples, self.version)
+        own = sum(min(len(sample), self.max_tokens) for sample in batch)
+        tokens = self.learner.total(own)
+        self._fed, self._fed_seconds = {}, 0.0
+        if trouble:
+            trouble = self._bad_step(trouble, batch)
+        else:
+            self._bad_steps = 0
+        self.version += 1
+        seconds = time.perf_counter() - start
+        metrics["train_tokens/s"] = tokens / seconds
+        metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
+        roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
+        return StepReport(metrics, bool(trouble), trouble, roll_back, self.learner.peak_bytes())
+
+    def backward(self, micro_batch: MicroBatch) -> Sums:
+        """Add one micro-batch's gradient."""
+        return self.learner.stepper.backward(micro_batch, self.version)
+
+    def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
+        """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""
+        step, most, how = self.version + 1, self._config.max_bad_steps, self._config.on_bad_step
+        where = self._dump(step, batch)
+        if how == "stop":
+            raise TrainerError(f"step {step}: {trouble}, and trainer.on_bad_step is `stop`{where}")
+        if how == "roll_back":
+            self._rolled_back[step] += 1
+            if self._rolled_back[step] >= most:
+                raise TrainerError(f"step {step} was bad {most} times, each after a roll-back: {trouble}{where}")
+            return f"{trouble}; its optimizer step was left out{where}"
+        self._bad_steps += 1
+        if self._bad_steps >= most:
+            raise TrainerError(f"{trouble} {self._bad_steps} times in a row: lower trainer.optimizer.lr{where}")
+        return f"{trouble}; its optimizer step was left out{where}"
+
+    def _dump(self, step: int, batch: Sequence[Sample]) -> str:
+        """Write the batch for `paceline replay`; answers with where, as the end of a sentence."""
+        if self._dumps is None:
+            return ""
+        rank = self.learner.rank
+        path = self._dumps / f"bad-batch-{step:06d}{f'-rank{rank}' if rank else ''}.msgpack"
+        try:
+            self._dumps.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode(batch))
+        except OSError as error:
+            return f"; the batch could not be written to {path}: {error}"
+        return f"; the batch is in {path} (see it with `paceline replay {self._dumps.parent} --dump {step}`)"
+
+    def _state(self) -> dict:
+        return {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
+
+    def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
+        """Go on from a checkpoint that was read."""
+        names = {name.removeprefix("master/") for name in tensors if name.startswith("master/")}
+        if names != self.learner.optimizer.masters.keys():
+            raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
+        self.learner.load(tensors, state)
+        self.version, self._bad_steps = state["version"], state["bad_steps"]
+        self._fed, self._fed_seconds = {}, 0.0
+
+    @abstractmethod
+    def _weights(self) -> WeightUpdate: ...
+
+    @abstractmethod
+    def _save(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def _load(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None: ...

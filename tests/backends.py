@@ -1,0 +1,129 @@
+"""The engine under law: torch's, or MLX's where the environment says `PACELINE_BACKEND=mlx`.
+
+The laws are the same and so is their oracle, a model in torch. What differs is here: how an engine is made of that
+model, and how a test reaches the few parts it holds in its own hands.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from paceline.inference.engine import sampler as torch_sampler
+from paceline.inference.engine.noise import uniform as torch_uniform
+from paceline.inference.engine.slots import SlotCache as TorchSlotCache
+from paceline.model.shape import AttentionShape
+
+MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
+BITS = 1e-5 if MLX else 0.0
+"""How far the same formula may be off where the oracle is torch's own function."""
+
+
+def torch_only(why: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(MLX, reason=why)
+
+
+PAGES = torch_only("pages are torch's: MLX keeps slots")
+
+
+def paged(config: dict, **how: Any) -> Any:
+    """A case with these engine settings."""
+    return pytest.param(config, marks=[PAGES] if config.get("cache") == "pages" else [], **how)
+
+
+if MLX:
+    import mlx.core as mx
+    import numpy as np
+
+    from in_mlx import as_mlx
+    from paceline.inference.engine.engine import DecodingEngine
+    from paceline.inference.mlx import MlxEngine, sampler, served
+    from paceline.inference.mlx.slots import KeyShape, MlxSlots
+    from paceline.inference.noise import uniform_array
+    from paceline.model.mlx.arrays import as_array
+
+    def engine_of(model: PreTrainedModel, config: Any, **settings: Any) -> DecodingEngine:
+        return MlxEngine(as_mlx(model), config, **settings)
+
+    class SlotCache(MlxSlots):
+        """Slots of MLX that a test reads and writes with tensors."""
+
+        def __init__(
+            self, shape: AttentionShape, slots: int, length: int, most: int, dtype: torch.dtype, device: str,
+            steady: bool = False,
+        ) -> None:  # fmt: skip
+            kind = getattr(mx, str(dtype).removeprefix("torch."))
+            heads, dim = shape.kv_heads, shape.head_dim
+            super().__init__(KeyShape(shape.layers, heads, dim, dim, kind), slots, length, most, steady)
+
+        def write(self, layer, slots, positions, keys, values) -> None:
+            if not isinstance(keys, torch.Tensor):
+                return super().write(layer, slots, positions, keys, values)
+            where = [as_array(index)[:, None] for index in (slots, positions)]
+            super().write(layer, *where, as_array(keys)[:, :, None], as_array(values)[:, :, None])
+            mx.eval(self.arrays)
+
+        def read_one(self, layer: int, slot: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """As torch's slots give it: [1, position, kv head, dim]."""
+            rows = (store[layer][slot : slot + 1, :, :width] for store in (self.keys, self.values))
+            keys, values = (torch.from_numpy(np.array(row.transpose(0, 2, 1, 3))) for row in rows)
+            return keys, values
+
+    def held_bytes(cache: Any) -> int:
+        return sum(array.nbytes for array in cache.arrays)
+
+    def interfere(monkeypatch: pytest.MonkeyPatch, copy_one: Callable) -> None:
+        put, numbers = served.replace_parameter, itertools.count()
+        monkeypatch.setattr(
+            served,
+            "replace_parameter",
+            lambda model, name, array: copy_one(next(numbers), functools.partial(put, model, name), array),
+        )
+
+    def _numpy(draw: torch_sampler.Draw) -> sampler.Draw:
+        fields = {name: getattr(draw, name) for name in torch_sampler.Draw.__dataclass_fields__}
+        return sampler.Draw(**{n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+
+    def _torch(array: mx.array | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(np.array(array))
+
+    def sample(logits: torch.Tensor, draw: torch_sampler.Draw) -> torch_sampler.Sampled:
+        got = sampler.sample(as_array(logits), _numpy(draw))
+        top = None if got.top is None else (_torch(got.top[0]), _torch(got.top[1]))
+        return torch_sampler.Sampled(_torch(got.tokens).long(), _torch(got.logprobs), _torch(got.log_z), top)
+
+    def keep_top(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        ranks = sampler._ranks(top_k.numpy(), probs.shape[-1])
+        return _torch(sampler.keep_top(as_array(probs), as_array(top_p), ranks))
+
+    def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return _torch(sampler.inverse_cdf(as_array(probs), u.numpy()))
+
+    def uniform(keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(uniform_array(keys.numpy(), indices.numpy()))
+
+else:
+    from paceline.inference import EmbeddedEngine as engine_of  # noqa: F401
+    from paceline.inference.engine.pages import PageCache
+
+    SlotCache = TorchSlotCache
+    sample, keep_top, inverse_cdf = torch_sampler.sample, torch_sampler.keep_top, torch_sampler.inverse_cdf
+    uniform = torch_uniform
+
+    def held_bytes(cache: Any) -> int:
+        tensors = [cache.kv] if isinstance(cache, PageCache) else [*cache.keys, *cache.values]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def interfere(monkeypatch: pytest.MonkeyPatch, copy_one: Callable) -> None:
+        """Let `copy_one(number, put, tensor)` stand for what an engine does with each tensor of an update."""
+
+        def copied(mine: list[torch.Tensor], sent: list[torch.Tensor], non_blocking: bool = False) -> None:
+            for number, (a, b) in enumerate(zip(mine, sent, strict=True)):
+                copy_one(number, a.copy_, b)
+
+        monkeypatch.setattr(torch, "_foreach_copy_", copied)

@@ -1,0 +1,95 @@
+"""The quickstart model twice, in torch and in MLX, with the same weights, samples and settings."""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.config import trainer as config
+from paceline.config.model import Lora, Model
+from paceline.data import MicroBatch, Sample, fold, pack
+from paceline.model import attach_lora, load_model
+from paceline.model.adapters import trained_adapter
+from paceline.model.mlx.arrays import as_array
+from paceline.model.mlx.loading import MlxModel, twin
+from paceline.model.mlx.loading import load_model as load_mlx
+from paceline.model.mlx.lora import attach_lora as attach_mlx
+from paceline.model.mlx.lora import load_adapter
+from paceline.trainer import TorchTrainer
+from paceline.trainer.mlx import MlxTrainer
+from samples import make_batch
+
+SETTINGS = Model()
+
+
+class Pair(NamedTuple):
+    torch: TorchTrainer
+    mlx: MlxTrainer
+
+    def close(self) -> None:
+        for trainer in self:
+            trainer.close()
+
+
+def mlx_model(lora: Lora | None = None) -> MlxModel:
+    """With an adapter that starts as peft's does."""
+    model = attach_mlx(twin(_loaded()), lora, 0)
+    if lora is not None:
+        tensors, _ = trained_adapter(torch_model(lora))
+        load_adapter(model.net, {name: as_array(tensor) for name, tensor in tensors.items()})
+    return model
+
+
+@functools.cache
+def _loaded() -> MlxModel:
+    return load_mlx(SETTINGS)
+
+
+def torch_model(lora: Lora | None = None):
+    return attach_lora(load_model(SETTINGS, "cpu"), Model(lora=lora), seed=0)
+
+
+def pair(lora: Lora | None = None, **settings: Any) -> Pair:
+    c = config.Trainer(threads=1, **settings)
+    return Pair(TorchTrainer(torch_model(lora), c), MlxTrainer(mlx_model(lora), c))
+
+
+@functools.cache
+def samples(seed: int, count: int = 7, noise: float = 0.2) -> tuple[Sample, ...]:
+    """All components, a KL reference's scores, and a sampler that is near the policy. Token 0 pads, and torch's
+    embedding does not learn from it; it is not among these."""
+    rng = np.random.default_rng(seed)
+    trainer = TorchTrainer(load_model(SETTINGS, "cpu"), config.Trainer(threads=1))
+    out = []
+    for sample in make_batch(seed, count=count):
+        sample = sample.with_streams(token_ids=sample.token_ids + 1)
+        (alone,) = pack([sample], fold([sample]), len(sample))
+        pi = np.zeros(len(sample), np.float32)
+        pi[sample.loss_mask] = trainer.learner.forward.scores(alone)
+        apart = [rng.normal(0, noise, len(sample)) for _ in range(3)]
+        near = [np.where(sample.loss_mask, np.minimum(pi + n, -1e-3), 0) for n in apart]
+        out.append(sample.with_streams(logprobs=near[0], base_logprobs=near[1], ref_logprobs=near[2]))
+    trainer.close()
+    return tuple(out)
+
+
+def packs(batch: tuple[Sample, ...] | list[Sample], budget: int = 10_000, prox: bool = False) -> list[MicroBatch]:
+    rng = np.random.default_rng(0)
+    starts = [s.logprobs + s.loss_mask * rng.normal(0, 0.1, len(s)).astype(np.float32) for s in batch if prox]
+    return pack(list(batch), fold(list(batch)), budget, starts)
+
+
+def mlx_gradient(trainer: MlxTrainer) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(g)) for name, g in trainer.learner.optimizer.gradients.items()}
+
+
+def torch_gradient(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: master.grad for name, master in trainer.learner.optimizer.masters.items()}
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """How far two sets of tensors are apart, as a share of their size."""
+    assert one.keys() == other.keys()
+    gap = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
+    return (gap / sum(float(t.double().square().sum()) for t in other.values())) ** 0.5

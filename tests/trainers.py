@@ -1,0 +1,172 @@
+"""The trainer under law: torch's, or MLX's where the environment says `PACELINE_BACKEND=mlx`.
+
+The laws are the same and so are their oracles, models and numbers in torch. What differs is here: how a trainer is made
+of such a model, how a loss is differentiated, and how a test reaches what it looks at.
+"""
+
+import functools
+import json
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.config import trainer as config
+from paceline.data import MicroBatch
+from paceline.model import trainable
+from paceline.trainer.loss import Loss, Sums
+from paceline.trainer.tokens import Tokens
+
+MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
+
+
+def torch_only(why: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(MLX, reason=why)
+
+
+NO_CRITIC = torch_only("MLX has no critic")
+NO_OFFLOAD = torch_only("MLX has one memory, and nowhere to offload to")
+NO_STREAM = torch_only("MLX begins nothing early")
+EXACT = 1e-6 if MLX else 1e-9
+"""How far a loss in float64 may be off: of what mlx says of exp(x) only float32 is right."""
+
+
+class Slope(NamedTuple):
+    """A loss, its sums, and its gradient."""
+
+    loss: float
+    sums: Sums
+    logprobs: NDArray
+    entropy: NDArray
+
+
+if MLX:
+    import mlx.core as mx
+
+    from paceline.config.model import Lora, Model
+    from paceline.model.adapters import trained_adapter
+    from paceline.model.mlx.arrays import as_array
+    from paceline.model.mlx.loading import MlxModel, load_model, twin
+    from paceline.model.mlx.lora import attach_lora, load_adapter
+    from paceline.trainer.mlx import MlxTrainer
+    from paceline.trainer.mlx.parameters import tree
+
+    LIBRARY = "an mlx array"
+
+    @functools.cache
+    def _loaded(described: str, kind: type, dtype: str) -> MlxModel:
+        """A model of this config, with whatever weights."""
+        with tempfile.TemporaryDirectory() as folder:
+            kind._from_config(kind.config_class.from_dict(json.loads(described))).save_pretrained(folder)
+            return load_model(Model(name=folder, dtype=dtype))
+
+    def as_mlx(model: PreTrainedModel) -> MlxModel:
+        """The same weights in MLX, the adapter too if there is one."""
+        dtype = str(model.dtype).removeprefix("torch.")
+        made = twin(_loaded(model.config.to_json_string(use_diff=False), type(model), dtype))
+        base = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+        made.net.update(tree({name.replace(".base_layer.", "."): as_array(p) for name, p in base.items()}))
+        if (adapter := trained_adapter(model)) is not None:
+            peft = model.peft_config["default"]
+            lora = Lora(
+                rank=peft.r, alpha=peft.lora_alpha, dropout=peft.lora_dropout, targets=sorted(peft.target_modules)
+            )
+            attach_lora(made, lora, 0)
+            load_adapter(made.net, {name: as_array(tensor) for name, tensor in adapter[0].items()})
+        return made
+
+    def trainer_of(model: PreTrainedModel, c: config.Trainer, **more: Any) -> MlxTrainer:
+        return MlxTrainer(as_mlx(model), c, **more)
+
+    def _torch(array: mx.array) -> Tensor:
+        half = array.dtype == mx.bfloat16
+        tensor = torch.from_numpy(np.ascontiguousarray(array.astype(mx.float32) if half else array))
+        return tensor.bfloat16() if half else tensor
+
+    def as_numpy(array: Any) -> NDArray:
+        return np.array(array)
+
+    def weights_of(trainer: MlxTrainer) -> dict[str, Tensor]:
+        """What trains, as it is now, by torch's names."""
+        return {name: _torch(array) for name, array in trainer.learner.parameters.now().items()}
+
+    def put_weights(trainer: MlxTrainer, tensors: dict[str, Tensor]) -> None:
+        trainer.learner.parameters.put({name: as_array(t) for name, t in tensors.items()})
+        trainer.learner.optimizer.masters |= {name: as_array(t).astype(mx.float32) for name, t in tensors.items()}
+
+    def gradient_of(trainer: MlxTrainer) -> Tensor:
+        """All of it as it stands, in the order of names."""
+        optimizer = trainer.learner.optimizer
+        parts = [optimizer.gradients.get(name, mx.zeros_like(m)) for name, m in sorted(optimizer.masters.items())]
+        return torch.cat([_torch(part).view(-1) for part in parts]).double()
+
+    def tensors_of(trainer: MlxTrainer) -> dict[str, Tensor]:
+        """Masters, moments and whatever else a checkpoint keeps."""
+        return {name: _torch(array) for name, array in trainer.learner.tensors().items()}
+
+    def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> Tokens:
+        return trainer.learner.stepper.tokens(micro_batch)
+
+    def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> Tokens:
+        with mx.stream(mx.cpu):  # which has float64 everywhere
+            kinds = {name: mx.float64 if x.dtype == np.float64 else None for name, x in streams.items()}
+            return Tokens(names=names, **{name: mx.array(x, kinds[name]) for name, x in streams.items()})
+
+    def slope(c: config.Trainer, streams: dict[str, NDArray], names: tuple[str, ...]) -> Slope:
+        """A loss at these numbers."""
+
+        def value(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+            loss, sums = Loss(c)(Tokens(names=names, logprobs=logprobs, entropy=entropy, **rest), 0)
+            return loss, sums.values
+
+        with mx.stream(mx.cpu):
+            made = tokens(streams, names)
+            rest = {name: getattr(made, name) for name in streams if name not in ("logprobs", "entropy")}
+            (loss, sums), grads = mx.value_and_grad(value, (0, 1))(made.logprobs, made.entropy)
+            mx.eval(loss, sums, grads)
+        return Slope(loss.item(), Sums(sums), *map(np.array, grads))
+
+else:
+    from paceline.trainer import TorchTrainer as trainer_of
+    from paceline.trainer.layout import local
+
+    LIBRARY = "a torch tensor"
+
+    def as_numpy(array: Any) -> NDArray:
+        return array.detach().numpy()
+
+    def weights_of(trainer: trainer_of) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in trainable(trainer._model).items()}
+
+    def put_weights(trainer: trainer_of, tensors: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                trainable(trainer._model)[name].copy_(tensor)
+
+    def gradient_of(trainer: trainer_of) -> Tensor:
+        masters = [master for _, master in sorted(trainer.learner.optimizer.masters.items())]
+        return torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).view(-1) for m in masters]).double()
+
+    def tensors_of(trainer: trainer_of) -> dict[str, Tensor]:
+        return {name: local(tensor).clone() for name, tensor in trainer.learner.tensors().items()}
+
+    def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> Tokens:
+        return trainer.learner.stepper.tokens(micro_batch)[0]
+
+    def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> Tokens:
+        return Tokens(names=names, **{name: torch.from_numpy(x) for name, x in streams.items()})
+
+    def slope(c: config.Trainer, streams: dict[str, NDArray], names: tuple[str, ...]) -> Slope:
+        made = tokens(streams, names)
+        for leaf in (made.logprobs, made.entropy):
+            leaf.requires_grad_().grad = None
+        loss, sums = Loss(c)(made, 0)
+        loss.backward()
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (made.logprobs, made.entropy)]
+        return Slope(loss.item(), sums, *(grad.numpy() for grad in grads))
