@@ -12,11 +12,13 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.progress import Progress
 
 from paceline.config import Checkpoint, Eval, Record, RunConfig, dump
 from paceline.config.env import CustomEnv
@@ -138,8 +140,10 @@ def _credited(sample: Sample, gain: np.float32, version: int) -> Sample:
     )
 
 
-def make(path: Path, rollouts: int, batch: int, seed: int) -> None:
-    """Steps of one batch each until there are so many rollouts."""
+def make(
+    path: Path, rollouts: int, batch: int = 256, seed: int = 0, made: Callable[[int], object] = lambda count: None
+) -> None:
+    """Steps of one batch each until there are so many rollouts; `made` hears how many there are so far."""
     steps = max(1, (rollouts - EVALUATIONS * HELD_OUT) // batch)
     config = RunConfig(
         name=path.name,
@@ -170,6 +174,7 @@ def make(path: Path, rollouts: int, batch: int, seed: int) -> None:
                 journal.clear()
                 keeper.spans(step, lanes(clock[0]))
                 clock[0] += STEP_SECONDS
+                made(count)
                 while keeper.waiting > 2_000_000:
                     time.sleep(0.005)
             recorder.end(RunOutcome("finished", steps))
@@ -236,7 +241,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     began = time.perf_counter()
-    make(options.folder, options.rollouts, options.batch, options.seed)
+    with Progress() as progress:
+        task = progress.add_task("rollouts", total=options.rollouts)
+        make(
+            options.folder,
+            options.rollouts,
+            options.batch,
+            options.seed,
+            lambda count: progress.update(task, completed=count),
+        )
     print(f"{options.rollouts} rollouts in {options.folder}, made in {time.perf_counter() - began:.0f} s")
 
 

@@ -1,16 +1,17 @@
 """Self-play on a Mac: a 4-bit base, LoRA, an arena, credit within groups, generating and training at once.
 
-    mlx_lm.convert --hf-path HF_FOLDER --mlx-path MODEL -q          a quantised model, if you have none
-    paceline serve MODEL --backend mlx --engine.adapters 1          in one terminal
-    python examples/arenas/on_a_mac.py MODEL                        in another
+mlx_lm.convert --hf-path HF_FOLDER --mlx-path MODEL -q          a quantised model, if you have none
+paceline serve MODEL --backend mlx --engine.adapters 1          in one terminal
+python examples/arenas/on_a_mac.py MODEL                        in another
 """
 
 import asyncio
 import sys
 
+from tic_tac_toe import TicTacToe
+
 from paceline.cluster.selfplay import GRPOCredit, OpenAIClient, Trainer, TrainerConfig, load, optim, training_loop
 from paceline.config.inference import Sampling
-from tic_tac_toe import TicTacToe
 
 
 async def main(name: str, base_url: str = "http://localhost:8000/v1", num_steps: str = "20") -> None:

@@ -1,7 +1,7 @@
 """The page of advisories in a real browser. Needs Chromium; where there is none these tests are skipped and say so."""
 
 import pytest
-from test_ui_browser import _expect, _open, browser, page, pytestmark  # noqa: F401
+from test_ui_browser import _expect, _open, browser, page, pytestmark, tab  # noqa: F401
 
 from advising import DEFECTS, Plot
 from recorded import Told, served

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recorded import Told, served, torn
+from tokened import tokened
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the `dev` extra is not installed: no playwright")
 
@@ -29,6 +30,7 @@ FLAGS = [
     "--disable-sync",
 ]
 HOSTILE = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
+SIZE = {"width": 1440, "height": 900}
 PATIENCE = 20_000
 """Milliseconds that a page may take; a busy machine is slow."""
 
@@ -45,8 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     living = Told(runs, "living", began=now - 30).step(15)
     Told(runs, "empty", began=now - 1000).let_go()
     (runs / "empty" / "metrics.jsonl").unlink()
+    tokened(runs, "said-finished", began=now - 900).end()
+    tokened(runs, "said-crashed", began=now - 800).let_go()
+    saying = tokened(runs, "said-living", began=now - 20)
     yield runs
     living.let_go()
+    saying.let_go()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
             executable_path=CHROMIUM,
             headless=True,
             args=FLAGS,
-            viewport={"width": 1440, "height": 900},
+            viewport=SIZE,
         )
         context.set_default_timeout(PATIENCE)
         playwright.expect.set_options(timeout=PATIENCE)
@@ -71,17 +77,42 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
         context.close()
 
 
-@pytest.fixture
-def page(browser, address):
-    """A page whose console must stay silent and which asks nobody but our server."""
+@pytest.fixture(scope="module")
+def tab(browser):
+    """One for all tests: to load the app anew costs ten times what going from page to page does."""
     opened = browser.new_page()
-    wrong: list[str] = []
-    opened.on("console", lambda told: wrong.append(told.text) if told.type in ("error", "warning") else None)
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("request", lambda asked: None if asked.url.startswith((address, "data:")) else wrong.append(asked.url))
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def page(tab, address):
+    """A page whose console must stay silent and which asks nobody but our server."""
+    wrong: list[str] = []
+    listeners = {
+        "console": lambda told: wrong.append(told.text) if told.type in ("error", "warning") else None,
+        "pageerror": lambda error: wrong.append(str(error)),
+        "request": lambda asked: None if asked.url.startswith((address, "data:")) else wrong.append(asked.url),
+    }
+    for what, listener in listeners.items():
+        tab.on(what, listener)
+    tab.emulate_media(color_scheme="light")
+    tab.set_viewport_size(SIZE)
+    yield tab
+    leave(tab)
+    for what, listener in listeners.items():
+        tab.remove_listener(what, listener)
     assert wrong == []
+
+
+def leave(page) -> None:
+    """Go where no run is shown, so that whatever stands there next was drawn anew."""
+    if page.url.endswith("#/nowhere"):
+        return
+    page.mouse.move(0, 0)
+    page.evaluate("location.hash = '#/nowhere'")
+    page.wait_for_selector(".notice:has-text('There is no page \"nowhere\"')")
+    page.evaluate("document.getElementById('main').replaceChildren()")
 
 
 def _expect(locator):
@@ -93,35 +124,85 @@ def _open(page, address: str, place: str, wanted: str) -> None:
     page.wait_for_selector(wanted)
 
 
+RUNS = "table.runs tbody tr"
+SIDEWAYS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 PAGES = {
-    "#/": "table.runs tbody tr",
-    "#/compare?run=seed-0&run=seed-1&run=seed-2&run=finished": ".chart canvas",
-    **{f"#/run/{run}/overview": ".vitals" for run in ("living", "finished", "crashed", "failed", "empty")},
-    **{f"#/run/{run}/config": "table.config" for run in ("living", "finished", "crashed")},
+    "overview": {"": ".vitals"},
+    "advice": {"": ".advice table.list"},
+    "rollouts": {
+        "": "table.rollouts tbody tr",
+        "?id=1": ".message",
+        "?id=1&view=group": ".columns .try",
+    },
+    "tokens": {"": ".token-chip"},
+    "tickets": {"": "tbody tr", "?ticket=2": ".ticket-life"},
+    "replay": {"": "form.controls"},
+    "config": {"": "table.config"},
 }
+"""Every page of a run, its views, and what is there once it is drawn."""
+FOLDER_PAGES = {
+    "runs": {"": RUNS},
+    "compare": {"?run=seed-0&run=seed-1&run=seed-2&run=finished": ".chart canvas"},
+    "diff": {"?a=said-finished&b=said-crashed": "main .parting-side, main .notice"},
+    "ab": {"?a=said-finished&b=said-crashed": ".charts canvas"},
+}
+BARE = {
+    "overview": ".vitals",
+    "rollouts": ".empty",
+    "tokens": ".empty:has-text('No rollout is recorded yet.')",
+    "tickets": ".empty:has-text('No ticket yet')",
+    "replay": ".empty:has-text('Nothing to replay')",
+}
+"""What pages say of a run that ended before anything was kept."""
 
 
-@pytest.mark.parametrize("place", PAGES)
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_page_opens_without_a_complaint_in_either_theme(page, address, place, theme):
-    page.emulate_media(color_scheme=theme)
-    _open(page, address, place, PAGES[place])
-    assert page.evaluate("document.documentElement.dataset.theme") == theme
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    bright = sum(map(int, re.findall(r"\d+", ground)[:3])) / 3
-    assert bright > 200 if theme == "light" else bright < 60
-    assert page.title().endswith("Paceline")
-    assert page.locator("main h1").count() == 1
-    wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
-    assert page.evaluate(wide), "no page scrolls sideways"
+def _in_both_themes(page, place: str) -> None:
+    """A page as it was opened, and after the system changed its mind."""
+    first = page.evaluate("document.documentElement.dataset.theme")
+    for theme in (first, "dark" if first == "light" else "light"):
+        page.emulate_media(color_scheme=theme)
+        page.wait_for_selector(f"html[data-theme={theme}]")
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        bright = sum(map(int, re.findall(r"\d+", ground)[:3])) / 3
+        assert bright > 200 if theme == "light" else bright < 60, f"{place} is not {theme}"
+        assert page.title().endswith("Paceline")
+        assert page.locator("main h1").count() == 1, place
+        assert not page.evaluate(SIDEWAYS), f"{place} scrolls sideways"
+
+
+@pytest.mark.parametrize("run", ["said-living", "said-finished", "said-crashed"])
+def test_every_page_of_a_run_opens_without_a_complaint_in_both_themes(page, address, run):
+    for name, views in PAGES.items():
+        for view, wanted in views.items():
+            place = f"#/run/{run}/{name}{view}"
+            _open(page, address, place, f"body:has(#tabs a[aria-current=page][href$='/{name}']) main {wanted}")
+            _in_both_themes(page, place)
+    _expect(page.locator("#trail .pill")).to_have_text({"living": "running"}.get(run[5:], run[5:]))
+
+
+def test_every_page_of_the_folder_opens_without_a_complaint_in_both_themes(page, address):
+    for name, views in FOLDER_PAGES.items():
+        for view, wanted in views.items():
+            _open(page, address, f"#/{name}{view}", wanted)
+            _in_both_themes(page, name)
+    known = "import('/static/js/pages.js').then((all) => [Object.keys(all.RUN_PAGES), Object.keys(all.FOLDER_PAGES)])"
+    assert page.evaluate(known) == [list(PAGES), list(FOLDER_PAGES)], "a page that nobody drives"
+
+
+def test_every_page_of_a_run_that_kept_nothing_opens_without_a_complaint(page, address):
+    for run in ("failed", "empty"):
+        for name, wanted in BARE.items():
+            here = f"body:has(#tabs a[aria-current=page][href$='/{run}/{name}'])"
+            _open(page, address, f"#/run/{run}/{name}", f"{here} main {wanted}")
+            _in_both_themes(page, f"{run}/{name}")
 
 
 def test_the_theme_button_is_remembered(page, address):
     page.emulate_media(color_scheme="light")
-    _open(page, address, "#/", PAGES["#/"])
+    _open(page, address, "#/", RUNS)
     page.get_by_role("button", name="Use the dark theme").click()
     page.reload()
-    page.wait_for_selector(PAGES["#/"])
+    page.wait_for_selector(RUNS)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.get_by_role("button", name="Use the light theme").click()
     page.evaluate("localStorage.clear()")
@@ -161,7 +242,7 @@ def test_new_steps_appear_by_themselves_and_charts_stay_in_place(page, folder, a
 
 
 def test_the_table_grows_with_a_new_run(page, folder, address):
-    _open(page, address, "#/", PAGES["#/"])
+    _open(page, address, "#/", RUNS)
     told = Told(folder, "brand-new").step(1)
     page.wait_for_selector("tr[data-key='brand-new'] .pill.running")
     page.evaluate("window.kept = document.querySelector('tr[data-key=\"brand-new\"] a')")
@@ -174,7 +255,7 @@ def test_the_table_grows_with_a_new_run(page, folder, address):
 
 
 def test_keys_alone_find_runs_tick_them_and_compare(page, address):
-    _open(page, address, "#/", PAGES["#/"])
+    _open(page, address, "#/", RUNS)
     page.keyboard.press("/")
     page.keyboard.type("seed-")
     _expect(page.locator("table.runs tbody tr")).to_have_count(3)
@@ -192,7 +273,7 @@ def test_keys_alone_find_runs_tick_them_and_compare(page, address):
     page.wait_for_selector("text=3 seeds")
     _expect(page.locator(".differs th[scope=row]")).to_have_text(["seed"])
     page.goto(f"{address}/#/")
-    page.wait_for_selector(PAGES["#/"])
+    page.wait_for_selector(RUNS)
     page.get_by_role("button", name="Untick all").click()
     page.locator("tr[data-key='crashed']").focus()
     page.keyboard.press("Enter")
@@ -236,7 +317,7 @@ def test_a_drag_zooms_all_charts_and_the_table_follows(page, address):
 
 
 def test_no_spike_is_lost_however_few_the_pixels(page, address):
-    _open(page, address, "#/", PAGES["#/"])
+    _open(page, address, "#/", RUNS)
     found = page.evaluate("""async () => {
       const { thin } = await import('/static/js/chart/scale.js');
       const xs = Array.from({length: 20000}, (_, at) => at);
@@ -250,7 +331,7 @@ def test_no_spike_is_lost_however_few_the_pixels(page, address):
 
 
 def test_seeds_are_their_mean_between_the_lowest_and_the_highest(page, address):
-    _open(page, address, "#/", PAGES["#/"])
+    _open(page, address, "#/", RUNS)
     found = page.evaluate("""async () => {
       const { families, joined } = await import('/static/js/seeds.js');
       const runs = [{ name: 'a-seed0', family: 'x' }, { name: 'b', family: '' }, { name: 'a-seed1', family: 'x' }];
@@ -262,7 +343,7 @@ def test_seeds_are_their_mean_between_the_lowest_and_the_highest(page, address):
 
 
 def test_smoothing_neither_starts_at_zero_nor_moves_a_constant(page, address):
-    _open(page, address, "#/", PAGES["#/"])
+    _open(page, address, "#/", RUNS)
     found = page.evaluate("""async () => {
       const { smoothed } = await import('/static/js/chart/scale.js');
       return [smoothed([3, 3, 3], 0.9), smoothed([1, 5], 0.5), smoothed([1, 5], 0)];
@@ -314,6 +395,8 @@ def test_the_config_page_marks_and_filters_what_differs(page, address):
 
 def test_landmarks_labels_and_tab_order_lead_through_a_run(page, address):
     _open(page, address, "#/run/finished/overview", ".chart canvas")
+    page.reload()
+    page.wait_for_selector(".chart canvas")
     for role in ("banner", "main"):
         assert page.get_by_role(role).count() == 1
     assert page.get_by_role("navigation", name="Pages of this run").get_by_role("link").count() >= 2

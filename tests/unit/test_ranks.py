@@ -20,8 +20,7 @@ from paceline.config.parallel import Parallel
 from paceline.data import encode
 from paceline.model import trainable
 from paceline.trainer import TorchTrainer
-from paceline.trainer.batch import together
-from paceline.trainer.world import World
+from paceline.trainer.world import World, together
 from samples import make_batch, near_policy, rewarded
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps.

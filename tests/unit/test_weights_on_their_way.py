@@ -14,8 +14,8 @@ from safetensors.torch import save
 
 from paceline.inference.base import RequestError
 from paceline.inference.private import PrivateFolder, sweep
-from paceline.inference.server.spool import write_all
 from paceline.inference.raw import tensors_in
+from paceline.inference.server.spool import write_all
 from paceline.model.bits import MASK
 from paceline.model.torch_bits import bits_of, mix
 from paceline.model.weights import PIECE, STRETCH, tensor_sums

@@ -5,9 +5,10 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +18,6 @@ from rich.tree import Tree
 
 from paceline.errors import PacelineError
 from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import read_jsonl
 from paceline.monitor.text import one_line, seconds
 from paceline.monitor.waitgraph import label
 from paceline.monitor.watchdog import SNAPSHOT_SECONDS, born, stalled_file
@@ -43,6 +43,8 @@ class Findings:
     checkpoint: Path | None = None
     stalled: list[tuple[Path, float]] = field(default_factory=list)
     """Reports of stalls, with their ages."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, each as a sentence."""
 
 
 def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
@@ -50,16 +52,17 @@ def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
     files = RunDirectory(run)
     if not (files.config_file.is_file() or files.lock_file.is_file()):
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
-    events = read_jsonl(files.events_file)
+    problems: list[str] = []
+    events = _records(files.events_file, {"event": str, "time": int | float}, problems)
     marks = [event for event in events if event["event"] in ("begin", "end")]
     ended = marks[-1] if marks and marks[-1]["event"] == "end" else None
     parts = [_part(path, now()) for path in sorted(run.glob("waits*.json"))]
     lead = next((part for part in parts if not part["part"]), None)
     pid = lead["pid"] if lead else _holder(files.lock_file)
     state = lead["state"] if lead else ("gone" if ended or pid is None else _state(pid))
-    metrics = read_jsonl(files.metrics_file)
+    metrics = _records(files.metrics_file, {"step": int}, problems)
     step = lead["step"] if lead and lead["step"] is not None else metrics[-1]["step"] if metrics else None
-    found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts)
+    found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts, problems=problems)
     found.events = [event for event in events if event["event"] in ("note", "phase")][-_EVENTS:]
     found.checkpoint = max((path.parent for path in files.checkpoints.glob("step-*/state.json")), default=None)
     reports = [stalled_file(run), *sorted(run.glob("stalled-*.txt"))]
@@ -73,7 +76,7 @@ def report(found: Findings) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    style = "green" if found.alive or (found.ended and found.ended["status"] == "finished") else "yellow"
+    style = "green" if found.alive or (found.ended and found.ended.get("status") == "finished") else "yellow"
     facts.add_row("run", Text(str(found.run)))
     facts.add_row("state", Text(found.verdict, style))
     facts.add_row("step", Text("none yet" if found.step is None else str(found.step)))
@@ -81,6 +84,8 @@ def report(found: Findings) -> RenderableType:
         facts.add_row(part["part"] or "process", Text(_pulse(part)))
     for path, age in found.stalled:
         facts.add_row("stalled", Text(f"{seconds(age)} ago: {path} has the stacks of all tasks and threads"))
+    for problem in found.problems:
+        facts.add_row("unreadable", Text(problem, "yellow"))
     facts.add_row("checkpoint", Text(str(found.checkpoint or "none yet")))
     if not found.alive and (command := resume_command(found)):
         facts.add_row("go on with", Text(command))
@@ -89,7 +94,7 @@ def report(found: Findings) -> RenderableType:
 
 def resume_command(found: Findings) -> str:
     """What to type to go on; nothing where the run is finished."""
-    if found.ended and found.ended["status"] == "finished":
+    if found.ended and found.ended.get("status") == "finished":
         return ""
     how = "--resume latest" if found.checkpoint else "--overwrite"
     return f"paceline train {shlex.quote(str(found.run / 'config.toml'))} {how}"
@@ -115,7 +120,7 @@ def _verdict(
         return f"runs as process {pid}"
     if found.ended and not lead:
         message = found.ended.get("message")
-        return f"{found.ended['status']} at step {found.ended['step']}" + (f": {message}" if message else "")
+        return f"{found.ended.get('status')} at step {found.ended.get('step')}" + (f": {message}" if message else "")
     if pid is None:
         return "never started"
     last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])], default=0.0)
@@ -124,6 +129,25 @@ def _verdict(
     return (
         f"killed{began}: process {pid} is gone and wrote no end (SIGKILL, out of memory, or the machine stopped){when}"
     )
+
+
+def _records(path: Path, fields: Mapping[str, type | UnionType], problems: list[str]) -> list[dict[str, Any]]:
+    """The lines of a file that have these fields; a damaged one is named, and no reason to be silent about the rest."""
+    found, damaged = [], []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items()):
+            found.append(record)
+        else:
+            damaged.append(number)
+    if damaged:
+        many = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
+        problems.append(f"{path.name}: {many} damaged and left out, the first is line {damaged[0]}")
+    return found
 
 
 def _part(path: Path, now: float) -> dict[str, Any]:
@@ -200,5 +224,5 @@ def _events(events: list[dict[str, Any]]) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
     for event in events:
         at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        table.add_row(Text(at, "dim"), Text(event["event"]), Text(one_line(event["text"])))
+        table.add_row(Text(at, "dim"), Text(event["event"]), Text(one_line(str(event.get("text", "")))))
     return [Text(), Text("last events", "bold"), table]

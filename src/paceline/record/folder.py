@@ -1,5 +1,6 @@
 """A run directory, opened for reading: while the run lives, after it ended, after it crashed, or on another machine."""
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -112,15 +113,16 @@ class RunFolder:
         """Who did what in this time, in seconds since 1970."""
         return self._lanes.find(start, end)
 
-    def problems(self) -> list[str]:
-        """What could not be read, each as a sentence."""
+    def problems(self, patient: bool = True) -> list[str]:
+        """What could not be read, each as a sentence. Not to be patient is to leave out what a long journal of tickets
+        would say, until somebody has read it."""
         found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
         if not found and self.config():
             try:
                 understood(self.config())
             except ValueError as error:
                 found.append(f"config.toml: {error}")
-        return [*found, *self.rollouts.problems(), *self.tickets.problems()]
+        return [*found, *self.rollouts.problems(), *self.tickets.problems(patient)]
 
     def _config(self) -> tuple[dict[str, Any], list[str]]:
         try:
@@ -137,9 +139,10 @@ def _step(line: dict[str, Any]) -> int:
 
 
 def _number(value: Any) -> float | None:
+    """A figure; None for what is none. Python's JSON has `NaN`, `1e999` and integers of any length."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(value)
-    except OverflowError:  # JSON has integers of any length
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
         return None

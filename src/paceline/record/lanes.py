@@ -45,6 +45,8 @@ class Lanes:
         fits = np.ones(len(rows), bool)
         for column in ("lane", "kind", "detail"):
             fits &= rows[column] < len(names)
+        for column in ("start", "end", "value"):
+            fits &= np.isfinite(rows[column])  # a damaged file has times that nobody can draw
         if start is not None:
             fits &= rows["end"] >= start
         if end is not None:

@@ -1,52 +1,26 @@
 """The life of every row that was drawn, from `tickets.jsonl`."""
 
+import os
 import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.monitor.directory import RunDirectory
+from paceline.record.journal import LINE, NOTHING, Names, parsed, told
+from paceline.record.journal_index import Head, digest, load, save
 from paceline.record.stored import identity
 
-_COLUMNS: np.dtype[Any] = np.dtype(
-    [
-        ("number", "<i8"),
-        ("env", "<u2"),
-        ("epoch", "<i4"),
-        ("draw", "<i8"),
-        ("row", "<i8"),
-        ("state", "<u2"),
-        ("reason", "<u2"),
-        ("step", "<i4"),
-        ("since", "<i4"),
-        ("replays", "<i8"),
-    ]
-)
-_NOTHING = -(2**31)
-
-
-_Small = Annotated[int, msgspec.Meta(ge=_NOTHING, lt=2**31)]
-_Large = Annotated[int, msgspec.Meta(ge=_NOTHING, lt=2**62)]
-
-
-class _Line(msgspec.Struct):
-    number: _Large
-    env: str = ""
-    epoch: _Small = 0
-    draw: _Large = 0
-    row: _Large = 0
-    state: str = ""
-    reason: str = ""
-    step: _Small = _NOTHING
-    since: _Small = _NOTHING
-    replays: _Large = _NOTHING
-
-
-_decoder = msgspec.json.Decoder(_Line)
+_BLOCK = 1 << 20
+_WORTH = 50_000
+"""So many lines that were read anew are worth keeping beside the journal."""
+_SOON = 4 << 20
+"""Bytes that are read before anybody notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +31,56 @@ class FoundTickets:
     rows: list[dict[str, Any]]
 
 
-class Tickets:
-    """Every ticket's states, in the order they came. Kept as columns: a long run has millions of lines."""
+class _Journal:
+    """All lines at one moment. It does not change: other threads read it while new lines come."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, lines: NDArray[Any], names: Names) -> None:
+        self.lines, self.names = lines, names
+
+    @cached_property
+    def order(self) -> NDArray[Any]:
+        """Places of lines by ticket, those of one ticket in the order they came."""
+        return np.argsort(self.lines["number"], kind="stable")
+
+    @cached_property
+    def numbers(self) -> NDArray[Any]:
+        return self.lines["number"][self.order]
+
+    @cached_property
+    def ends(self) -> NDArray[Any]:
+        """The last line of each ticket, the newest ticket first."""
+        last = np.flatnonzero(np.diff(self.numbers, append=NOTHING - 1))
+        return self.lines[self.order[last[::-1]]]
+
+    def of(self, number: int) -> NDArray[Any]:
+        """The lines of one ticket."""
+        first, last = np.searchsorted(self.numbers, [number, number + 1])
+        return self.lines[self.order[first:last]]
+
+    def fitting(self, env: str | None, state: str | None, reason: str | None) -> NDArray[Any]:
+        """The last lines of tickets that are as wanted."""
+        found = self.ends
+        for column, name in (("env", env), ("state", state), ("reason", reason)):
+            if name is not None:
+                found = found[found[column] == self.names.number(name)]
+        return found
+
+
+class Tickets:
+    """Every ticket's states, in the order they came. What was read once is kept, and only new lines are read."""
+
+    def __init__(self, run: RunDirectory, worth: int = _WORTH) -> None:
         self._path = run.tickets_file
+        self._index = run.root / ".tickets.index"
+        self._worth = worth
         self._lock = threading.Lock()
         self._forget()
 
     def life(self, number: int, env: str | None = None) -> list[dict[str, Any]]:
         """All states of one ticket, the earliest first."""
-        lines = self._read()
-        found = lines["number"] == number
-        if env is not None:
-            found &= lines["env"] == self._names.get(env, -1)
-        return [self._told(line) for line in lines[found]]
+        journal = self._read()
+        lives = [told(line, journal.names) for line in journal.of(number)]
+        return [line for line in lives if env is None or line["env"] == env]
 
     def find(
         self,
@@ -82,97 +91,112 @@ class Tickets:
         limit: int | None = 50,
     ) -> FoundTickets:
         """Tickets by their last state, the newest first."""
-        ends = self._ends(self._read())
-        fits = np.ones(len(ends), bool)
-        for column, name in (("env", env), ("state", state), ("reason", reason)):
-            if name is not None:
-                fits &= ends[column] == self._names.get(name, -1)
-        page = ends[fits][offset : None if limit is None else offset + limit]
-        return FoundTickets(int(fits.sum()), [self._told(line) for line in page])
+        journal = self._read()
+        fitting = journal.fitting(env, state, reason)
+        page = fitting[offset : None if limit is None else offset + limit]
+        return FoundTickets(len(fitting), [told(line, journal.names) for line in page])
+
+    def states(self) -> dict[str, int]:
+        """How many tickets are in each state now."""
+        journal = self._read()
+        counts = np.bincount(journal.ends["state"]).tolist()
+        return {journal.names.all[number]: count for number, count in enumerate(counts) if count}
 
     def dropped(self) -> dict[str, list[tuple[int, int]]]:
         """Groups dropped on the way to each step, by reason. The journal is written batch by batch, so what stands
         before a batch's own lines led to it."""
-        lines = self._read()
-        dropped = np.flatnonzero(lines["state"] == self._names.get("dropped", -1))
-        trained = np.flatnonzero(lines["state"] == self._names.get("trained", -1))
+        journal = self._read()
+        lines, names = journal.lines, journal.names
+        dropped = np.flatnonzero(lines["state"] == names.number("dropped"))
+        trained = np.flatnonzero(lines["state"] == names.number("trained"))
         steps = np.append(lines["step"][trained], lines["step"][trained].max(initial=0) + 1)
         at = steps[np.searchsorted(trained, dropped)]
         counts = Counter(zip(lines["reason"][dropped].tolist(), at.tolist(), strict=True))
         found: dict[str, list[tuple[int, int]]] = {}
         for (reason, step), count in sorted(counts.items(), key=lambda item: item[0][1]):
-            found.setdefault(self._order[reason], []).append((step, count))
+            found.setdefault(names.all[reason], []).append((step, count))
         return found
 
-    def problems(self) -> list[str]:
-        self._read()
+    def problems(self, patient: bool = True) -> list[str]:
+        """What could not be read. Who is not patient hears what is known, where the rest would take a while to read."""
+        if patient or self._behind() < _SOON:
+            self._read()
+        if not self._strange:
+            return []
         many = f"{self._strange} lines are" if self._strange > 1 else "a line is"
-        return [f"{self._path.name}: {many} no ticket's and left out"] if self._strange else []
-
-    def _ends(self, lines: NDArray[Any]) -> NDArray[Any]:
-        """The last line of each ticket, the newest ticket first; kept until lines are added, as sorting takes time."""
-        known, ends = self._last
-        if known is not lines:
-            _, latest = np.unique(lines["number"][::-1], return_index=True)
-            ends = lines[len(lines) - 1 - latest][::-1]
-            self._last = lines, ends
-        return ends
-
-    # -- reading ------------------------------------------------------------------------------------------------------
+        return [f"{self._path.name}: {many} no ticket's and left out, the first is line {self._first}"]
 
     def _forget(self) -> None:
         self._identity = (0, 0)
-        self._at = self._strange = 0
-        self._names: dict[str, int] = {"": 0}
-        self._order = [""]
-        self._lines = np.empty(0, _COLUMNS)
-        self._last = self._lines, self._lines
+        self._at = self._count = self._strange = self._first = self._kept = 0
+        self._journal = _Journal(np.empty(0, LINE), Names())
 
-    def _read(self) -> NDArray[Any]:
+    def _behind(self) -> int:
+        """Bytes that were not read yet."""
+        return identity(self._path)[2] - self._at
+
+    def _read(self) -> _Journal:
         with self._lock:
-            device, inode, size = identity(self._path)
-            if (device, inode) != self._identity or size < self._at:
+            try:
+                descriptor = os.open(self._path, os.O_RDONLY)
+            except OSError:
                 self._forget()
-                self._identity = device, inode
-            if size > self._at:
-                with self._path.open("rb") as file:
-                    file.seek(self._at)
-                    data = file.read(size - self._at)
-                data = data[: data.rfind(b"\n") + 1]
-                self._at += len(data)
-                self._lines = np.concatenate([self._lines, self._parsed(data)])
-            return self._lines
+                return self._journal
+            try:
+                now = os.fstat(descriptor)
+                if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._at:
+                    self._forget()
+                    self._identity = now.st_dev, now.st_ino
+                    self._recall(descriptor)
+                if now.st_size > self._at:
+                    self._go_on(descriptor, now.st_size)
+            finally:
+                os.close(descriptor)
+            return self._journal
 
-    def _parsed(self, data: bytes) -> NDArray[Any]:
-        try:
-            lines = _decoder.decode_lines(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            lines = [line for raw in data.splitlines() if (line := self._one(raw)) is not None]
-        columns = np.empty(len(lines), _COLUMNS)
-        name = self._name
-        columns["env"] = [name(line.env) for line in lines]
-        columns["state"] = [name(line.state) for line in lines]
-        columns["reason"] = [name(line.reason) for line in lines]
-        for column in ("number", "epoch", "draw", "row", "step", "since", "replays"):
-            columns[column] = [getattr(line, column) for line in lines]
-        return columns
+    def _recall(self, descriptor: int) -> None:
+        """Begin where an earlier reader stopped."""
+        if (kept := load(self._index, descriptor)) is not None:
+            head, lines = kept
+            self._at, self._count, self._kept = head.at, head.count, head.count
+            self._strange, self._first = head.strange, head.first
+            self._journal = _Journal(lines, Names(head.names))
 
-    def _one(self, raw: bytes) -> _Line | None:
-        try:
-            return _decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            self._strange += 1
-            return None
+    def _go_on(self, descriptor: int, size: int) -> None:
+        """Read what came since, block by block: all of it at once would take ten times its room."""
+        names, found = self._journal.names, [self._journal.lines]
+        for data in _whole_lines(descriptor, self._at, size):
+            lines, strange = parsed(data, names)
+            self._leave_out(strange)
+            self._at += len(data)
+            self._count += len(lines) + len(strange)
+            found.append(lines)
+        if len(found) > 1:
+            self._journal = _Journal(np.concatenate(found), names)
+        if self._count - self._kept >= self._worth:
+            self._keep(descriptor)
 
-    def _name(self, name: str) -> int:
-        if name not in self._names:
-            self._names[name] = len(self._order)
-            self._order.append(name)
-        return self._names[name]
+    def _leave_out(self, strange: Sequence[int]) -> None:
+        if strange and not self._first:
+            self._first = self._count + strange[0] + 1
+        self._strange += len(strange)
 
-    def _told(self, line: np.void) -> dict[str, Any]:
-        told: dict[str, Any] = {key: int(line[key]) for key in ("number", "epoch", "draw", "row")}
-        told |= {"env": self._order[line["env"]], "state": self._order[line["state"]]}
-        if line["reason"]:
-            told["reason"] = self._order[line["reason"]]
-        return told | {key: int(line[key]) for key in ("step", "since", "replays") if line[key] != _NOTHING}
+    def _keep(self, descriptor: int) -> None:
+        read, names = digest(descriptor, self._at), self._journal.names.all
+        head = Head(self._at, read, self._count, self._strange, self._first, names)
+        save(self._index, head, self._journal.lines)
+        self._kept = self._count
+
+
+def _whole_lines(descriptor: int, start: int, end: int) -> Iterator[bytes]:
+    """The whole lines from one place to another, in blocks; what follows the last line's end is not there yet."""
+    wanted = _BLOCK
+    while start < end:
+        data = os.pread(descriptor, min(wanted, end - start), start)
+        data = data[: data.rfind(b"\n") + 1]
+        if data:
+            yield data
+        elif start + wanted >= end:
+            return
+        wanted = _BLOCK if data else 2 * wanted
+        start += len(data)

@@ -42,8 +42,9 @@ class RunNews:
         self._seen: dict[str, Any] = {}
 
     def look(self) -> Iterator[News]:
-        """What is new. Reads only what has changed; the status always, since a process dies without writing."""
-        root = self._run.path
+        """What is new. Reads only what has changed; the status always, since a process dies without writing. What takes
+        long waits for the second look: at the first the page is still being drawn."""
+        root, patient = self._run.path, bool(self._seen)
         if not root.is_dir():
             if self._changed("gone", True):
                 yield "gone", {}, ""
@@ -53,9 +54,11 @@ class RunNews:
             if mark != self._mark:
                 self._mark = mark
                 yield "metrics", told, mark
-        if self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")]):
-            self._seen["status"] = asdict(self._run.status())
-            yield "standing", standing(self._run), ""
+        news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
+        if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
+            told = standing(self._run, patient)
+            self._seen |= {"status": told["status"], "problems": told["problems"]}
+            yield "standing", told, ""
         elif self._changed("status", asdict(self._run.status())):
             yield "status", self._seen["status"], ""
         sizes = {name: signature(root / name)[1] for name in GROWING}
@@ -76,7 +79,7 @@ class FolderNews:
 
     def look(self) -> Iterator[News]:
         """The runs that are new or have changed, and the names of those that went."""
-        before, self._told = self._told, self._runs.vitals()
+        before, self._told = self._told, self._runs.vitals(patient=bool(self._told))
         changed = [told for name, told in self._told.items() if told != before.get(name)]
         gone = [name for name in before if name not in self._told]
         if changed or gone:

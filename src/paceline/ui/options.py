@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from paceline.config import ConfigError
 from paceline.config.base import Section
+from paceline.config.errors import from_flags
 from paceline.config.serve import is_loopback
 
 KEY_VARIABLE = "PACELINE_UI_KEY"
@@ -38,13 +38,4 @@ class UiOptions(Section):
 
 def load_options(**flags: object) -> UiOptions:
     """The options from the command line's flags; those that are None have their defaults."""
-    try:
-        return UiOptions.model_validate({key: value for key, value in flags.items() if value is not None})
-    except ValidationError as error:
-        raise ConfigError([_sentence(detail) for detail in error.errors(include_url=False)]) from None
-
-
-def _sentence(detail: object) -> str:
-    assert isinstance(detail, dict)
-    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
-    return f"{place}{str(detail['msg']).removeprefix('Value error, ')}"
+    return from_flags(UiOptions, flags)

@@ -1,9 +1,11 @@
 """The runs of a folder, by names that cannot lead out of it."""
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.record import RunFolder, find_runs
 from paceline.ui.answers import refuse
 from paceline.ui.opened import Opened, signature
@@ -23,7 +25,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._open: dict[Path, RunFolder] = {}
-        self._told: dict[Path, tuple[list[Any], dict[str, Any]]] = {}
+        self._told: dict[Path, tuple[list[Any], bool, dict[str, Any]]] = {}
         self._lock, self._telling = threading.Lock(), threading.Lock()
 
     def names(self) -> dict[str, Path]:
@@ -44,16 +46,24 @@ class Runs:
                 self._open[path] = Opened(path)
             return self._open[path]
 
-    def vitals(self) -> dict[str, dict[str, Any]]:
+    def vitals(self, patient: bool) -> dict[str, dict[str, Any]]:
         """Every run in a line, by its name. Only what may have changed is read again: files that did, and a run that
-        lives, since a process dies without writing."""
+        lives, since a process dies without writing. Who is not patient gets what can be told at once."""
+        if not patient:
+            return {name: self._vitals(name, path, False) for name, path in self.names().items()}
         with self._telling:
-            return {name: self._vitals(name, path) for name, path in self.names().items()}
+            return {name: self._vitals(name, path, True) for name, path in self.names().items()}
 
-    def _vitals(self, name: str, path: Path) -> dict[str, Any]:
+    def read_ahead(self) -> None:
+        """What takes long the first time, of the newest run, before anybody asks for it."""
+        with contextlib.suppress(OSError, PacelineError):
+            for path in list(self.names().values())[:1]:
+                self.at(path).problems()
+
+    def _vitals(self, name: str, path: Path, patient: bool) -> dict[str, Any]:
         files = [signature(path / file) for file in SAYING]
-        before, told = self._told.get(path, ([], {}))
-        if files != before or told["alive"]:
-            told = vitals(name, self.at(path))
-            self._told[path] = files, told
+        before, whole, told = self._told.get(path, ([], False, {}))
+        if files != before or told["alive"] or (patient and not whole):
+            told = vitals(name, self.at(path), patient)
+            self._told[path] = files, patient, told
         return told

@@ -3,6 +3,7 @@
 import logging
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -41,8 +42,10 @@ def serve_ui(options: UiOptions) -> None:
         ready = f"paceline: showing {options.runs} at http://{host}:{door.getsockname()[1]}/"
         if options.key:
             ready += " (the page asks for the key)"
+        app = build_app(Path(options.runs), options.key)
+        threading.Thread(target=app.state.runs.read_ahead, name="reading ahead", daemon=True).start()
         config = uvicorn.Config(
-            build_app(Path(options.runs), options.key),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -10,8 +10,8 @@ MOST_EVENTS = 500
 """A run that notes something each second for a week has more than a page can hold."""
 
 
-def standing(run: RunFolder) -> dict[str, Any]:
-    """Status, staleness allowed, the last events and what could not be read."""
+def standing(run: RunFolder, patient: bool) -> dict[str, Any]:
+    """Status, staleness allowed, the last events and what could not be read; all of that only for who is patient."""
     config, events = run.config(), run.events()
     return {
         "path": str(run.path),
@@ -20,5 +20,5 @@ def standing(run: RunFolder) -> dict[str, Any]:
         "tags": tags(config),
         "events": events[-MOST_EVENTS:],
         "events_left_out": max(0, len(events) - MOST_EVENTS),
-        "problems": run.problems(),
+        "problems": run.problems(patient),
     }

@@ -18,7 +18,7 @@ UNTOLD = ("seed", "name", "runs", "resume", "schema_version")
 Curve = list[tuple[float, float]]
 
 
-def vitals(name: str, run: RunFolder) -> dict[str, Any]:
+def vitals(name: str, run: RunFolder, patient: bool) -> dict[str, Any]:
     """State, step, reward, evaluation, age and tags of a run. Never fails: what cannot be read is named."""
     columns, config, status = run.metrics(), run.config(), run.status()
     rewards = curves(columns, "reward/", "/mean")
@@ -43,7 +43,7 @@ def vitals(name: str, run: RunFolder) -> dict[str, Any]:
         "tags": tags(config),
         "seed": config.get("seed"),
         "family": family(config),
-        "problems": run.problems(),
+        "problems": run.problems(patient),
     }
 
 

@@ -1,10 +1,10 @@
 """`paceline search-server`: what is searched, and where it listens."""
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from paceline.config import ConfigError
 from paceline.config.base import Section
 from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
+from paceline.config.errors import from_flags
 from paceline.config.secret import in_address
 from paceline.config.serve import is_loopback
 from paceline.envs.search.index import DEFAULT_TOP_K
@@ -56,13 +56,4 @@ class SearchOptions(Section):
 
 def load_options(**flags: object) -> SearchOptions:
     """The options from the command line's flags; those that are None have their defaults."""
-    try:
-        return SearchOptions.model_validate({key: value for key, value in flags.items() if value is not None})
-    except ValidationError as error:
-        raise ConfigError([_sentence(detail) for detail in error.errors(include_url=False)]) from None
-
-
-def _sentence(detail: object) -> str:
-    assert isinstance(detail, dict)
-    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
-    return f"{place}{str(detail['msg']).removeprefix('Value error, ')}"
+    return from_flags(SearchOptions, flags)

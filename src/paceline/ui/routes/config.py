@@ -36,7 +36,7 @@ def config(run: OneRun) -> Response:
     file = run.path / "config.toml"
     if file.is_file():
         text = file.read_text(errors="replace")
-    return Json({"rows": rows, "text": text, "problems": run.problems()})
+    return Json({"rows": rows, "text": text, "problems": run.problems(patient=False)})
 
 
 def _leaves(table: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -12,10 +12,10 @@ router = APIRouter()
 @router.get("/runs")
 def runs(runs: AllRuns) -> Response:
     """Every run of the folder, in a line."""
-    return Json({"folder": str(runs.folder), "runs": list(runs.vitals().values())})
+    return Json({"folder": str(runs.folder), "runs": list(runs.vitals(patient=False).values())})
 
 
 @router.get("/run")
 def run(run: OneRun) -> Response:
-    """How one run stands: its status, its events and what of it could not be read."""
-    return Json(standing(run))
+    """How one run stands: its status, its events and what could not be read, but for what `live` tells in a while."""
+    return Json(standing(run, patient=False))

@@ -27,12 +27,13 @@ def tickets(
     """Tickets as they stand, the newest first, and how many there are of each state and reason."""
     found = run.tickets.find(env, state, reason, offset, limit)
     envs = [one.get("name") for one in run.config().get("env", []) if isinstance(one, dict)]
+    standing = run.tickets.states()
     dropped = {name: sum(count for _, count in steps) for name, steps in run.tickets.dropped().items()}
     return Json(
         {
             "total": found.total,
             "rows": listed(run, found.rows),
-            "states": {name: run.tickets.find(state=name, limit=0).total for name in STATES},
+            "states": {name: standing.get(name, 0) for name in STATES},
             "reasons": dict(sorted(dropped.items(), key=lambda item: -item[1])),
             "envs": [name for name in envs if isinstance(name, str)],
             "problems": run.tickets.problems(),

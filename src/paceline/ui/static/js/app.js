@@ -78,6 +78,8 @@ function head(target, page) {
   tabs.hidden = target.run === null || !run;
   fill(tabs, Object.entries(RUN_PAGES).map(([key, module]) =>
     h("a", { href: toRun(target.run ?? "", key), "aria-current": key === page?.key ? "page" : null }, module.title)));
+  const here = tabs.querySelector("[aria-current=page]"); // not scrollIntoView: the Tab key would go on from there
+  if (here) tabs.scrollLeft += here.getBoundingClientRect().right - tabs.getBoundingClientRect().right + here.offsetWidth;
   badges();
   document.title = [page?.module.title, target.run, "Paceline"].filter(Boolean).join(" · ");
   announce(document.title, true);

@@ -11,9 +11,17 @@ export const title = "Advice";
 const PATIENCE = 4000;
 const MOST_CURVES = 3;
 
+const asked = new WeakMap();
+
+/** What the run is told; the tab and the page, which ask at the same time, share one answer. */
+function advice(run) {
+  if (!asked.has(run)) asked.set(run, ask("advice", { run: run.name }).finally(() => asked.delete(run)));
+  return asked.get(run);
+}
+
 /** How many advisories there are, for the tab. */
 export async function badge(run) {
-  return (await ask("advice", { run: run.name })).found.length;
+  return (await advice(run)).found.length;
 }
 
 export async function render(root, run) {
@@ -22,7 +30,7 @@ export async function render(root, run) {
   let before = "";
   const close = () => charts.splice(0).forEach((chart) => chart.close());
   const draw = async () => {
-    const told = await ask("advice", { run: run.name });
+    const told = await advice(run);
     const now = JSON.stringify(told);
     if (now === before || !place.isConnected && before) return;
     if (before) announce(`Advice: ${amount(told.found.length, "finding")}`);
