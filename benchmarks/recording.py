@@ -16,7 +16,8 @@ The quickstart model's tokenizer ships with the package; Qwen 3's comes from `sh
 
 steps: the record of every rollout, to a run of the quickstart: CPU time of the thread that writes it and what handing
 over takes on the event loop, against a hundredth of the time in which steps and evaluations were done. That is the time
-on the wall or the CPU time of the whole run, whichever is less, so that a busy machine does not make us look good.
+on the wall or the CPU time of the whole run, whichever is less, so that a busy machine does not make us look good. On
+a GPU `trainer.py` measures the same beside its whole steps.
 
 reading: a run directory of `scripts/make_big_run.py`, opened by a fresh process. Give one with --big, or let it be
 made, which takes minutes. Time is CPU time here too; a disk is only waited for where files are not in memory.
@@ -30,21 +31,20 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import paceline
 from bars import Row, alternate, arguments, finish
+from keeping import Timed
 from paceline.cluster import session
 from paceline.config import RunConfig
 from paceline.config.inference import Sampling
 from paceline.data import Ticket
 from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.monitor import RunOutcome, RunPlan
-from paceline.record import Keeper, open_run
+from paceline.record import open_run
 from paceline.rollout import Renderer, Rollout, Seat, Voice, assemble
 
 ARCHIVE = Path(__file__).parents[2] / "shared" / "tokenizers.tar.xz"
@@ -209,30 +209,6 @@ def main() -> int:
     return finish("recording", rows, options.json)
 
 
-class Timed(Keeper):
-    """Counts what handing over costs the event loop, and what the run costs meanwhile."""
-
-    made: ClassVar[list["Timed"]] = []
-
-    def __init__(self, run: Path) -> None:
-        super().__init__(run)
-        self.handing = self.run_cpu = 0.0
-        self.made.append(self)
-
-    def begin(self, plan: RunPlan) -> None:
-        self.run_cpu = -time.process_time()
-        super().begin(plan)
-
-    def played(self, step: int, state: str, rollouts: Sequence) -> None:
-        begun = time.thread_time()
-        super().played(step, state, rollouts)
-        self.handing += time.thread_time() - begun
-
-    def end(self, outcome: RunOutcome) -> None:
-        self.run_cpu += time.process_time()
-        super().end(outcome)
-
-
 def steps(folder: Path, count: int) -> list[Row]:
     """The record's milliseconds a step, beside a hundredth of the step's."""
     session.Keeper = Timed
@@ -240,7 +216,7 @@ def steps(folder: Path, count: int) -> list[Row]:
     keeper = Timed.made.pop()
     wall = sum(line.get("time/step", 0.0) + line.get("time/eval", 0.0) for line in result.metrics)
     spent = min(wall, keeper.run_cpu)
-    ours, budget = 1000 * (keeper.seconds + keeper.handing) / count, 1000 * SHARE * spent / count
+    ours, budget = 1000 * keeper.cost / count, 1000 * SHARE * spent / count
     kept = open_run(result.directory).rollouts.count
     size = sum(path.stat().st_size for path in (result.directory / "record").iterdir())
     what = f"quickstart, {kept} rollouts in {count} steps"

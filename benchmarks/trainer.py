@@ -29,7 +29,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bars import arguments
 from engine_gpu import SHAPES as GPU_SHAPES
 from engine_gpu import VOCABULARY, Sheet
+from keeping import Timed
 from paceline import Environment, Outcome, RunConfig, train
+from paceline.cluster import session
 from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.model import ATTENTION, trainable
@@ -178,8 +180,9 @@ class Guessing(Environment):
         return Outcome.solo(float(reply.text.count("a") % 2 + reply.tokens % 2))
 
 
-def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> list[float]:
-    """Seconds of each step of 32 prompts x 8, 128 in, 512 out, once the run is warm."""
+def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> tuple[list[float], float]:
+    """Seconds of each step of 32 prompts x 8, 128 in, 512 out, once the run is warm; and of each, what it cost to keep
+    its rollouts, in seconds of CPU."""
     prompts, group, inside, out = (4, 4, 16, 16) if tiny else (32, 8, 128, 512)
     run = {
         "name": f"step-{staleness}",
@@ -202,6 +205,7 @@ def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> list[fl
         "filters": {"zero_advantage": False},  # a group drawn anew would be one more, slow pass
         "env": [{"type": "reverse-text", "name": "bench"}],
     }
+    session.Keeper = Timed
     result = train(
         RunConfig.model_validate(run), environments={"bench": Guessing(prompts * (steps + 2), inside)}, overwrite=True
     )
@@ -211,7 +215,7 @@ def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> list[fl
         parts = ("time/step", "time/sample", "time/score", "time/train", "time/publish")
         print({key: round(line[key], 3) for key in parts if key in line}, flush=True)
     shutil.rmtree(folder / "runs", ignore_errors=True)
-    return [line["time/step"] for line in result.metrics[WARM:-1]]
+    return [line["time/step"] for line in result.metrics[WARM:-1]], Timed.made.pop().cost / steps
 
 
 def grpo(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 20, rounds: int = 1) -> None:
@@ -224,13 +228,17 @@ def grpo(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 20
         for file in tokenizer.iterdir():
             shutil.copy(file, folder)
         seconds: dict[int, list[float]] = {0: [], 1: []}
+        kept: list[float] = []
         for _ in range(rounds):
             for staleness, taken in seconds.items():
-                taken += whole_steps(folder, staleness, steps, tiny)
+                some, keeping = whole_steps(folder, staleness, steps, tiny)
+                taken += some
+                kept.append(keeping)
                 free()
         together, ahead = (statistics.fmean(taken) for taken in seconds.values())
         sheet.at_most("0.5B whole synchronous GRPO step, 32 x 8, 128 in, 512 out", "s", together, 3.5)
         sheet.at_most("0.5B at staleness 1", "of synchronous", ahead / together, 0.92, seconds=ahead)
+        sheet.at_most("0.5B, record of every rollout", "of a step", statistics.fmean(kept) / ahead, 0.01)
 
 
 def main() -> int:

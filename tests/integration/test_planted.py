@@ -4,7 +4,7 @@ than five clicks from the list of runs."""
 import re
 
 import pytest
-from test_ui_browser import CHROMIUM, browser, page, playwright  # noqa: F401 - fixtures
+from test_ui_browser import CHROMIUM, browser, page, playwright, tab  # noqa: F401 - fixtures
 
 from paceline.cli import main
 from paceline.record import open_run
@@ -66,6 +66,7 @@ def test_a_defect_is_named_where_it_is(pair, name, request, address):
 def led_there(here, address: str, good: str, bad: str, defect: Defect) -> None:
     """Three clicks from the list of runs, four where the runs are not the same to the last bit."""
     here.goto(f"{address}/#/")
+    here.reload()  # the tab is shared, and remembers who was compared before
     for run in (good, bad):
         here.locator(f"tr[data-key='{run}'] input").check()
     here.get_by_role("button", name="Where do they part?").click()

@@ -31,9 +31,21 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.timeout(900)
 def test_an_async_quickstart_with_adapters_swapped_in_flight_reaches_the_demos_bar(tmp_path):
-    adapters = ["--model.lora.rank", "16", "--trainer.optimizer.lr", "2e-3", "--engine.max-context", "64"]
+    # Keys of older weights under a new version's tokens would be a mismatch too, and not mlx's.
+    adapters = ["--model.lora.rank", "16", "--trainer.optimizer.lr", "2e-3", "--engine.on-swap", "recompute"]
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "train", QUICKSTART, "--backend", "mlx", *adapters],
+        [
+            sys.executable,
+            "-m",
+            "paceline",
+            "train",
+            QUICKSTART,
+            "--backend",
+            "mlx",
+            "--engine.max-context",
+            "64",
+            *adapters,
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -47,7 +59,7 @@ def test_an_async_quickstart_with_adapters_swapped_in_flight_reaches_the_demos_b
     assert exact[-1] >= 0.80
     assert max(line.get("staleness/max", 0) for line in steps) == 1
     assert max(line["overlap_ratio"] for line in steps[1:]) > 0.05
-    assert max(line.get("mismatch_kl", 0.0) for line in steps) < 1e-4
+    assert max(line.get("mismatch_kl", 0.0) for line in steps) < 1e-5
     assert (run / "export" / "model.safetensors").is_file()
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from paceline.cluster import train
 from paceline.config import ConfigError, load
 from paceline.config.apple import on_mlx
 from paceline.errors import PacelineError
@@ -42,12 +43,22 @@ ON_THE_WAY = (
         (["--device", "cuda"], 'device = "cuda" is for torch'),
         (["--engine.backend", "vllm", "--engine.base_url", "http://there"], "fed by a trainer of torch"),
         (["--trainer.critic", "{}"], 'a critic needs backend = "torch"'),
+        (["--trainer.stream", "true"], "trainer.stream and trainer.optimizer.offload need"),
+        (["--engine.cache", "pages"], "is torch's"),
     ],
 )
 def test_what_mlx_cannot_do_is_said_before_anything_starts(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load(None, ["--backend", "mlx", *keys])
     load(None, ["--backend", "torch", *keys])
+
+
+def test_where_the_machine_chooses_mlx_it_is_said_when_the_run_starts(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_BACKEND", "mlx")
+    config = load(None, ["--placement", "processes", "--runs", str(tmp_path)]).config
+    with pytest.raises(PacelineError, match="computes in one process"):
+        train(config)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_mac_takes_mlx_by_itself_and_nobody_else_does(monkeypatch):

@@ -140,7 +140,9 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
             env.pop(key, None)
         if env["type"] == "reasoning-gym":
             env["task"] = "gcd"
-    if "critic" in table.get("trainer", {}):
+    trainer = table.get("trainer", {})
+    offloads = trainer.get("optimizer", {}).get("offload")
+    if "critic" in trainer or offloads or table.get("engine", {}).get("cache") == "pages":
         table.pop("backend", None)
     return table
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_trainer import make_sample, trainer_of
 
 from conftest import VOCABULARY, tiny_model
+from paceline.config import trainer as config
 from paceline.data import Sample, fold, pack
 from paceline.trainer import prefix
 from paceline.trainer.prefix import share_prefixes
@@ -46,7 +47,7 @@ def test_the_gradient_is_the_same_with_and_without_sharing(seed, sizes, trunk, l
         old, prefix.WASTE = prefix.WASTE, waste
         try:
             model = tiny_model()
-            trainer = trainer_of(model)
+            trainer = trainer_of(model, config.Trainer())
             for micro_batch in pack(batch, fold(batch), 100_000):
                 trainer.backward(micro_batch)
             trainer.close()

@@ -94,7 +94,10 @@ def open_house(
 def saved_weights(folder: Path, model: Model, mlx: bool = False) -> WeightUpdate:
     """What a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
     version = read_state(folder)["version"]
-    tensors = _mlx_masters(folder, model.dtype) if mlx else _torch_masters(folder, model.dtype)
+    if mlx:  # whose adapters are float32 whatever the base is
+        tensors = _mlx_masters(folder, "float32" if model.lora else model.dtype)
+    else:
+        tensors = _torch_masters(folder, model.dtype)
     if model.lora is None:
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.

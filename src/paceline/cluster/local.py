@@ -68,10 +68,11 @@ def local(
 
     try:
         pool = with_past or Pool([engine])
-        with seated(kit, tokenizer, config, dumps, courses, pool, ready) as parts, kit.at_work(), quick_handover():
+        seats = seated(kit, tokenizer, config, dumps, courses, pool, ready, engine.close)
+        with seats as parts, kit.at_work(), quick_handover():
             yield parts
     finally:
-        engine.close()
+        engine.close()  # once more, where no trainer could be made beside it
 
 
 @contextmanager
@@ -83,8 +84,10 @@ def seated(
     courses: dict[str, Course],
     pool: Pool,
     ready: Callable[[], None] = lambda: None,
+    done: Callable[[], None] = lambda: None,
 ) -> Generator[Placed]:
-    """A trainer beside a pool, and a voice for whoever plays. `ready` is called once the trainer stands."""
+    """A trainer beside a pool, and a voice for whoever plays. `ready` is called once the trainer stands, `done` before
+    it is waited for: its last step may take long, and nobody samples for it any more."""
     ends = kit.ends(tokenizer)
     renderer = renderer_of(tokenizer, ends, config.model)
     trainer = kit.trainer(config, dumps)
@@ -99,6 +102,7 @@ def seated(
         yield Placed(pool, trainer, tokenizer, courses, voice, kit.device, kit.parameters, past)
     finally:
         pool.close()
+        done()
         trainer.close()
 
 

@@ -17,6 +17,7 @@ from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
 from paceline.cluster.signals import Signals
 from paceline.config import RunConfig, dump
+from paceline.config.apple import on_mlx, refused
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.monitor import (
@@ -70,6 +71,8 @@ def train(
 
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     """
+    if on_mlx(config.backend) and (problems := "\n".join(refused(config))):
+        raise PacelineError(problems)
     if config.placement == "colocated":
         from paceline.cluster.colocated.start import colocated
 

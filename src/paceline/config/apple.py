@@ -19,7 +19,7 @@ CHOICE = "PACELINE_BACKEND"
 
 def on_mlx(wanted: str) -> bool:
     """What `backend` comes to on this machine."""
-    wanted = os.environ.get(CHOICE, wanted) if wanted == "auto" else wanted
+    wanted = os.environ.get(CHOICE) or wanted if wanted == "auto" else wanted
     if wanted not in ("auto", "torch", "mlx"):
         raise PacelineError(f"{CHOICE}={wanted}: write torch or mlx")
     if wanted != "auto":
@@ -29,10 +29,14 @@ def on_mlx(wanted: str) -> bool:
 
 
 def problems(config: "RunConfig") -> Iterator[str]:
-    """What a run asks of mlx that it cannot do. Where `backend` is left to the machine, nothing is asked of it here: a
-    run file is checked alike everywhere."""
-    if config.backend != "mlx":
-        return
+    """What a run file asks of mlx that it cannot do. Where `backend` is left to the machine, that is said when the run
+    starts: a run file is checked alike everywhere."""
+    if config.backend == "mlx":
+        yield from refused(config)
+
+
+def refused(config: "RunConfig") -> Iterator[str]:
+    """What a run asks for that needs torch."""
     if config.placement != "local":
         yield f'backend = "mlx" computes in one process, and placement = "{config.placement}" in several: change one'
     if config.device == "cuda":
@@ -43,3 +47,7 @@ def problems(config: "RunConfig") -> Iterator[str]:
         yield 'a critic needs backend = "torch"'
     if config.trainer.parallel.ranks > 1:
         yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'
+    if config.trainer.stream or config.trainer.optimizer.offload:
+        yield 'trainer.stream and trainer.optimizer.offload need backend = "torch"'
+    if config.engine.cache == "pages":
+        yield 'engine.cache = "pages" is torch\'s: leave it out where backend = "mlx"'

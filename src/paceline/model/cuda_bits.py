@@ -14,7 +14,7 @@ SPAN = 16
 
 @triton.jit
 def _mix(x):
-    """splitmix64's finaliser, as in `bits.mix`."""
+    """splitmix64's finaliser, as in `torch_bits.mix`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

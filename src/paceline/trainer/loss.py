@@ -9,13 +9,12 @@ carries which scale is the algorithm's choice, made long before; nothing here kn
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.model.weights import Array
-from paceline.trainer.ops import isnan, quiet, stack, take, total, where, zeros_like
+from paceline.trainer.ops import isnan, ones_like, quiet, stack, take, total, where, zeros, zeros_like
 from paceline.trainer.terms import KL_TERMS, importance, k3, ref_kl_term, rl_term
 from paceline.trainer.tokens import Ratio, Tokens
 
@@ -73,9 +72,11 @@ class Loss:
         sequence, so that it does not depend on the cut; N counts them all the same."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
         with quiet(tokens.logprobs):
+            if threshold is None:
+                return zeros(len(tokens.names), tokens.logprobs) > 0
             far = (sampled.value < low) | (sampled.value > high)
-            outside, counts = tokens.per_sequence(where(far, 1.0, 0.0))
-            return outside / counts > (inf if threshold is None else threshold)
+            outside, counts = tokens.per_sequence(where(far, ones_like(sampled.value), 0.0))
+            return outside / counts > threshold
 
 
 @dataclass(frozen=True, slots=True)

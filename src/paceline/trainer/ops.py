@@ -49,6 +49,11 @@ def ones_like(x: Array) -> Array:
     return _of(x).ones_like(x)
 
 
+def zeros(count: int, like: Array) -> Array:
+    """A row of them, of the same type and in the same place."""
+    return _of(like).zeros(count, like)
+
+
 def stack(arrays: Sequence[Array]) -> Array:
     return _of(arrays[0]).stack(arrays)
 

@@ -71,7 +71,7 @@ class Reference:
         if self._config.reference != "base":
             for name, parameter in self._parameters.items():
                 self._tensors[name].copy_(local(tensors.get(name, parameter)))
-        else:
+        elif base:
             check_base(base, self.base_fingerprint())
 
     # -- inside -----------------------------------------------------------------------------------------------------

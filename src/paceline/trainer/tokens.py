@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.model.weights import Array
-from paceline.trainer.ops import clip, isnan, segment_sums, stop, take, where
+from paceline.trainer.ops import clip, isnan, ones_like, segment_sums, stop, take, where
 
 MAX_LOG_RATIO = 20.0
 """Exponents are clamped to this much either way: e^20 is far outside any trust region, and still a number."""
@@ -75,7 +75,9 @@ class Tokens:
 
     def per_sequence(self, values: Array) -> tuple[Array, Array]:
         """Sum over each sequence's rl tokens, and how many these are (1 at least)."""
-        sums, counts = (segment_sums(where(self.rl, x, 0.0), self.segments, len(self.names)) for x in (values, 1.0))
+        sums, counts = (
+            segment_sums(where(self.rl, x, 0.0), self.segments, len(self.names)) for x in (values, ones_like(values))
+        )
         return sums, clip(counts, low=1.0)
 
     def sequence_mean(self, values: Array) -> Array:

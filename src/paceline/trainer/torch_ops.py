@@ -12,6 +12,10 @@ where, minimum, maximum, isnan = torch.where, torch.minimum, torch.maximum, torc
 zeros_like, ones_like = torch.zeros_like, torch.ones_like
 
 
+def zeros(count: int, like: Tensor) -> Tensor:
+    return like.new_zeros(count)
+
+
 def stop(x: Tensor) -> Tensor:
     return x.detach()
 

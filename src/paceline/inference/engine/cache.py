@@ -134,7 +134,7 @@ class Slots(ABC):
         else:
             sequence.slot = heapq.heappop(self._free)
         self._left.pop(sequence.slot, None)
-        self._ensure(sequence.limit)
+        self._ensure(len(tokens))
         return True
 
     def _continued(self, sequence: Sequence) -> tuple[int | None, int]:
@@ -149,6 +149,8 @@ class Slots(ABC):
         return best, most
 
     def grow(self, sequence: Sequence, length: int) -> bool:
+        """Only as far as it has come: a request may ask for the model's whole context and say one word."""
+        self._ensure(length)
         return True
 
     def settle(self) -> None:

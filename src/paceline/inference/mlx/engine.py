@@ -1,5 +1,7 @@
 """The engine that runs in this process, with MLX."""
 
+import atexit
+import weakref
 from collections.abc import Callable
 
 from paceline.config import inference
@@ -24,3 +26,5 @@ class MlxEngine(DecodingEngine):
         grammars: Callable[[Grammar], Guide] | None = None,
     ) -> None:
         super().__init__(build(model, config, deterministic, version, lora_targets), config, grammars)
+        here = weakref.ref(self)
+        atexit.register(lambda: (engine := here()) and engine.close())  # mlx aborts a process that leaves it computing

@@ -92,7 +92,7 @@ def load_model(config: Model) -> MlxModel:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         asked = rope_settings(described)
         net, _ = load_mlx(folder, model_config=asked, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # mlx has the last for a damaged file
         raise ModelError(f"model `{config.name}` cannot be loaded with mlx: {first_line(error)}") from error
     _check_rope(net, asked, config.name)
     dtype = getattr(mx, config.dtype)
@@ -114,7 +114,7 @@ def find_folder(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "model*.safetensors", "*.jinja", "*.txt"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelError(f"model `{name}` is not here and cannot be fetched: {first_line(error)}") from error
 

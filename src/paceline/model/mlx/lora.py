@@ -46,6 +46,11 @@ def target_layers(model: MlxModel, targets: Sequence[str] | str) -> dict[str, An
     if targets == "all-linear":
         return dict(sorted(linear.items()))
     wanted = [targets] if isinstance(targets, str) else list(targets)
+    if "lm_head" in wanted or "embed_tokens" in wanted:
+        raise AdapterError(
+            "adapter targets `lm_head` and `embed_tokens` are the output layer and the embedding, which the engine "
+            'cannot adapt: leave them out, or write targets = "all-linear"'
+        )
     found = {n: m for n, m in sorted(linear.items()) if any(n == t or n.endswith(f".{t}") for t in wanted)}
     if not found:
         raise AdapterError(f"no linear layer of this model is called {' or '.join(f'`{t}`' for t in wanted)}")

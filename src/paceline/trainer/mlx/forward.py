@@ -45,7 +45,14 @@ class Forward:
         places = micro_batch.loss_mask.nonzero()[0]
         if not len(places):
             return np.zeros(0, np.float32)
-        return np.asarray(self.logprobs(micro_batch, places)[0])
+        rows = max(1, LOGIT_ELEMENTS // self._model.vocabulary)
+        hidden, score = self._before(micro_batch, places), _scorer(self._model, False, False)
+        targets, temperatures = (mx.array(x[places]) for x in (micro_batch.token_ids, micro_batch.temperatures))
+        out = []
+        for start in range(0, len(places), rows):  # each computed before the next: else they are all held at once
+            at = slice(start, start + rows)
+            out.append(np.asarray(score(hidden[at], targets[at], temperatures[at])[0]))
+        return np.concatenate(out)
 
     def sequence(self, token_ids: Sequence[int]) -> list[float]:
         """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""

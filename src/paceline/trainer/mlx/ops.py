@@ -12,6 +12,10 @@ where, minimum, maximum, isnan = mx.where, mx.minimum, mx.maximum, mx.isnan
 zeros_like, ones_like, stop = mx.zeros_like, mx.ones_like, mx.stop_gradient
 
 
+def zeros(count: int, like: mx.array) -> mx.array:
+    return mx.zeros(count, like.dtype)
+
+
 def clip(x: mx.array, low: float | None, high: float | None) -> mx.array:
     """mx.clip has no gradient on its bounds: with none to spare, as in PPO with a clip of 0, nothing would learn."""
     x = x if low is None else mx.where(x < low, low, x)

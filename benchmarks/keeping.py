@@ -1,0 +1,38 @@
+"""A run's record that counts what it costs: put in place of `paceline.cluster.session.Keeper`."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.monitor import RunOutcome, RunPlan
+from paceline.record import Keeper
+
+
+class Timed(Keeper):
+    """Counts what handing over costs the event loop, and what the run costs meanwhile."""
+
+    made: ClassVar[list["Timed"]] = []
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run)
+        self.handing = self.run_cpu = 0.0
+        self.made.append(self)
+
+    @property
+    def cost(self) -> float:
+        """CPU seconds, of the thread that writes and of the event loop that hands over."""
+        return self.seconds + self.handing
+
+    def begin(self, plan: RunPlan) -> None:
+        self.run_cpu = -time.process_time()
+        super().begin(plan)
+
+    def played(self, step: int, state: str, rollouts: Sequence) -> None:
+        begun = time.thread_time()
+        super().played(step, state, rollouts)
+        self.handing += time.thread_time() - begun
+
+    def end(self, outcome: RunOutcome) -> None:
+        self.run_cpu += time.process_time()
+        super().end(outcome)
