@@ -187,7 +187,7 @@ class Engine(Protocol):
 
     @property
     def busy_seconds(self) -> float:
-        """Time spent computing since the start."""
+        """Time with a step under way since the start."""
         ...
 
     def start(self) -> None: ...

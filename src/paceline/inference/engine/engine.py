@@ -72,8 +72,8 @@ class DecodingEngine:
         self._closed = False
         self._paused = False
         self._asleep = False
-        self._busy = 0.0
-        self._busy_since: float | None = None
+        self._busy: tuple[float, float | None] = (0.0, None)
+        """Seconds with a step in flight that are over, and when those under way began: read and written as one."""
         self.steps = 0
         self.tokens = 0
         self.swaps = 0
@@ -182,8 +182,8 @@ class DecodingEngine:
 
     @property
     def busy_seconds(self) -> float:
-        since = self._busy_since
-        return self._busy + (time.perf_counter() - since if since is not None else 0.0)
+        done, since = self._busy
+        return done + (time.perf_counter() - since if since is not None else 0.0)
 
     # -- the door -----------------------------------------------------------------------------------------------------
 
@@ -288,19 +288,22 @@ class DecodingEngine:
 
     def _step(self) -> None:
         """Launch the next step, then land what is due: the device never waits for the host to look."""
-        self._busy_since = time.perf_counter()
         chunks = [] if self._paused else self._scheduler.schedule()
         if chunks:
+            if not self._flights:
+                self._busy = (self.busy_seconds, time.perf_counter())
             self._flights.append(self._runner.launch(chunks))
             self.steps += 1
         self._land(self._runner.depth if chunks else max(0, len(self._flights) - 1))
-        self._busy, self._busy_since = self.busy_seconds, None
 
     def _land(self, leave: int) -> None:
-        """Land the oldest steps until `leave` are in flight."""
+        """Land the oldest steps until `leave` are in flight. The clock stops before anyone is answered: whoever acts on
+        an answer finds no engine that looks busy with it still."""
         while len(self._flights) > leave:
             flight = self._flights.popleft()
             flight.land()
+            if not self._flights:
+                self._busy = (self.busy_seconds, None)
             for chunk in flight.chunks:
                 self._accept(chunk)
         self._herald.tell(now=leave == 0)
