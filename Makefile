@@ -9,7 +9,7 @@ MLX := .venv-mlx
 APPLE := $(filter Darwin-arm64,$(shell uname -s)-$(shell uname -m))
 # What holds for an engine, a trainer, a server and a killed run, whatever they compute with.
 LAWS := $(addprefix tests/unit/test_,$(addsuffix .py,engine engine_scheduler engine_weights engine_cache shared_prompts \
-	grammar herald truth losses losses_trl trainer numeric_safety proximal reference stream critic)) \
+	grammar herald truth losses losses_trl trainer numeric_safety proximal reference stream critic roll_back record_run)) \
 	tests/integration/test_server.py tests/integration/test_resume.py
 SEED ?= 0
 PIP := $(BIN)/python -m pip --disable-pip-version-check

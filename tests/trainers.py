@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.model import trainable
+from paceline.trainer.critic import value_loss
 from paceline.trainer.loss import Loss, Sums
 from paceline.trainer.tokens import Tokens
 
@@ -30,9 +31,7 @@ def torch_only(why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(MLX, reason=why)
 
 
-NO_CRITIC = torch_only("MLX has no critic")
 NO_OFFLOAD = torch_only("MLX has one memory, and nowhere to offload to")
-NO_STREAM = torch_only("MLX begins nothing early")
 EXACT = 1e-6 if MLX else 1e-9
 """How far a loss in float64 may be off: of what mlx says of exp(x) only float32 is right."""
 
@@ -55,7 +54,7 @@ if MLX:
     from paceline.model.mlx.loading import MlxModel, load_model, twin
     from paceline.model.mlx.lora import attach_lora, load_adapter
     from paceline.trainer.mlx import MlxTrainer
-    from paceline.trainer.mlx.parameters import tree
+    from paceline.trainer.mlx.parameters import named, tree
 
     LIBRARY = "an mlx array"
 
@@ -110,6 +109,18 @@ if MLX:
         """Masters, moments and whatever else a checkpoint keeps."""
         return {name: _torch(array) for name, array in trainer.learner.tensors().items()}
 
+    def shared_with_critic(trainer: MlxTrainer) -> dict[str, bool]:
+        """Which of the policy's arrays the critic's value model holds too, by its own names."""
+        value = named(trainer.learner._critic._model.parameters())
+        policy = named(trainer._model.net.parameters())
+        return {f"body.{name}": value[f"body.{name}"] is array for name, array in policy.items()}
+
+    def value_slope(values: NDArray, old: NDArray, returns: NDArray, clip: float) -> tuple[NDArray, NDArray]:
+        with mx.stream(mx.cpu):
+            columns = [mx.array(x, mx.float64) for x in (values, old, returns)]
+            gradient = mx.grad(lambda v: value_loss(v, *columns[1:], clip).sum())(columns[0])
+            return np.array(value_loss(*columns, clip)), np.array(gradient)
+
     def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> Tokens:
         return trainer.learner.stepper.tokens(micro_batch)
 
@@ -156,6 +167,17 @@ else:
     def tensors_of(trainer: trainer_of) -> dict[str, Tensor]:
         return {name: local(tensor).clone() for name, tensor in trainer.learner.tensors().items()}
 
+    def shared_with_critic(trainer: trainer_of) -> dict[str, bool]:
+        body = dict(trainer.learner._critic._model.body.named_parameters())
+        policy = trainer._model.named_parameters()
+        return {f"body.{name}": body[name].data_ptr() == p.data_ptr() for name, p in policy}
+
+    def value_slope(values: NDArray, old: NDArray, returns: NDArray, clip: float) -> tuple[NDArray, NDArray]:
+        columns = [torch.from_numpy(x) for x in (values, old, returns)]
+        loss = value_loss(columns[0].requires_grad_(), *columns[1:], clip)
+        (gradient,) = torch.autograd.grad(loss.sum(), columns[0])
+        return loss.detach().numpy(), gradient.numpy()
+
     def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> Tokens:
         return trainer.learner.stepper.tokens(micro_batch)[0]
 
@@ -170,3 +192,9 @@ else:
         loss.backward()
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (made.logprobs, made.entropy)]
         return Slope(loss.item(), sums, *(grad.numpy() for grad in grads))
+
+
+def critic_of(trainer: Any) -> dict[str, Tensor]:
+    """What a checkpoint keeps of the critic; nothing where none was made."""
+    held = tensors_of(trainer).items()
+    return {name.removeprefix("critic/"): tensor for name, tensor in held if name.startswith("critic/")}

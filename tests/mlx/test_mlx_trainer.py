@@ -42,6 +42,15 @@ def as_torch(tensors) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.array(np.asarray(plain(array)))) for name, array in tensors.items()}
 
 
+def rewarded(seed: int) -> list:
+    """Half of the samples earn something at their end."""
+    alone = {"advantages": None, "ce_weights": None, "ref_kl_weights": None, "ref_logprobs": None}
+    return [
+        s.with_streams(rewards=np.where(np.arange(len(s)) == len(s) - 1, float(i % 2), 0.0), **alone)
+        for i, s in enumerate(samples(seed))
+    ]
+
+
 def step(trainer, seed: int, **streams):
     return asyncio.run(trainer.step([sample.with_streams(**streams) for sample in samples(seed)]))
 
@@ -114,6 +123,30 @@ def test_steps_are_torchs(settings, lora):
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_critics_steps_are_torchs(tmp_path, lora):
+    """Values, advantages, both updates; and either goes on from what the other saved."""
+    critic = config.Critic(lr=1e-2, freeze_steps=1, gamma=0.9, lam=0.8)
+    both = pair(lora, optimizer=SMOOTH, loss=config.PPO(), critic=critic, minibatches=2)
+    for seed in range(3):
+        if seed == 2:
+            for name, trainer in both._asdict().items():
+                (tmp_path / name).mkdir()
+                asyncio.run(trainer.save(tmp_path / name))
+            asyncio.run(both.torch.load(tmp_path / "mlx"))
+            asyncio.run(both.mlx.load(tmp_path / "torch"))
+        wanted, got = (asyncio.run(trainer.step(rewarded(seed))).metrics for trainer in both)
+        assert got.keys() == wanted.keys() >= {"critic/loss", "critic/value", "critic/explained_variance"}
+        for name in wanted.keys() - {"train_tokens/s"}:
+            assert got[name] == pytest.approx(wanted[name], rel=2e-3, abs=2e-3), name
+    theirs, ours = (as_torch(trainer.learner.tensors()) for trainer in both)
+    masters = [name for name in theirs if "master/" in name]
+    assert {"critic/master/value.weight", "critic/master/value.bias"} < set(masters)
+    assert theirs.keys() == ours.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in masters) < 1e-4
+    both.close()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("way", ["from torch to mlx", "from mlx to torch"])
 def test_a_run_goes_on_under_the_other_library(tmp_path, way, lora):
     """The very masters and moments, counters and reference; and then the same next step."""
@@ -162,20 +195,23 @@ def test_what_several_ranks_wrote_is_torchs(tmp_path):
     trainer.close()
 
 
+@pytest.mark.parametrize("critic", [None, config.Critic()], ids=["plain", "critic"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_noise_goes_on_where_a_checkpoint_left_it(tmp_path, again):
-    c = config.Trainer(loss=config.PPO(), optimizer=config.Optimizer(lr=1e-2), gradient_checkpointing=again)
+def test_noise_goes_on_where_a_checkpoint_left_it(tmp_path, again, critic):
+    optimizer = config.Optimizer(lr=1e-2)
+    c = config.Trainer(loss=config.PPO(), optimizer=optimizer, gradient_checkpointing=again, critic=critic)
 
     def fresh() -> MlxTrainer:
         return MlxTrainer(mlx_model(Lora(rank=4, dropout=0.5)), c)
 
     unbroken, resumed = fresh(), fresh()
-    for seed in range(3):
-        step(unbroken, seed)
-        if seed == 1:
+    batches = [samples(seed) if critic is None else rewarded(seed) for seed in range(3)]
+    for number, batch in enumerate(batches):
+        asyncio.run(unbroken.step(batch))
+        if number == 1:
             asyncio.run(unbroken.save(tmp_path))
     asyncio.run(resumed.load(tmp_path))
-    step(resumed, 2)
+    asyncio.run(resumed.step(batches[-1]))
     marks = [asyncio.run(trainer.weights()).fingerprint() for trainer in (unbroken, resumed)]
     assert marks[0] == marks[1]
     for trainer in (unbroken, resumed):
@@ -316,11 +352,9 @@ def test_arrays_are_saved_as_they_are_read_and_not_as_they_lie(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"critic": config.Critic()}, "trainer.critic is not there with MLX"),
-        ({"parallel": Parallel(ranks=2)}, "trainer.parallel is not there with MLX"),
-        ({"stream": True}, "trainer.stream is not there with MLX"),
-        ({"optimizer": config.Optimizer(offload=True)}, "offload is not there with MLX"),
-        ({"kl": config.KL(offload=True)}, "offload is not there with MLX"),
+        ({"parallel": Parallel(ranks=2)}, "trainer.parallel is for several processes of torch"),
+        ({"optimizer": config.Optimizer(offload=True)}, "trainer.optimizer.offload has nowhere to move to"),
+        ({"kl": config.KL(offload=True)}, "trainer.kl.offload has nowhere to move to"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -42,8 +42,8 @@ ON_THE_WAY = (
         (["--placement", "processes"], "computes in one process"),
         (["--device", "cuda"], 'device = "cuda" is for torch'),
         (["--engine.backend", "vllm", "--engine.base_url", "http://there"], "fed by a trainer of torch"),
-        (["--trainer.critic", "{}"], 'a critic needs backend = "torch"'),
-        (["--trainer.stream", "true"], "trainer.stream and trainer.optimizer.offload need"),
+        (["--trainer.optimizer.offload", "true"], "trainer.optimizer.offload has nowhere to move to"),
+        (["--trainer.kl.offload", "true"], "trainer.kl.offload has nowhere to move to"),
         (["--engine.cache", "pages"], "is torch's"),
     ],
 )
@@ -51,6 +51,16 @@ def test_what_mlx_cannot_do_is_said_before_anything_starts(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load(None, ["--backend", "mlx", *keys])
     load(None, ["--backend", "torch", *keys])
+
+
+@pytest.mark.parametrize(
+    "keys", [["--device", "cpu"], ["--engine.products", "half"], ["--engine.cache_gib", "2"]], ids=lambda keys: keys[0]
+)
+def test_what_mlx_has_no_use_for_is_said_in_one_sentence(keys):
+    (warning,) = load(None, ["--backend", "mlx", *keys]).warnings
+    assert warning.startswith(keys[0].removeprefix("--"))
+    assert 'has no effect with backend = "mlx"' in warning
+    assert load(None, ["--backend", "mlx"]).warnings == load(None, ["--backend", "torch", *keys]).warnings == []
 
 
 def test_where_the_machine_chooses_mlx_it_is_said_when_the_run_starts(monkeypatch, tmp_path):

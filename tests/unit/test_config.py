@@ -141,8 +141,8 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
         if env["type"] == "reasoning-gym":
             env["task"] = "gcd"
     trainer = table.get("trainer", {})
-    offloads = trainer.get("optimizer", {}).get("offload")
-    if "critic" in trainer or offloads or table.get("engine", {}).get("cache") == "pages":
+    offloads = any((trainer.get(part) or {}).get("offload") for part in ("optimizer", "kl"))
+    if offloads or table.get("engine", {}).get("cache") == "pages":
         table.pop("backend", None)
     return table
 

@@ -12,14 +12,11 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.config.model import Lora, Model
 from paceline.data import Sample
-from paceline.model import attach_lora, trainable
-from paceline.trainer import TorchTrainer, TrainerError
-from paceline.trainer.critic import value_loss
+from paceline.model import attach_lora
+from paceline.trainer import TrainerError
 from paceline.trainer.gae import gae, per_action
 from samples import make_batch, rewarded
-from trainers import NO_CRITIC
-
-pytestmark = NO_CRITIC
+from trainers import critic_of, shared_with_critic, trainer_of, value_slope, weights_of
 
 UNIT = st.floats(0, 1)
 FINITE = st.floats(-5, 5)
@@ -52,11 +49,9 @@ def test_what_the_policy_did_not_choose_takes_no_time():
 
 @given(st.lists(st.tuples(FINITE, FINITE, FINITE), min_size=1, max_size=8), st.floats(0, 2))
 def test_the_value_loss_is_the_worse_of_clipped_and_plain(rows, clip):
-    values, old, returns = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    values.requires_grad_()
-    loss = value_loss(values, old, returns, clip)
-    (grad,) = torch.autograd.grad(loss.sum(), values)
-    for v, o, r, got, slope in zip(*(x.tolist() for x in (values, old, returns, loss, grad)), strict=True):
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    loss, grad = value_slope(*columns, clip)
+    for v, o, r, got, slope in zip(*(x.tolist() for x in (*columns, loss, grad)), strict=True):
         near = min(max(v, o - clip), o + clip) if clip else v
         assert got == pytest.approx(max((v - r) ** 2, (near - r) ** 2) / 2)
         if (v - r) ** 2 > (near - r) ** 2 + 1e-9 or near == v:
@@ -68,18 +63,18 @@ def test_the_value_loss_is_the_worse_of_clipped_and_plain(rows, clip):
 # --- in the trainer
 
 
-def made(lora=None, critic: dict | None = None, **settings) -> TorchTrainer:
+def made(lora=None, critic: dict | None = None, **settings):
     model = attach_lora(tiny_model(), Model(lora=lora), seed=0)
     settings = {"loss": config.PPO(), "optimizer": config.Optimizer(lr=1e-3)} | settings
-    return TorchTrainer(model, config.Trainer(threads=1, critic=config.Critic(**(critic or {})), **settings))
+    return trainer_of(model, config.Trainer(threads=1, critic=config.Critic(**(critic or {})), **settings))
 
 
-def step(trainer: TorchTrainer, batch) -> dict[str, float]:
+def step(trainer, batch) -> dict[str, float]:
     return asyncio.run(trainer.step(batch)).metrics
 
 
-def weights(trainer: TorchTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().view(-1).clone() for p in trainable(trainer._model).values()])
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([p.view(-1) for _, p in sorted(weights_of(trainer).items())])
 
 
 def test_a_new_critic_values_everything_at_zero_so_advantages_are_returns():
@@ -93,9 +88,7 @@ def test_a_new_critic_values_everything_at_zero_so_advantages_are_returns():
             stream[t] = sum(0.9**ahead * float(s.rewards[u]) for ahead, u in enumerate(actions[i:]))
             returns.append(stream[t])
         by_hand.append(s.with_streams(advantages=stream, rewards=None))
-    plain = TorchTrainer(
-        tiny_model(), config.Trainer(threads=1, loss=config.PPO(), optimizer=config.Optimizer(lr=1e-3))
-    )
+    plain = trainer_of(tiny_model(), config.Trainer(threads=1, loss=config.PPO(), optimizer=config.Optimizer(lr=1e-3)))
     step(plain, by_hand)
     torch.testing.assert_close(weights(trainer), weights(plain))
     assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)) / 2, rel=1e-5)
@@ -112,7 +105,7 @@ def test_a_value_is_of_the_moment_before_the_choice():
     other = sample.token_ids.copy()
     other[-1] = (other[-1] + 1) % 60
     changed = sample.with_streams(token_ids=other)
-    one, two = (trainer.learner._critic._values([s])[0] for s in (sample, changed))
+    one, two = (trainer.learner._critic.values([s])[0] for s in (sample, changed))
     assert one[-1] != 0
     np.testing.assert_array_equal(one, two)
     trainer.close()
@@ -156,7 +149,7 @@ def test_the_policy_waits_while_the_critic_warms_up(lora):
     values = []
     for seed in range(2):
         assert "loss/rl" not in step(trainer, rewarded(seed))
-        values.append(trainer.learner._critic._model.value.weight.detach().clone())
+        values.append(critic_of(trainer)["master/value.weight"])
     assert torch.equal(weights(trainer), before)
     assert trainer.version == 2
     assert not torch.equal(*values)
@@ -168,7 +161,7 @@ def test_the_policy_waits_while_the_critic_warms_up(lora):
 def test_a_policy_that_waited_still_ends_where_its_schedule_does():
     optimizer = config.Optimizer(lr=1e-3, schedule="linear", final_lr_ratio=0.1)
     c = config.Trainer(threads=1, optimizer=optimizer, critic=config.Critic(freeze_steps=2), minibatches=2)
-    trainer = TorchTrainer(tiny_model(), c, total_steps=5)
+    trainer = trainer_of(tiny_model(), c, total_steps=5)
     for seed in range(5):
         step(trainer, rewarded(seed))
     assert trainer.learner.optimizer.steps == 6
@@ -180,10 +173,10 @@ def test_a_policy_that_waited_still_ends_where_its_schedule_does():
 def test_under_lora_the_critic_shares_the_frozen_base_and_has_adapters_of_its_own():
     trainer = made(Lora(rank=4))
     step(trainer, rewarded(0))
-    body = dict(trainer.learner._critic._model.body.named_parameters())
-    for name, parameter in trainer._model.named_parameters():
-        assert (body[name].data_ptr() == parameter.data_ptr()) == (not parameter.requires_grad)
-        assert body[name].requires_grad == parameter.requires_grad
+    own = {f"body.{name}" for name in weights_of(trainer)}
+    assert {name for name, shared in shared_with_critic(trainer).items() if not shared} == own
+    learning = {name.removeprefix("master/") for name in critic_of(trainer) if name.startswith("master/")}
+    assert learning == own | {"value.weight", "value.bias"}
     trainer.close()
 
 
@@ -208,10 +201,10 @@ def test_a_resumed_critic_goes_on_bit_for_bit(tmp_path, lora):
 def test_samples_with_advantages_need_no_critic_and_make_none():
     trainer = made()
     metrics = step(trainer, make_batch(0))
-    assert trainer.learner._critic._model is None
+    assert not critic_of(trainer)
     assert not any(name.startswith("critic/") for name in metrics)
     step(trainer, make_batch(1)[:3] + rewarded(1))
-    assert trainer.learner._critic._model is not None
+    assert critic_of(trainer)
     trainer.close()
 
 
@@ -224,7 +217,7 @@ def test_a_minibatch_without_lessons_is_no_step_of_the_critic():
 
 
 def test_rewards_without_a_critic_say_what_to_write():
-    trainer = TorchTrainer(tiny_model(), config.Trainer(threads=1))
+    trainer = trainer_of(tiny_model(), config.Trainer(threads=1))
     with pytest.raises(TrainerError, match=r"write \[trainer.critic\]"):
         step(trainer, rewarded(0))
     with pytest.raises(TrainerError, match="neither advantages nor rewards"):
@@ -235,9 +228,9 @@ def test_rewards_without_a_critic_say_what_to_write():
 def test_a_critic_that_breaks_skips_its_step():
     trainer = made()
     step(trainer, rewarded(0))
-    before = trainer.learner._critic._model.value.weight.detach().clone()
+    before = critic_of(trainer)["master/value.weight"]
     batch = rewarded(1)
     batch[0] = batch[0].with_streams(rewards=np.full(len(batch[0]), np.nan))
     assert asyncio.run(trainer.step(batch)).skipped
-    assert torch.equal(trainer.learner._critic._model.value.weight, before)
+    assert torch.equal(critic_of(trainer)["master/value.weight"], before)
     trainer.close()

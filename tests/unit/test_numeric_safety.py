@@ -22,7 +22,7 @@ from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.findings import broken_weights, examine, verdict
 from paceline.trainer.norms import KEPT, WARM_UP, Norms, Outcome
 from samples import PLAIN, make_batch, near_policy
-from trainers import NO_STREAM, put_weights, tensors_of, trainer_of, weights_of
+from trainers import put_weights, tensors_of, trainer_of, weights_of
 
 BAD = 3
 """The sample that is poisoned."""
@@ -87,7 +87,7 @@ def warmed(run: Run) -> Run:
 PLANTED = {"NaN": (infinite, "the gradient was not finite"), "spike": (jumping, "times the median of the last 8 steps")}
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=NO_STREAM)], ids=["whole", "streamed"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_bad_step_is_left_out_and_told_and_the_next_is_as_if_it_had_not_been(planted, stream, tmp_path):
     poison, words = PLANTED[planted]

@@ -8,13 +8,14 @@ from paceline.config.trainer import Trainer
 from paceline.data import encode
 from paceline.monitor import read_jsonl
 from paceline.record import Query, open_run
-from paceline.trainer import StepReport, TorchTrainer
+from paceline.trainer import StepReport
+from paceline.trainer.threaded import ThreadedTrainer
 
 STEPS, GROUP = 4, 4
 
 
 def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkeypatch):
-    real, broken = TorchTrainer.step, []
+    real, broken = ThreadedTrainer.step, []
 
     async def once(self, batch):
         if self.version + 1 == STEPS and not broken:
@@ -22,7 +23,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
             return StepReport({}, roll_back=True, trouble="the gradient was not finite")
         return await real(self, batch)
 
-    monkeypatch.setattr(TorchTrainer, "step", once)
+    monkeypatch.setattr(ThreadedTrainer, "step", once)
     config = RunConfig(
         runs=str(tmp_path),
         steps=STEPS,

@@ -10,7 +10,8 @@ from paceline.config import RunConfig
 from paceline.config.run import Checkpoint, Eval, Record
 from paceline.config.trainer import Trainer
 from paceline.monitor import read_jsonl
-from paceline.trainer import StepReport, TorchTrainer, TrainerLost
+from paceline.trainer import StepReport, TrainerLost
+from paceline.trainer.threaded import ThreadedTrainer
 
 STEPS = 5
 
@@ -31,7 +32,7 @@ def configured(tmp_path: Path, **more) -> RunConfig:
 
 def broken_at(monkeypatch, step: int, times: int, how) -> list[list]:
     """The trainer fails at a step, so many times; the batches it failed on."""
-    real, failed = TorchTrainer.step, []
+    real, failed = ThreadedTrainer.step, []
 
     async def wrapped(self, batch):
         if self.version + 1 == step and len(failed) < times:
@@ -39,7 +40,7 @@ def broken_at(monkeypatch, step: int, times: int, how) -> list[list]:
             return how()
         return await real(self, batch)
 
-    monkeypatch.setattr(TorchTrainer, "step", wrapped)
+    monkeypatch.setattr(ThreadedTrainer, "step", wrapped)
     return failed
 
 

@@ -23,7 +23,6 @@ from paceline.trainer.schedule import LARGEST_SCALE
 from paceline.trainer.tuning import SMALLEST, largest
 from samples import PLAIN, make_batch, make_sample, near_policy
 from trainers import (
-    NO_CRITIC,
     NO_OFFLOAD,
     as_numpy,
     gradient_of,
@@ -263,7 +262,7 @@ def test_nothing_to_train_still_runs_backward():
         {},
         {"loss": config.GSPO(), "minibatches": 2, "kl": config.KL(), "entropy_coef": 0.1},
         {"clip_skip_threshold": 0.3, "kl": config.KL(how="advantage")},
-        pytest.param({"kl": config.KL(how="advantage"), "critic": config.Critic()}, marks=NO_CRITIC),
+        {"kl": config.KL(how="advantage"), "critic": config.Critic()},
     ],
     ids=["plain", "gspo", "shaped", "critic"],
 )

@@ -11,6 +11,7 @@ from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.config.run import RunConfig
+    from paceline.config.trainer import Trainer
 
 
 CHOICE = "PACELINE_BACKEND"
@@ -35,6 +36,18 @@ def problems(config: "RunConfig") -> Iterator[str]:
         yield from refused(config)
 
 
+def idle(config: "RunConfig") -> Iterator[str]:
+    """What a run file sets to no effect where it asks for mlx."""
+    if config.backend != "mlx":
+        return
+    if config.device == "cpu":
+        yield 'device = "cpu" has no effect with backend = "mlx", which takes the GPU of its machine: remove it'
+    if config.engine.products != "exact":
+        yield f'engine.products = "{config.engine.products}" has no effect with backend = "mlx": remove it'
+    if config.engine.cache_gib is not None:
+        yield 'engine.cache_gib has no effect with backend = "mlx", whose cache grows as it is needed: remove it'
+
+
 def refused(config: "RunConfig") -> Iterator[str]:
     """What a run asks for that needs torch."""
     if config.placement != "local":
@@ -43,11 +56,15 @@ def refused(config: "RunConfig") -> Iterator[str]:
         yield 'device = "cuda" is for torch: leave it out where backend = "mlx"'
     if config.engine.backend != "paceline":
         yield f'engine.backend = "{config.engine.backend}" is fed by a trainer of torch: set backend = "torch"'
-    if config.trainer.critic is not None:
-        yield 'a critic needs backend = "torch"'
-    if config.trainer.parallel.ranks > 1:
-        yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'
-    if config.trainer.stream or config.trainer.optimizer.offload:
-        yield 'trainer.stream and trainer.optimizer.offload need backend = "torch"'
+    yield from refused_of_trainer(config.trainer)
     if config.engine.cache == "pages":
         yield 'engine.cache = "pages" is torch\'s: leave it out where backend = "mlx"'
+
+
+def refused_of_trainer(c: "Trainer") -> Iterator[str]:
+    """The same of a trainer's own settings."""
+    if c.parallel.ranks > 1:
+        yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'
+    for name, asked in (("optimizer", c.optimizer.offload), ("kl", c.kl is not None and c.kl.offload)):
+        if asked:
+            yield f"trainer.{name}.offload has nowhere to move to on a machine with one memory: leave it out with mlx"

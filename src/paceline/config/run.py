@@ -291,6 +291,8 @@ class RunConfig(Section):
             warnings.warn(idle, ConfigWarning, stacklevel=2)
         if idle := self.weights.idle(self.placement):
             warnings.warn(idle, ConfigWarning, stacklevel=2)
+        for idle in apple.idle(self):
+            warnings.warn(idle, ConfigWarning, stacklevel=2)
         if self.oversample and not self.extra:
             warnings.warn(
                 f"oversample = {self.oversample} has no effect: of a batch of {self.batch_size} that is less than one "

@@ -14,6 +14,9 @@ from paceline.config import trainer as config
 from paceline.data import Cost, Cut, Sample, Scales, cuts, fold
 from paceline.data.cutting import held
 
+BUDGET = 4096
+"""Tokens of a micro-batch where the run file leaves it open and nobody tries how many fit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

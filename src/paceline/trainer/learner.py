@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from paceline.data.cutting import everyone, held
 from paceline.model.weights import Array, Canary
 from paceline.trainer.batch import Batch, scales_of
 from paceline.trainer.blank import BLANK_PACK, packed
+from paceline.trainer.critic import Critic
 from paceline.trainer.loss import metrics
 from paceline.trainer.norms import Outcome
 from paceline.trainer.preparing import Preparation, Prepared
-
-if TYPE_CHECKING:  # torch's
-    from paceline.trainer.critic import Critic
+from paceline.trainer.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,20 @@ class Learner(ABC):
     """A `Stepper`, with what else its library needs."""
     _preparation: Preparation
     _reference: Any | None = None
-    _critic: "Critic | None" = None
+    _critic: Critic | None = None
 
     def __init__(self, c: config.Trainer) -> None:
         self._config = c
+        self._stream: Stream | None = None
 
-    @abstractmethod
     def feed(self, samples: Sequence[Sample], version: int) -> None:
-        """Samples of a batch that is still being gathered. `learn` then gets only the others."""
+        """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
+        the others."""
+        self._stream = self._stream or Stream(self._config, self.optimizer)
+        if not samples:
+            return
+        work = self._alone(samples)
+        self.stepper.feed(self._stream, self._stream.add(work.batch.samples, self._budget), version)
 
     @abstractmethod
     def canary(self) -> Canary:
@@ -99,8 +104,11 @@ class Learner(ABC):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Array]:
-        held = {} if self._reference is None else self._reference.tensors()
-        return self.optimizer.tensors() | {f"reference/{name}": tensor for name, tensor in held.items()}
+        out = self.optimizer.tensors()
+        for prefix, part in (("reference", self._reference), ("critic", self._critic)):
+            if part is not None:
+                out |= {f"{prefix}/{name}": tensor for name, tensor in part.tensors().items()}
+        return out
 
     def state(self) -> dict:
         return {
@@ -112,11 +120,14 @@ class Learner(ABC):
         }
 
     def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
+        self._stream = None  # what was fed belongs to a batch that is no more
         self.optimizer.zero()
         self.stepper.norms.load(state.get("grad_norms", ()))
         self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
-            self._reference.load(under("reference/", tensors), state.get("base", ""))
+            self._reference.load(_under("reference/", tensors), state.get("base", ""))
+        if self._critic is not None:
+            self._critic.load(_under("critic/", tensors), state.get("critic", {}))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -135,6 +146,24 @@ class Learner(ABC):
         return self._preparation.scored(self._preparation.credit(batch)[0])
 
     def _steps(self, samples: Sequence[Sample], version: int) -> Steps:
+        """What is left to do for a batch: all, or what was not fed before."""
+        if self._stream is None:
+            return self._whole(samples, version)
+        self.feed(samples, version)
+        return Steps([self._finish(version)])
+
+    def _finish(self, version: int) -> Outcome:
+        """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
+        assert self._stream is not None
+        stream, self._stream = self._stream, None
+        self.stepper.feed(stream, stream.rest(self._budget), version)
+        if outcome := self.stepper.finish(stream):
+            return outcome
+        again = self._step(Prepared(self._together(stream.samples), {}, {}), 0, version)
+        assert again is not None  # what is fed has one step
+        return again
+
+    def _whole(self, samples: Sequence[Sample], version: int) -> Steps:
         """K steps on a whole batch: how they went, and what the critic reports of the batch and of each step."""
         work, report = self._preparation.credit(self._together(samples))
         critic = self._critic if work.taught else None
@@ -162,7 +191,7 @@ class Learner(ABC):
         trains = bool(count([batch.samples[i] for i in members]).any())
         return self.stepper.step(packs, version, number == 0, trains)
 
-    def _teach(self, critic: "Critic", work: Prepared, number: int) -> dict[str, float] | None:
+    def _teach(self, critic: Critic, work: Prepared, number: int) -> dict[str, float] | None:
         """The critic's step beside one of the policy's; None where nothing in it teaches."""
         cut = work.batch.cuts[number]
         members = [i for i in everyone(cut) if i in work.taught]
@@ -173,5 +202,5 @@ class Learner(ABC):
         return critic.update([work.lessons[i] for i in own], [scales[i] for i in own])
 
 
-def under(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+def _under(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

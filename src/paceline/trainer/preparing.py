@@ -7,7 +7,7 @@ Each rank does this for its own samples, in the micro-batches it will train them
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from numpy.typing import NDArray
 
@@ -16,11 +16,9 @@ from paceline.data import Sample
 from paceline.data.cutting import everyone, only
 from paceline.trainer.base import TrainerError
 from paceline.trainer.batch import Batch
+from paceline.trainer.critic import Critic, Lesson
 from paceline.trainer.scoring import Scoring, score
 from paceline.trainer.shaping import shaped
-
-if TYPE_CHECKING:  # torch's
-    from paceline.trainer.critic import Critic, Lesson
 
 
 class Stand(Protocol):
@@ -36,7 +34,7 @@ class Prepared:
     batch: Batch
     prox: dict[int, NDArray]
     """Log probabilities at the batch's start, where a step later than the first needs them, by sample."""
-    lessons: dict[int, "Lesson"]
+    lessons: dict[int, Lesson]
     """What the critic learns here, by sample."""
     taught: frozenset[int] = frozenset()
     """All samples it learns from, on whichever rank."""
@@ -45,7 +43,7 @@ class Prepared:
 class Preparation:
     """A policy's forward pass, with the reference and the critic if the settings ask for them."""
 
-    def __init__(self, c: config.Trainer, forward: Scoring, reference: Stand | None, critic: "Critic | None") -> None:
+    def __init__(self, c: config.Trainer, forward: Scoring, reference: Stand | None, critic: Critic | None) -> None:
         self._config, self._forward, self._reference, self._critic = c, forward, reference, critic
 
     def credit(self, batch: Batch) -> tuple[Prepared, dict[str, float]]:

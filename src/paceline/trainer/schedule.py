@@ -20,6 +20,15 @@ def rate(c: config.Optimizer, step: int, total: int | None) -> float:
     return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
 
 
+def lengths(c: config.Trainer, batches: int | None) -> tuple[int | None, int | None]:
+    """Optimizer steps of the policy and of the critic in a run of so many batches. The policy takes none while the
+    critic warms up."""
+    if not batches:
+        return None, None
+    waiting = 0 if c.critic is None else c.critic.freeze_steps
+    return max(1, (batches - waiting) * c.minibatches), batches * c.minibatches
+
+
 class LossScale:
     """By what the loss of a float16 model is multiplied before it is differentiated (arXiv 1710.03740): one token's
     share of a large batch is a gradient below what that type can hold. Other types need none."""

@@ -1,17 +1,20 @@
 """One optimizer step of the policy: a gradient, and a verdict on it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch
-from paceline.trainer.loss import Judged, Loss, Sums
+from paceline.data import MicroBatch, count
+from paceline.model.weights import Array
+from paceline.trainer.loss import NAMES, Judged, Loss, Sums
 from paceline.trainer.norms import Norms, Outcome
+from paceline.trainer.stream import Stream
 from paceline.trainer.tokens import Tokens
 
 STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs")
@@ -43,8 +46,10 @@ class Optimizer(Protocol):
 class Stepper(ABC):
     """Turns micro-batches into a step, which is taken or left out."""
 
-    def __init__(self, c: config.Trainer, optimizer: Optimizer, summed: Callable[[float], float] = float) -> None:
-        self._config, self._taker = c, optimizer
+    def __init__(
+        self, c: config.Trainer, model: Any, optimizer: Optimizer, summed: Callable[[float], float] = float
+    ) -> None:
+        self._config, self._model, self._taker = c, model, optimizer
         self._loss = Loss(c)
         self.norms = Norms(c.spike, summed)
         self.watch: Callable[[MicroBatch, Tokens, Judged], None] | None = None
@@ -57,13 +62,59 @@ class Stepper(ABC):
             outcome = self._gradient(packs, version, first)
         return self._taken(outcome, trains)
 
+    def feed(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
+        """Add to the sums of a batch that is still being gathered."""
+        with self._training():
+            stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
+
+    def finish(self, stream: Stream) -> Outcome | None:
+        """The step of a batch that was fed; None where its gradient is not finite, and gone."""
+        totals = self._counted(count(stream.samples))
+        outcome = self._clipped(stream.finish(totals, self._totals(stream.sums)), len(stream.sums))
+        if outcome.finite:
+            return self._taken(outcome, bool(totals.any()))
+        self._taker.zero()
+        return None
+
     @abstractmethod
     def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> Sums:
         """Add one micro-batch's gradient."""
 
     @abstractmethod
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> Sums:
+        """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
+
+    @abstractmethod
+    def _clipped(self, sums: NDArray, micro_batches: int) -> Outcome:
+        """The gradient that is there, of all ranks, clipped."""
+
+    @contextmanager
+    def _training(self) -> Generator[None]:
+        """The model drops out inside what it is told to."""
+        self._model.train()
+        try:
+            yield
+        finally:
+            self._model.eval()
+
+    def _counted(self, counts: NDArray) -> NDArray:
+        """Of all ranks."""
+        return counts
+
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
         """Of all these, clipped."""
+        with self._training():
+            sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
+        return self._clipped(self._totals(sums), len(packs))
+
+    def _totals(self, sums: Sequence[Sums]) -> NDArray:
+        """In the order of `loss.NAMES`; a micro-batch in which nothing trains may have none."""
+        held = [one for one in sums if one.values]
+        return self._host(Sums.total(held)) if held else np.zeros(len(NAMES))
+
+    @abstractmethod
+    def _host(self, array: Array) -> NDArray:
+        """In float64 numbers of the host."""
 
     def _taken(self, outcome: Outcome, trains: bool) -> Outcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of

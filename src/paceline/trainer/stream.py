@@ -8,36 +8,55 @@ component in a sum of its own; in the end
 is what the whole batch at once would have given, whatever came first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, first_fit_decreasing, fold, pack
 from paceline.data.scales import COMPONENTS
-from paceline.trainer.loss import NAMES, Loss, Sums
-from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.tokens import Tokens
+from paceline.model.weights import Array
+from paceline.trainer.loss import NAMES, Sums
+from paceline.trainer.ops import stack
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
 """Which terms of the loss a component's normaliser divides: what holds the policy goes by the rl tokens."""
+SCALES = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
+"""Where a component has tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
+
+
+class Summing(Protocol):
+    """An optimizer whose gradient so far can be put aside and taken up again."""
+
+    def set_aside(self) -> Mapping[str, Array]: ...
+    def restore(self, held: Mapping[str, Array], factor: float = 1.0) -> None: ...
+
+
+def components(micro_batch: MicroBatch) -> list[str]:
+    """Those that it holds tokens of."""
+    return [name for name, scale in SCALES.items() if getattr(micro_batch, scale).any()]
+
+
+def component(parts: Mapping[str, Array], name: str) -> Array:
+    """Its share of a loss that is known term by term."""
+    return stack([parts[term] for term in TERMS[name] if term in parts]).sum()
 
 
 class Stream:
     """Takes samples as they come and runs them in whole micro-batches."""
 
-    def __init__(self, c: config.Trainer, optimizer: MasterAdamW) -> None:
+    def __init__(self, c: config.Trainer, optimizer: Summing) -> None:
         self._config = c
         self._optimizer = optimizer
         self._waiting: list[tuple[Sample, Scales]] = []
-        self._gradients: dict[str, Mapping[str, Tensor]] = {}
-        self._sums: list[Sums] = []
+        self._gradients: dict[str, Mapping[str, Array]] = {}
+        self.sums: list[Sums] = []
+        """Of the micro-batches that ran."""
         self.samples: list[Sample] = []
-        self.micro_batches = 0
 
     def add(self, samples: Sequence[Sample], budget: int) -> list[MicroBatch]:
         """The micro-batches to run now. The emptiest waits for what comes, or for `rest`."""
@@ -59,22 +78,16 @@ class Stream:
         last, self._waiting = self._waiting, []
         return [_packed(last, budget)] if last else []
 
-    def backward(self, tokens: Tokens, anchor: Tensor, loss: Loss, version: int) -> None:
-        """Add a micro-batch to the sums: one backward pass for each component it holds."""
-        parts, sums = loss.parts(tokens, version)
-        scales = {"rl": tokens.policy_scale, "ce": tokens.ce_scale, "ref_kl": tokens.ref_kl_scale}
-        held = [name for name, scale in scales.items() if bool(scale.any())]
-        for name in held:
-            value = torch.stack([parts[term] for term in TERMS[name] if term in parts]).sum()
-            self._optimizer.restore(self._gradients.pop(name, {}))
-            self._optimizer.backward(value, anchor, again=name != held[-1])
-            self._gradients[name] = self._optimizer.set_aside()
-        self._sums.append(sums)
-        self.micro_batches += 1
+    @contextmanager
+    def summing(self, name: str) -> Generator[None]:
+        """What is added to the optimizer's gradient inside belongs to this component."""
+        self._optimizer.restore(self._gradients.pop(name, {}))
+        yield
+        self._gradients[name] = self._optimizer.set_aside()
 
-    def finish(self, totals: NDArray) -> Tensor:
+    def finish(self, totals: NDArray, sums: NDArray) -> NDArray:
         """Leave the batch's gradient with the optimizer, by the counts of all ranks; its sums for the report."""
-        sums = Sums.total(self._sums) if self._sums else torch.zeros(len(NAMES), dtype=torch.float64)
+        sums = sums.copy()
         for name, (tokens, rollouts) in zip(COMPONENTS, totals, strict=True):
             share = 1 / max(1.0, float(tokens if self._config.normalise == "token" else rollouts))
             self._optimizer.restore(self._gradients.pop(name, {}), share)

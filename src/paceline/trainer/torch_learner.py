@@ -1,6 +1,6 @@
 """A policy that learns in torch: on one device or on many ranks, at once or while its batch still comes in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,16 +14,15 @@ from paceline.model import Canary, trainable
 from paceline.model.canary import Songbook, make_canary
 from paceline.model.song import canary_ids, signed
 from paceline.trainer.batch import Batch, cost_of
-from paceline.trainer.critic import Critic
 from paceline.trainer.forward import Forward
-from paceline.trainer.learner import Learner, Steps, under
-from paceline.trainer.norms import Outcome
+from paceline.trainer.learner import Learner
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.peak import peak_bytes
-from paceline.trainer.preparing import Preparation, Prepared
+from paceline.trainer.preparing import Preparation
 from paceline.trainer.reference import Reference
+from paceline.trainer.schedule import lengths
 from paceline.trainer.sharding import shard
-from paceline.trainer.stream import Stream
+from paceline.trainer.torch_critic import TorchCritic
 from paceline.trainer.torch_stepping import TorchStepper
 from paceline.trainer.tuning import tuned
 from paceline.trainer.world import Ranks, together
@@ -54,31 +53,14 @@ class TorchLearner(Learner):
         self.layout = self.forward.layout = shard(model, self.ranks, c.parallel if group is not None else Parallel())
         self._found: int | None = None
         self._cost = cost_of(model.config)
-        total = total_steps and total_steps * c.minibatches
-        waiting = 0 if c.critic is None else c.critic.freeze_steps * c.minibatches
-        self.optimizer = MasterAdamW(trainable(model), c.optimizer, total and max(1, total - waiting), self.layout)
+        own, critics = lengths(c, total_steps)
+        self.optimizer = MasterAdamW(trainable(model), c.optimizer, own, self.layout)
         self.stepper = TorchStepper(model, c, self.forward, self.optimizer, self.ranks)
         self.world = self.ranks.data
         self._reference = Reference(model, c.kl, self.layout) if c.kl is not None else None
-        self._critic = Critic(model, c, total, self.ranks) if c.critic is not None else None
+        self._critic = TorchCritic(model, c, critics, self.ranks) if c.critic is not None else None
         self._preparation = Preparation(c, self.forward, self._reference, self._critic)
         self._songbook = Songbook(model, self.forward.head)
-        self._stream: Stream | None = None
-
-    def feed(self, samples: Sequence[Sample], version: int) -> None:
-        """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
-        the others."""
-        self._stream = self._stream or Stream(self._config, self.optimizer)
-        if not samples:
-            return
-        work = self._alone(samples)
-        self.stepper.feed(self._stream, self._stream.add(work.batch.samples, self._budget), version)
-
-    def _steps(self, samples: Sequence[Sample], version: int) -> Steps:
-        if self._stream is None:
-            return super()._steps(samples, version)
-        self.feed(samples, version)
-        return Steps([self._finish(version)])
 
     @property
     def rank(self) -> int:
@@ -107,18 +89,6 @@ class TorchLearner(Learner):
         """Memory for what a checkpoint holds under a name of `tensors`: this rank's part of it."""
         return self.layout.room(name.partition("/")[2], shape, dtype)
 
-    def tensors(self) -> dict[str, Tensor]:
-        out = super().tensors()
-        if self._critic is not None:
-            out |= {f"critic/{name}": tensor for name, tensor in self._critic.tensors().items()}
-        return out
-
-    def load(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
-        self._stream = None  # what was fed belongs to a batch that is no more
-        super().load(tensors, state)
-        if self._critic is not None:
-            self._critic.load(under("critic/", tensors), state.get("critic", {}))
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     @property
@@ -136,14 +106,3 @@ class TorchLearner(Learner):
         everything, self._found = together(samples, self.world, self._budget)
         cut = cuts(everything, self._config.minibatches, self.world.size, self._found, self._cost)
         return Batch(everything, cut, self.world.rank)
-
-    def _finish(self, version: int) -> Outcome:
-        """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
-        assert self._stream is not None
-        stream, self._stream = self._stream, None
-        self.stepper.feed(stream, stream.rest(self._budget), version)
-        if outcome := self.stepper.finish(stream):
-            return outcome
-        again = self._step(Prepared(self._together(stream.samples), {}, {}), 0, version)
-        assert again is not None  # what is fed has one step
-        return again

@@ -1,6 +1,6 @@
 """Packed samples through an mlx model: hidden states in padded rows, log probabilities only where a token trains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,15 +29,11 @@ class Forward:
         self, micro_batch: MicroBatch, places: NDArray, entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[mx.array, mx.array | None]:
         """Log probabilities of the tokens at `places`, and their entropy if asked for, with its gradient too."""
-        hidden = self._before(micro_batch, places)
-        targets, temperatures = (mx.array(x[places]) for x in (micro_batch.token_ids, micro_batch.temperatures))
-        rows = max(1, LOGIT_ELEMENTS // self._model.vocabulary)
         score = _scorer(self._model, entropy, entropy_grad)
-        if len(places) > rows:
+        pieces = list(self._pieces(micro_batch, places))
+        if len(pieces) > 1:
             score = recomputed(_head(self._model), score)
-        chunks = [slice(start, start + rows) for start in range(0, len(places), rows)]
-        done = [score(hidden[at], targets[at], temperatures[at]) for at in chunks]
-        values, *spread = (mx.concatenate(part) for part in zip(*done, strict=True))
+        values, *spread = (mx.concatenate(part) for part in zip(*(score(*piece) for piece in pieces), strict=True))
         return values, spread[0] if spread else None
 
     def scores(self, micro_batch: MicroBatch) -> NDArray:
@@ -45,14 +41,9 @@ class Forward:
         places = micro_batch.loss_mask.nonzero()[0]
         if not len(places):
             return np.zeros(0, np.float32)
-        rows = max(1, LOGIT_ELEMENTS // self._model.vocabulary)
-        hidden, score = self._before(micro_batch, places), _scorer(self._model, False, False)
-        targets, temperatures = (mx.array(x[places]) for x in (micro_batch.token_ids, micro_batch.temperatures))
-        out = []
-        for start in range(0, len(places), rows):  # each computed before the next: else they are all held at once
-            at = slice(start, start + rows)
-            out.append(np.asarray(score(hidden[at], targets[at], temperatures[at])[0]))
-        return np.concatenate(out)
+        score = _scorer(self._model, False, False)
+        # Each computed before the next: else they are all held at once.
+        return np.concatenate([np.asarray(score(*piece)[0]) for piece in self._pieces(micro_batch, places)])
 
     def sequence(self, token_ids: Sequence[int]) -> list[float]:
         """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
@@ -60,7 +51,16 @@ class Forward:
         (logprobs,) = _scorer(self._model, False, False)(self._model.hidden(ids[None])[0, :-1], ids[1:], mx.ones(1))
         return [0.0, *logprobs.tolist()]
 
-    def _before(self, micro_batch: MicroBatch, places: NDArray) -> mx.array:
+    def _pieces(self, micro_batch: MicroBatch, places: NDArray) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+        """Hidden states, targets and temperatures for as many places at a time as logits may be held of."""
+        hidden = self.before(micro_batch, places)
+        targets, temperatures = (mx.array(x[places]) for x in (micro_batch.token_ids, micro_batch.temperatures))
+        rows = max(1, LOGIT_ELEMENTS // self._model.vocabulary)
+        for start in range(0, len(places), rows):
+            at = slice(start, start + rows)
+            yield hidden[at], targets[at], temperatures[at]
+
+    def before(self, micro_batch: MicroBatch, places: NDArray) -> mx.array:
         """The hidden states that the tokens at `places` are predicted from, a row each.
 
         Sequences of similar length are rows of one call, padded on the right, where causality hides it.

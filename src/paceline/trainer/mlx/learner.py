@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from paceline.config import trainer as config
+from paceline.config.apple import refused_of_trainer as refused
 from paceline.data import Sample
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.song import canary_ids, signed
 from paceline.model.weights import Array, Canary
 from paceline.trainer.base import TrainerError
-from paceline.trainer.batch import Batch
-from paceline.trainer.learner import Learner, Steps
+from paceline.trainer.batch import BUDGET, Batch
+from paceline.trainer.learner import Learner
+from paceline.trainer.mlx.critic import MlxCritic
 from paceline.trainer.mlx.forward import Forward
 from paceline.trainer.mlx.optimizer import MlxAdamW
 from paceline.trainer.mlx.parameters import Parameters
@@ -19,13 +21,11 @@ from paceline.trainer.mlx.reference import Reference
 from paceline.trainer.mlx.stepping import MlxStepper
 from paceline.trainer.peak import process_bytes
 from paceline.trainer.preparing import Preparation
-
-BUDGET = 4096
-"""Tokens of a micro-batch where the run file leaves it open."""
+from paceline.trainer.schedule import lengths
 
 
 class MlxLearner(Learner):
-    """A policy with its optimizer, and a KL reference if the settings ask for one."""
+    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic."""
 
     optimizer: MlxAdamW
     stepper: MlxStepper
@@ -37,20 +37,12 @@ class MlxLearner(Learner):
         model.net.eval()
         self.parameters = Parameters(model.net)
         self.forward = Forward(model, c.gradient_checkpointing)
-        total = total_steps and total_steps * c.minibatches
-        self.optimizer = MlxAdamW(self.parameters, c.optimizer, total, model.dtype == mx.float16)
+        own, critics = lengths(c, total_steps)
+        self.optimizer = MlxAdamW(self.parameters, c.optimizer, own, model.dtype == mx.float16)
         self.stepper = MlxStepper(model, c, self.forward, self.optimizer)
         self._reference = Reference(self.parameters, c.kl) if c.kl is not None else None
-        self._preparation = Preparation(c, self.forward, self._reference, None)
-        self._fed: list[Sample] = []
-
-    def feed(self, samples: Sequence[Sample], version: int) -> None:
-        """They wait for the rest: nothing is begun early here."""
-        self._fed += samples
-
-    def _steps(self, samples: Sequence[Sample], version: int) -> Steps:
-        fed, self._fed = self._fed, []
-        return super()._steps([*fed, *samples], version)
+        self._critic = MlxCritic(model, c, critics) if c.critic is not None else None
+        self._preparation = Preparation(c, self.forward, self._reference, self._critic)
 
     def canary(self) -> Canary:
         ids = canary_ids(self._model)
@@ -64,7 +56,6 @@ class MlxLearner(Learner):
         return super().state() | {"draws": self.forward.draws}
 
     def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
-        self._fed = []  # belongs to a batch that is no more
         super().load(tensors, state)
         self.forward.draws = state.get("draws", 0)
 
@@ -79,16 +70,8 @@ class MlxLearner(Learner):
 
 def _check(model: MlxModel, c: config.Trainer) -> None:
     """Refuse by name what would otherwise be left out without a word."""
-    offload = c.optimizer.offload or (c.kl is not None and c.kl.offload)
-    refused = {
-        "trainer.critic": (c.critic is not None, "choose an algorithm that needs none"),
-        "trainer.parallel": (c.parallel.ranks > 1, "train with one process"),
-        "trainer.stream": (c.stream, "leave it out: the update is the same"),
-        "offload": (offload, "leave it out: there is one memory, and nowhere to move to"),
-    }
-    for name, (asked, instead) in refused.items():
-        if asked:
-            raise TrainerError(f"{name} is not there with MLX: {instead}")
+    for problem in refused(c):
+        raise TrainerError(problem)
     if not model.net.trainable_parameters():
         raise TrainerError("nothing of this model trains: it was frozen, and no adapter is attached")
     if model.quantised and any("lora_" not in name for name in Parameters(model.net).now()):

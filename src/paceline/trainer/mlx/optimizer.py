@@ -1,7 +1,8 @@
 """AdamW over float32 masters in mlx, and gradient clipping."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import sqrt
+from typing import Any
 
 import mlx.core as mx
 
@@ -34,11 +35,27 @@ class MlxAdamW:
         """What the loss is multiplied by before it is differentiated."""
         return self._scale.value
 
+    def backward(self, loss_of: Callable[[], tuple[mx.array, Any]]) -> Any:
+        """Add the gradient of a loss, scaled until `clip`; answers with what comes beside the loss, computed too."""
+        beside, gradients = self._parameters.differentiate(loss_of, self.scale)
+        self.add(gradients)
+        mx.eval(beside)
+        return beside
+
+    def set_aside(self) -> dict[str, mx.array]:
+        """The gradient so far; what is added from here on is another one."""
+        held, self.gradients = self.gradients, {}
+        return held
+
+    def restore(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
+        """Add a gradient that was set aside, times a factor."""
+        self.add({name: gradient * factor for name, gradient in held.items()})
+
     def add(self, gradients: Mapping[str, mx.array]) -> None:
         """A micro-batch's gradient, of a scaled loss. Some come transposed, and all that follows would be, too."""
         held = self.gradients
         added = {name: mx.contiguous(g.astype(mx.float32)) for name, g in gradients.items()}
-        self.gradients = {name: held[name] + g if name in held else g for name, g in added.items()}
+        self.gradients = held | {name: held[name] + g if name in held else g for name, g in added.items()}
         mx.eval(self.gradients)
 
     def clip(self) -> float:

@@ -1,6 +1,6 @@
 """The arrays of a model that train, by the names torch and peft have for them: a checkpoint is either's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +25,24 @@ class Parameters:
         rounded = {name: array.astype(self._types[name]) for name, array in arrays.items()}
         mx.eval(rounded)
         self._net.update(tree(rounded))
+
+    def differentiate(
+        self, loss_of: Callable[[], tuple[mx.array, Any]], scale: float
+    ) -> tuple[Any, dict[str, mx.array]]:
+        """The gradient of a loss times `scale`, still to be computed, and what comes beside the loss. While it is
+        traced the model is made of what is differentiated."""
+
+        def scaled(weights: Any) -> tuple[mx.array, Any]:
+            self._net.update(weights)
+            loss, beside = loss_of()
+            return loss * scale, beside
+
+        held = self._net.trainable_parameters()
+        try:
+            (_, beside), gradients = mx.value_and_grad(scaled)(self._net.trainable_parameters())
+        finally:
+            self._net.update(held)
+        return beside, named(gradients)
 
 
 def named(tree: Any) -> dict[str, mx.array]:

@@ -1,29 +1,30 @@
 """One optimizer step in mlx: micro-batches differentiated one by one, their gradients summed and clipped."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.model.mlx.loading import MlxModel
-from paceline.trainer.loss import NAMES, Sums
+from paceline.trainer.loss import Sums
 from paceline.trainer.mlx.forward import Forward
 from paceline.trainer.mlx.optimizer import MlxAdamW
-from paceline.trainer.mlx.parameters import named
 from paceline.trainer.norms import Outcome
 from paceline.trainer.stepping import Stepper, streams_of, trained
+from paceline.trainer.stream import Stream, component, components
 from paceline.trainer.tokens import Tokens
+
+Differentiated = tuple[mx.array, dict[str, mx.array]]
+"""A loss, and sums as mlx can carry them out of a function that it differentiates."""
 
 
 class MlxStepper(Stepper):
     """Each micro-batch is computed before the next begins, or the graphs of all would lie in memory at once."""
 
     def __init__(self, model: MlxModel, c: config.Trainer, forward: Forward, optimizer: MlxAdamW) -> None:
-        super().__init__(c, optimizer)
-        self._net, self._forward, self._optimizer = model.net, forward, optimizer
+        super().__init__(c, model.net, optimizer)
+        self._forward, self._optimizer = forward, optimizer
 
     def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> Sums:
         if not len(trained(micro_batch)):
@@ -33,19 +34,11 @@ class MlxStepper(Stepper):
             self.watch(micro_batch, tokens, self._loss.judge(tokens))
             self._forward.draws = draws  # the pass that trains draws the same noise
 
-        def scaled(weights: Any) -> tuple[mx.array, dict[str, mx.array]]:
-            self._net.update(weights)
+        def whole() -> Differentiated:
             loss, sums = self._loss(self.tokens(micro_batch), version, first)
-            return loss * self._optimizer.scale, sums.values
+            return loss, sums.values
 
-        held = self._net.trainable_parameters()
-        try:
-            (_, sums), gradients = mx.value_and_grad(scaled)(self._net.trainable_parameters())
-        finally:
-            self._net.update(held)  # until here the model is made of what is differentiated
-        self._optimizer.add(named(gradients))
-        mx.eval(sums)
-        return Sums(sums)
+        return Sums(self._optimizer.backward(whole))
 
     def tokens(self, micro_batch: MicroBatch) -> Tokens:
         """The tokens that train, as the policy sees them now."""
@@ -56,11 +49,22 @@ class MlxStepper(Stepper):
         assert entropy is not None
         return Tokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
 
-    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
-        self._net.train()
-        try:
-            sums = [sums for micro_batch in packs if (sums := self.backward(micro_batch, version, first)).values]
-        finally:
-            self._net.eval()
-        total = np.array(Sums.total(sums), np.float64) if sums else np.zeros(len(NAMES))
-        return Outcome(total, self._optimizer.clip(), len(packs))
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> Sums:
+        """A pass for each component: what one has computed mlx does not keep for the next."""
+        sums, draws = Sums({}), self._forward.draws
+        for name in components(micro_batch):
+            self._forward.draws = draws  # one micro-batch, one draw of noise
+
+            def part(name: str = name) -> Differentiated:
+                parts, sums = self._loss.parts(self.tokens(micro_batch), version)
+                return component(parts, name), sums.values
+
+            with stream.summing(name):
+                sums = Sums(self._optimizer.backward(part))
+        return sums
+
+    def _clipped(self, sums: NDArray, micro_batches: int) -> Outcome:
+        return Outcome(sums, self._optimizer.clip(), micro_batches)
+
+    def _host(self, array: mx.array) -> NDArray:
+        return np.array(array, np.float64)
