@@ -56,6 +56,17 @@ def test_the_record_gives_the_same_step_where_no_batch_is_kept(run, third, tmp_p
     assert again["loss"] == third["loss"]
 
 
+def test_a_damaged_line_beside_what_was_recorded_is_named(run, third, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    metrics = (copy / "metrics.jsonl").read_text()
+    (copy / "metrics.jsonl").write_text('{"loss": 1.0}\n{"step": "3"}\nnonsense\n' + metrics)
+    again = told(copy, 3)
+    assert again["loss"] == third["loss"]
+    assert again["remarks"] == ["metrics.jsonl: a line is not JSON and left out, the first is line 3"]
+    assert main(["replay", str(copy), "3"]) == 0
+    assert again["remarks"][0] in capsys.readouterr().out
+
+
 def test_the_shares_of_all_tokens_add_up_to_each_component(third):
     assert third["components"] == ["rl", "kl"]
     assert third["remarks"] == []

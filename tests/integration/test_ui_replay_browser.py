@@ -7,8 +7,8 @@ import pytest
 from test_ui_browser import SIDEWAYS, _expect, _open, browser, page, pytestmark, tab  # noqa: F401 - fixtures, and what skips
 
 from paceline.config import load
-from paceline.ui.replay_desk import Desk, name_of
-from paceline.ui.replay_result import Result
+from paceline.ui.replay.desk import Desk, name_of
+from paceline.ui.replay.result import Result
 from recorded import Told, served
 from replayed import replayable
 
@@ -75,7 +75,7 @@ def test_a_step_is_replayed_at_a_click_and_can_be_cancelled(page, address):  # n
     page.get_by_label("Step").fill("3")
     _expect(page.locator("#replay-weights")).to_contain_text("Its own weights are kept")
     page.get_by_role("button", name="Replay", exact=True).click()
-    page.locator("table.losses").wait_for(timeout=120_000)
+    page.locator("table.losses").wait_for(timeout=240_000)
     row = page.locator("table.losses tr", has=page.get_by_role("rowheader", name="loss", exact=True))
     recorded, replayed = row.locator("td").all_inner_texts()[:2]
     assert recorded == replayed

@@ -11,8 +11,8 @@ import test_ui_browser as ui
 import recorded
 from paceline.record import Query, open_run
 from paceline.ui import build_app
-from paceline.ui.replay_desk import Desk
-from paceline.ui.replay_result import Result
+from paceline.ui.replay.desk import Desk
+from paceline.ui.replay.result import Result
 from recorded import served
 from tokened import FACE, HOSTILE, PROMPT, tokened
 

@@ -15,7 +15,8 @@ from paceline.config.model import Lora, Model
 from paceline.config.trainer import Trainer
 from paceline.model import PLAN, PackedPlan, attach_lora, engine_twin, fingerprint, trainable, twin
 from paceline.model.adapter_files import adapter_scale, read_adapter
-from paceline.model.adapters import AdapterError, SlotLinear, canonical, install, merge, target_layers, trained_adapter
+from paceline.model.adapter_names import AdapterError, canonical
+from paceline.model.adapters import SlotLinear, install, merge, target_layers, trained_adapter
 from paceline.trainer import TorchTrainer
 from paceline.trainer.export import export
 

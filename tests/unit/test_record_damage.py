@@ -1,13 +1,18 @@
 """A file that a full disk or a bad copy spoilt: what can be read is told, what cannot is named, and nobody fails."""
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from paceline.cli import main
+from paceline.config import load
+from paceline.monitor import Recorder, RunPlan, Screen
 from paceline.monitor.doctor import examine
+from paceline.planner import compare, keep_plan
 from paceline.record import open_run
 from paceline.record.layout import LANE, Places
 from paceline.ui.lanes import lanes_of
@@ -40,6 +45,46 @@ def test_the_doctor_tells_the_rest_of_a_damaged_file(run, capsys):
     told = capsys.readouterr().out
     assert "all is well" in told
     assert all(problem in told for problem in found.problems)
+
+
+ODD = ("[]", "[" * 100_000, "{}", '{"step": "six", "time/step": 1.0}', '{"step": 6, "time/step": "long", "length": []}')
+
+
+def test_a_plan_is_compared_with_what_can_be_read(run, capsys):
+    keep_plan(load(str(run / "config.toml")).config, run)
+    before = compare(run)
+    damage(run / "metrics.jsonl", *ODD[:3], ODD[4], "no line")
+    after = compare(run)
+    assert (after.steps, after.lines) == (before.steps, before.lines)
+    assert after.problems == ["metrics.jsonl: 3 lines are not JSON and left out, the first is line 2"]
+    assert main(["check", str(run)]) == 0
+    assert "metrics.jsonl: 3 lines" in capsys.readouterr().out
+    (run / "plan.json").write_text("{")
+    assert main(["check", str(run)]) == 2
+    assert "plan.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_shows_the_curve_that_can_be_read(run):
+    damage(run / "metrics.jsonl", *ODD)
+    with Screen(Console(width=140, height=40, file=io.StringIO())) as screen:
+        screen.begin(RunPlan("spoilt", run, 40, 5, {}, ("env",), "cpu", 1))
+        screen.roll_back(4)
+        shown = Console(width=140, file=io.StringIO())
+        shown.print(screen.frame())
+    assert "4 lines are damaged and left out, the first is line 2" in shown.file.getvalue()
+
+
+def test_a_run_that_goes_on_leaves_damaged_lines_to_their_readers(run):
+    before = open_run(run).metrics()["step"]
+    damage(run / "metrics.jsonl", *ODD)
+    damage(run / "events.jsonl", "[]")
+    (run / "tickets.jsonl").write_text('nonsense\n{"since": "noon"}\n{"since": 5}\n{"state": "trained", "step": []}\n')
+    with Recorder(run) as recorder:
+        recorder.begin(RunPlan("spoilt", run, 40, 4, {}, ("env",), "cpu", 1))
+    steps = open_run(run).metrics()["step"]
+    assert [step for step in steps if step is not None] == [step for step in before if step <= 4]
+    assert set(ODD[:4]) <= set((run / "metrics.jsonl").read_text().splitlines())
+    assert '{"since": 5}' not in (run / "tickets.jsonl").read_text()
 
 
 @pytest.mark.parametrize("step", ["Infinity", "1e999", "NaN", "9" * 400, '"seven"'])

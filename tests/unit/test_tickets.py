@@ -17,7 +17,7 @@ from paceline.monitor import Recorder
 from paceline.monitor.directory import RunDirectory
 from paceline.record import tickets
 from paceline.record.tickets import Tickets
-from paceline.ui.following import RunNews
+from paceline.ui.following import FolderNews, RunNews
 from paceline.ui.runs import Runs
 from paceline.ui.standing import standing
 from recorded import Told
@@ -240,6 +240,19 @@ def test_a_page_does_not_wait_for_a_long_journal_and_hears_later_what_it_says(tm
     assert problem.endswith("the first is line 1")
     assert standing(run, patient=False)["problems"] == [problem]
     assert runs.vitals(patient=True)["long"]["problems"] == [problem]
+
+
+def test_the_table_of_runs_hears_of_one_journal_after_the_other(tmp_path):
+    for name in "abc":
+        Told(tmp_path, name).step(1).end()
+        (tmp_path / name / "tickets.jsonl").write_bytes(b"garbage\n" + journal(0))
+    news = FolderNews(Runs(tmp_path))
+    looks = [list(news.look()) for _ in range(5)]
+    changed = [
+        [told["name"] for _, found, _ in look for told in found["changed"] if told["problems"]] for look in looks
+    ]
+    assert [len(names) for names in changed] == [0, 1, 1, 1, 0]
+    assert {name for names in changed for name in names} == set("abc")
 
 
 def test_a_short_journal_is_read_at_once(tmp_path):

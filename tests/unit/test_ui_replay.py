@@ -17,10 +17,10 @@ import pytest
 
 from paceline.config import load
 from paceline.ui import build_app
-from paceline.ui.replay_child import Child
-from paceline.ui.replay_desk import Desk, name_of
-from paceline.ui.replay_result import Result
-from paceline.ui.replay_settings import flags, settings
+from paceline.ui.replay.child import Child
+from paceline.ui.replay.desk import Desk, name_of
+from paceline.ui.replay.result import Result
+from paceline.ui.replay.settings import flags, settings
 from paceline.ui.routes.replay import CHECKPOINT
 from recorded import Told
 from replayed import replayable
@@ -100,7 +100,7 @@ def processes(run: Path) -> list[int]:
     return found
 
 
-def until(condition, seconds: float = 60.0):
+def until(condition, seconds: float = 240.0):
     """What the condition gives once it gives something."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.02)):
@@ -286,7 +286,8 @@ def test_a_server_that_is_killed_leaves_no_process_behind(run, orphanage):
     command = [sys.executable, "-m", "paceline", "ui", str(run.parent), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         here = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())[0]
-        httpx.post(f"{here}api/replay/start", params={"run": "kept"}, json={"step": 3}).raise_for_status()
+        asked = {"params": {"run": "kept"}, "json": {"step": 3}, "timeout": 60}
+        httpx.post(f"{here}api/replay/start", **asked).raise_for_status()
         (child,) = until(lambda: processes(run.resolve()))
         server.send_signal(signal.SIGKILL)
     _, status = os.waitpid(child, 0)

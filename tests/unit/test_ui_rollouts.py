@@ -15,9 +15,9 @@ from paceline.arena.payoff import Payoff
 from paceline.cluster.league import leagues
 from paceline.ui import build_app
 from paceline.ui.answers import encoded
-from paceline.ui.rollout_episode import Spoken, in_order
-from paceline.ui.rollout_group import common, parted
-from paceline.ui.rollout_parts import plain, shown
+from paceline.ui.rollouts.episode import Spoken, in_order
+from paceline.ui.rollouts.group import common, parted
+from paceline.ui.rollouts.parts import plain, shown
 from recorded import Told
 from talking import Talking, asked, png, rollout, turn
 

@@ -23,9 +23,9 @@ from paceline.trainer.loss import Loss
 from paceline.trainer.terms import KL_TERMS
 from paceline.trainer.tokens import Tokens
 from paceline.ui import build_app
-from paceline.ui.tokens_credit import Peer, advantage
-from paceline.ui.tokens_loss import kl_term, ref_kl_term, rl_term
-from paceline.ui.tokens_text import Lexicon
+from paceline.ui.tokens.credit import Peer, advantage
+from paceline.ui.tokens.loss import kl_term, ref_kl_term, rl_term
+from paceline.ui.tokens.text import Lexicon
 from recorded import Told
 from tokened import FACE, HOSTILE, PROMPT, REST, rollout, tokened, turn
 

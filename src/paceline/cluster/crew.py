@@ -1,19 +1,19 @@
 """Several ranks as one trainer, however they are reached, and one rank's side of it."""
 
 import asyncio
-import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from paceline.cluster.processes.answers import answered
 from paceline.cluster.processes.frames import Call, Done, Failed, Hello, What
 from paceline.cluster.ranks import spread
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.balance import Cost
-from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.waits import beat
 
@@ -24,29 +24,14 @@ T = TypeVar("T")
 
 
 class RankDesk:
-    """Does on one rank what the orchestrator asks of all of them. Whatever goes wrong is an answer too."""
+    """Does on one rank what the orchestrator asks of all of them. `log` keeps the traces of bugs off a person's screen:
+    all ranks fail when one is lost, and one tells why."""
 
     def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
         self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
 
     async def answer(self, call: Call) -> Done | Failed:
-        try:
-            return await self._do(call)
-        except OSError as error:
-            return Failed(call.number, error.strerror or str(error), error.errno)
-        except PacelineError as error:
-            return Failed(call.number, str(error))
-        except Exception as error:  # a bug keeps its name there, and its trace in the log here
-            self._keep_trace()
-            return Failed(call.number, f"{type(error).__name__}: {error}")
-
-    def _keep_trace(self) -> None:
-        """In a file where standard error is a person's screen: all ranks fail when one is lost, and one tells why."""
-        if self._log is None:
-            traceback.print_exc()
-        else:
-            with self._log.open("a", encoding="utf-8") as log:
-                traceback.print_exc(file=log)
+        return await answered(call, self._do(call), self._log)
 
     async def _do(self, call: Call) -> Done:
         trainer, folder = self.trainer, Path(call.path)
@@ -65,7 +50,7 @@ class RankDesk:
         return Done(call.number, trainer.version, report)
 
 
-class Crew:
+class Crew(ABC):
     """Speaks the `Trainer` protocol to all ranks at once: each gets its share of a batch, and all do the same things in
     the same order. If one of them dies the others wait for it in the middle of a sum, so all are ended."""
 
@@ -76,7 +61,7 @@ class Crew:
         self._cost = Cost(1.0, 0.0)
         self._number = 0
 
-    async def feed(self, samples: Sequence[Sample]) -> None:
+    async def feed(self, samples: Sequence[Sample]) -> None:  # noqa: B027 - nothing to do, by design
         """Which rank trains what is decided when the batch is whole."""
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
@@ -100,22 +85,23 @@ class Crew:
     # -- what depends on how ranks are reached ------------------------------------------------------------------------
 
     @property
-    def _size(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _size(self) -> int: ...
 
-    def _ask(self, rank: int, call: Call) -> Awaitable[Done | Failed]:
-        raise NotImplementedError
+    @abstractmethod
+    def _ask(self, rank: int, call: Call) -> Awaitable[Done | Failed]: ...
 
+    @abstractmethod
     def _there(self) -> None:
         """Raise unless all ranks are up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _gone(self, rank: int, error: BaseException) -> BaseException | None:
         """What to raise if this error means that the rank is lost; None if it only says what went wrong."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """End all ranks."""
 
     # -- all at once --------------------------------------------------------------------------------------------------
 

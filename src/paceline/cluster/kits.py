@@ -20,7 +20,6 @@ class Kit(Protocol):
     """A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
     shares the frozen base with the trainer."""
 
-    model: Any
     device: str
     parameters: int
 

@@ -40,10 +40,9 @@ class MlxKit:
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
     ) -> "MlxEngine":
         from paceline.inference.mlx.engine import MlxEngine
-        from paceline.model.mlx.loading import twin
 
         return MlxEngine(
-            twin(self.model),
+            self.model,
             config.engine,
             deterministic=config.deterministic,
             lora_targets=config.model.lora.targets if config.model.lora else "all-linear",

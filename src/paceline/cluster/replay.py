@@ -22,7 +22,7 @@ from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode, minibatches
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model
-from paceline.monitor import RunDirectory, read_jsonl
+from paceline.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.record import Gone, Query, RunFolder, open_run
 from paceline.record.facts import REPLAYED, SKIPPED, TRAINED
@@ -78,7 +78,8 @@ def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) 
     """Train the samples of a step again."""
     directory = RunDirectory(run)
     telling(f"reading the samples of step {step}")
-    samples, source, remarks = _batch(directory, step)
+    folder = open_run(run)
+    samples, source, remarks = _batch(folder, directory, step)
     telling("loading the model")
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
@@ -91,12 +92,12 @@ def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) 
         samples,
         weights,
         exact,
-        _recorded(directory, step),
+        _recorded(folder, step),
         now,
         source=source,
         heard=witness.heard,
         optimizer_steps=sum(map(bool, minibatches(samples, config.trainer.minibatches))),
-        remarks=remarks,
+        remarks=[*remarks, *folder.problems(patient=False)],
     )
 
 
@@ -111,7 +112,10 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> Replayed:
         short = [cut(sample, trainer.max_tokens) for sample in samples]
         broken, findings = broken_weights(trainer.learner), examine(trainer.learner, short, trainer.version)
         now = _step(trainer, samples)
-    return Replayed(step, samples, weights, exact, _recorded(directory, step), now, findings, verdict(findings, broken))
+    folder = open_run(run)
+    recorded, problems = _recorded(folder, step), folder.problems(patient=False)
+    said = verdict(findings, broken)
+    return Replayed(step, samples, weights, exact, recorded, now, findings, said, remarks=problems)
 
 
 @contextmanager
@@ -193,9 +197,8 @@ def _read(path: Path) -> list[Sample]:
         raise PacelineError(f"{path} cannot be read: {error}") from error
 
 
-def _batch(directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
+def _batch(folder: RunFolder, directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
     """A step's samples as they shipped, where they were found, and what is missing of them."""
-    folder = open_run(directory.root)
     try:
         samples = folder.batch(step)
     except Gone as error:
@@ -228,9 +231,11 @@ def _before(directory: RunDirectory, step: int) -> Path | None:
     return earlier[-1] if earlier else None
 
 
-def _recorded(directory: RunDirectory, step: int) -> dict[str, float]:
-    lines = [line for line in read_jsonl(directory.metrics_file) if line["step"] == step]
-    return lines[-1] if lines else {}
+def _recorded(folder: RunFolder, step: int) -> dict[str, float]:
+    columns = folder.metrics(since=step)
+    places = [place for place, number in enumerate(columns["step"]) if number == step]
+    last = {name: values[places[-1]] for name, values in columns.items()} if places else {}
+    return {name: value for name, value in last.items() if value is not None}
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ from paceline.monitor import (
     choose,
     exporter,
     plot_rewards,
-    read_jsonl,
+    read_sound,
     summary,
     watching,
 )
@@ -177,7 +177,7 @@ class _Desk:
 
     def end(self, outcome: RunOutcome, error: Exception | None) -> RunResult:
         # Before the run began, whatever lies in the directory is an older run's.
-        metrics = read_jsonl(self.directory.metrics_file) if self.directory.begun else []
+        metrics = _metrics(self.directory) if self.directory.begun else []
         if outcome.status != "failed" and any(line["step"] for line in metrics):
             plot_rewards(metrics, self.directory.plot, self.run.config.name)
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
@@ -197,8 +197,12 @@ async def _all(
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
     """What a run that another process led has left behind."""
-    metrics = read_jsonl(directory.metrics_file) if directory.metrics_file.exists() else []
-    return _result(outcome, directory.root, metrics, PacelineError(outcome.message))
+    return _result(outcome, directory.root, _metrics(directory), PacelineError(outcome.message))
+
+
+def _metrics(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Line by line; a run is not lost for a damaged one."""
+    return read_sound(directory.metrics_file, {"step": int})[0]
 
 
 def _result(
@@ -333,5 +337,5 @@ def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) ->
     if not directory.begun:
         return RunOutcome("failed", 0, str(error))
     saved = next(reversed(Checkpoints(directory.checkpoints, config.checkpoint.keep).all()), None)
-    metrics = read_jsonl(directory.metrics_file)
+    metrics = _metrics(directory)
     return RunOutcome("failed", metrics[-1]["step"] if metrics else 0, str(error), saved)

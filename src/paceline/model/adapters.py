@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.model.adapter_names import LORA, AdapterError, canonical
+from paceline.model.adapter_names import AdapterError, paired
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -173,43 +173,11 @@ class Adapters:
 
     def _fit(self, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
         """The tensors as pairs in the model's type, or an error that says what is wrong with them."""
-        halves: dict[str, dict[str, Tensor]] = {}
-        for given, tensor in tensors.items():
-            found = LORA.match(canonical(given))
-            if found is None:
-                raise AdapterError(f"adapter tensor `{given}` is no LoRA matrix of a linear layer: {_EXPECTED}")
-            name, half = found["module"], found["half"]
-            if name not in self.layers:
-                raise AdapterError(f"adapter tensor `{given}`: the model has no adapted layer `{name}`")
-            if half in halves.setdefault(name, {}):
-                raise AdapterError(f"adapter tensor `{given}` is there twice under different spellings")
-            halves[name][half] = tensor
-        if not halves:
-            raise AdapterError("the adapter holds no tensors")
-        pairs = {name: self._pair(name, half) for name, half in halves.items()}
+        widths = {name: (layer.in_features, layer.out_features) for name, layer in self.layers.items()}
+        given = paired(tensors, widths, self.rank)
+        pairs = {name: _Pair(*(half.detach().to(self.layers[name].lora_a) for half in given[name])) for name in given}
         _check_finite({name: (pair.a, pair.b) for name, pair in pairs.items()})
         return pairs
-
-    def _pair(self, name: str, halves: Mapping[str, Tensor]) -> _Pair:
-        for half, other in ("AB", "BA"):
-            if half not in halves:
-                raise AdapterError(f"adapter layer `{name}` has lora_{other} but no lora_{half}")
-        layer, a, b = self.layers[name], halves["A"], halves["B"]
-        rank = a.shape[0] if a.ndim == 2 else 0
-        if not rank or a.shape != (rank, layer.in_features) or b.shape != (layer.out_features, rank):
-            raise AdapterError(
-                f"adapter layer `{name}`: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, but the model needs "
-                f"[rank, {layer.in_features}] and [{layer.out_features}, rank]"
-            )
-        if rank > self.rank:
-            raise AdapterError(f"adapter layer `{name}` has rank {rank}, but the slots hold rank {self.rank} at most")
-        if not (a.is_floating_point() and b.is_floating_point()):
-            raise AdapterError(f"adapter layer `{name}` is {a.dtype} and {b.dtype}; only floating point is supported")
-        like = layer.lora_a
-        return _Pair(*(half.detach().to(device=like.device, dtype=like.dtype) for half in (a, b)))
-
-
-_EXPECTED = "names end in `lora_A.weight` or `lora_B.weight`"
 
 
 def _check_finite(layers: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -3,9 +3,10 @@
 from paceline.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
 from paceline.monitor.directory import RunDirectory, RunDirectoryError
 from paceline.monitor.exporters import MissingExtra, exporter
+from paceline.monitor.files import read_jsonl, read_sound
 from paceline.monitor.plain import PlainLines
 from paceline.monitor.plot import plot_rewards
-from paceline.monitor.recorder import Recorder, read_jsonl
+from paceline.monitor.recorder import Recorder
 from paceline.monitor.screen import Screen, choose
 from paceline.monitor.summary import summary
 from paceline.monitor.watchdog import watching
@@ -25,6 +26,7 @@ __all__ = [
     "exporter",
     "plot_rewards",
     "read_jsonl",
+    "read_sound",
     "summary",
     "watching",
 ]

@@ -5,10 +5,9 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,6 +17,7 @@ from rich.tree import Tree
 
 from paceline.errors import PacelineError
 from paceline.monitor.directory import RunDirectory
+from paceline.monitor.files import read_sound
 from paceline.monitor.text import one_line, seconds
 from paceline.monitor.waitgraph import label
 from paceline.monitor.watchdog import SNAPSHOT_SECONDS, born, stalled_file
@@ -52,17 +52,16 @@ def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
     files = RunDirectory(run)
     if not (files.config_file.is_file() or files.lock_file.is_file()):
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
-    problems: list[str] = []
-    events = _records(files.events_file, {"event": str, "time": int | float}, problems)
+    events, problems = read_sound(files.events_file, {"event": str, "time": int | float})
     marks = [event for event in events if event["event"] in ("begin", "end")]
     ended = marks[-1] if marks and marks[-1]["event"] == "end" else None
     parts = [_part(path, now()) for path in sorted(run.glob("waits*.json"))]
     lead = next((part for part in parts if not part["part"]), None)
     pid = lead["pid"] if lead else _holder(files.lock_file)
     state = lead["state"] if lead else ("gone" if ended or pid is None else _state(pid))
-    metrics = _records(files.metrics_file, {"step": int}, problems)
+    metrics, more = read_sound(files.metrics_file, {"step": int})
     step = lead["step"] if lead and lead["step"] is not None else metrics[-1]["step"] if metrics else None
-    found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts, problems=problems)
+    found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts, problems=problems + more)
     found.events = [event for event in events if event["event"] in ("note", "phase")][-_EVENTS:]
     found.checkpoint = max((path.parent for path in files.checkpoints.glob("step-*/state.json")), default=None)
     reports = [stalled_file(run), *sorted(run.glob("stalled-*.txt"))]
@@ -129,25 +128,6 @@ def _verdict(
     return (
         f"killed{began}: process {pid} is gone and wrote no end (SIGKILL, out of memory, or the machine stopped){when}"
     )
-
-
-def _records(path: Path, fields: Mapping[str, type | UnionType], problems: list[str]) -> list[dict[str, Any]]:
-    """The lines of a file that have these fields; a damaged one is named, and no reason to be silent about the rest."""
-    found, damaged = [], []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items()):
-            found.append(record)
-        else:
-            damaged.append(number)
-    if damaged:
-        many = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
-        problems.append(f"{path.name}: {many} damaged and left out, the first is line {damaged[0]}")
-    return found
 
 
 def _part(path: Path, now: float) -> dict[str, Any]:

@@ -4,8 +4,9 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 _BLOCK = 1 << 16
@@ -54,13 +55,35 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
     A line is there once its newline is, so the torn last line of a killed process is skipped.
     """
-    return [record for _, record in _lines(path)]
+    return [_record(path, number, line) for number, line in _whole_lines(path)]
+
+
+def read_sound(path: Path, fields: Mapping[str, type | UnionType]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records that have these fields, and a sentence about the lines that are none: a damaged one is named, and no
+    reason to be silent about the rest."""
+    found, damaged = [], []
+    for number, line in _whole_lines(path):
+        record = _json(line)
+        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items()):
+            found.append(record)
+        else:
+            damaged.append(number)
+    if not damaged:
+        return found, []
+    many = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
+    return found, [f"{path.name}: {many} damaged and left out, the first is line {damaged[0]}"]
 
 
 def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Take out the records for which `keep` is false; the file is replaced at once or not at all."""
-    if not all(keep(record) for _, record in _lines(path)):
-        replace_file(path, (line for line, record in _lines(path) if keep(record)))
+    """Take out the records for which `keep` is false; the file is replaced at once or not at all. A damaged line stays
+    where it is, for its readers to name."""
+
+    def stays(line: bytes) -> bool:
+        record = _json(line)
+        return keep(record) if isinstance(record, dict) else True
+
+    if not all(stays(line) for _, line in _whole_lines(path)):
+        replace_file(path, (line for _, line in _whole_lines(path) if stays(line)))
 
 
 def drop_torn_line(path: Path) -> None:
@@ -97,13 +120,21 @@ def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> N
         temporary.unlink(missing_ok=True)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    if not path.exists():
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    if not path.is_file():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
-                yield line, _record(path, number, line)
+                yield number, line
+
+
+def _json(line: bytes) -> Any:
+    """What a line holds; None for what is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:

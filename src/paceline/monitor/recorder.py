@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
 from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, read_jsonl, replace_file
-
-__all__ = ["Recorder", "read_jsonl"]
+from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, replace_file
 
 
 class Recorder(Monitor):
@@ -85,12 +83,12 @@ class Recorder(Monitor):
     def _rewind(self, start_step: int) -> None:
         def kept(record: dict[str, Any]) -> bool:
             # A fresh start evaluates the untrained policy again, so not even step 0 of an earlier try stays.
-            return 0 < start_step >= record.get("step", 0)
+            return 0 < start_step >= _count(record, "step")
 
         def kept_ticket(record: dict[str, Any]) -> bool:
             if "since" in record:  # the checkpoint it came after
-                return record["since"] < start_step
-            return record.get("state") != "trained" or record.get("step", 0) <= start_step
+                return _count(record, "since") < start_step
+            return record.get("state") != "trained" or _count(record, "step") <= start_step
 
         filter_jsonl(self._files.metrics_file, kept)
         filter_jsonl(self._files.rollouts_file, kept)
@@ -98,3 +96,11 @@ class Recorder(Monitor):
         for path in self._files.batches.glob("step-*.msgpack"):
             if path.stem > f"step-{start_step:06d}":
                 path.unlink()
+        for draft in self._files.batches.glob(".step-*.tmp"):  # of one that was killed while it wrote
+            draft.unlink(missing_ok=True)
+
+
+def _count(record: Mapping[str, Any], name: str) -> int:
+    """0 where it is missing, or damaged."""
+    value = record.get(name)
+    return value if isinstance(value, int) else 0

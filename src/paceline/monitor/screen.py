@@ -13,7 +13,7 @@ from rich.text import Text
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan
 from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import read_jsonl
+from paceline.monitor.files import read_sound
 from paceline.monitor.history import History
 from paceline.monitor.plain import PlainLines
 from paceline.monitor.view import View
@@ -39,8 +39,10 @@ class Screen(Monitor):
             return self._view.draw(self._console.width, self._console.height)
 
     def begin(self, plan: RunPlan) -> None:
-        history = _until(plan, plan.start_step)
+        history, problems = _until(plan, plan.start_step)
         self._show(lambda: self._view.begin(plan, history))
+        for problem in problems:
+            self.note(problem)
 
     def phase(self, text: str) -> None:
         self._show(lambda: self._view.phase(text))
@@ -56,7 +58,7 @@ class Screen(Monitor):
 
     def roll_back(self, step: int) -> None:
         if (plan := self._view.plan) is not None:
-            history = _until(plan, step)
+            history, _ = _until(plan, step)
             self._show(lambda: self._view.roll_back(history))
 
     def end(self, outcome: RunOutcome) -> None:
@@ -77,12 +79,13 @@ class Screen(Monitor):
             self._live.start(refresh=True)
 
 
-def _until(plan: RunPlan, step: int) -> History:
-    """A run that goes on from a checkpoint shows its whole curve; what lies past the checkpoint is undone."""
-    lines = read_jsonl(RunDirectory(plan.directory).metrics_file) if step else []
+def _until(plan: RunPlan, step: int) -> tuple[History, list[str]]:
+    """A run that goes on from a checkpoint shows its whole curve; what lies past the checkpoint is undone. And what
+    could not be read of it."""
+    lines, problems = read_sound(RunDirectory(plan.directory).metrics_file, {"step": int}) if step else ([], [])
     history = History.of((line for line in lines if line["step"] <= step), plan.envs)
     history.step = step
-    return history
+    return history, problems
 
 
 def choose(stream: TextIO) -> Monitor:

@@ -1,18 +1,18 @@
 """What was expected of a run beside what came."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from paceline.config import load
 from paceline.errors import PacelineError
-from paceline.monitor.files import read_jsonl
 from paceline.planner.plan import FILE, Plan, kept_hardware, predict
 from paceline.planner.shape import shape_of
 from paceline.planner.work import Work, assumed
+from paceline.record.folder import Columns, open_run
 
 WARM = 0.2
 """The part of a run that is left out: it fills its pipeline and compiles."""
@@ -47,12 +47,15 @@ class Comparison:
     lines: list[Line]
     busy: str = ""
     """What else the machine was doing when the run began, if it was."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, each as a sentence."""
 
     def table(self) -> dict[str, Any]:
         return {
             "run": str(self.directory),
             "steps": self.steps,
             "busy": self.busy,
+            "problems": self.problems,
             "lines": [
                 {name: getattr(line, name) for name in ("what", "unit", "planned", "informed", "measured")}
                 | {"ratio": line.ratio, "informed_ratio": line.informed_ratio}
@@ -66,8 +69,9 @@ def compare(directory: Path) -> Comparison:
     for name in (FILE, "config.toml", "metrics.jsonl"):
         if not (directory / name).is_file():
             raise PacelineError(f"{directory} has no {name}: name the directory of a run that has begun")
-    table = json.loads((directory / FILE).read_text(encoding="utf-8"))
-    steps = [line for line in read_jsonl(directory / "metrics.jsonl") if line.get("time/step")]
+    table = _planned(directory / FILE)
+    run = open_run(directory)
+    steps = [line for line in _figures(run.metrics()) if line.get("time/step")]
     if not steps:
         raise PacelineError(f"{directory} has not finished a step yet: come back after one")
     warm = steps[int(WARM * len(steps)) :]
@@ -75,7 +79,21 @@ def compare(directory: Path) -> Comparison:
     work = measured_work(assumed(config, shape_of(config.model.name)), warm)
     hardware = kept_hardware(table)
     informed = predict(config, hardware, work)
-    return Comparison(directory, len(steps), _lines(table, informed, warm), hardware.busy)
+    problems = run.problems(patient=False)
+    return Comparison(directory, len(steps), _lines(table, informed, warm), hardware.busy, problems)
+
+
+def _planned(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise PacelineError(f"{file} cannot be read: {error}") from None
+
+
+def _figures(columns: Columns) -> Iterator[dict[str, float]]:
+    """What each line has measured."""
+    for values in zip(*columns.values(), strict=True):
+        yield {name: value for name, value in zip(columns, values, strict=True) if value is not None}
 
 
 def measured_work(work: Work, steps: Sequence[dict[str, Any]]) -> Work:

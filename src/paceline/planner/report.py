@@ -100,7 +100,8 @@ def comparison_report(comparison: Comparison) -> Group:
         )
     note = "ratios are measured by planned, means of all steps but the first fifth"
     busy = [Text(f"when it began, {comparison.busy}", style="yellow")] if comparison.busy else []
-    return Group(table, Text(note, style="dim"), *busy)
+    problems = [Text(problem, style="yellow") for problem in comparison.problems]
+    return Group(table, Text(note, style="dim"), *busy, *problems)
 
 
 def _gb(size: float | None) -> str:

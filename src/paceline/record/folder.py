@@ -116,13 +116,17 @@ class RunFolder:
     def problems(self, patient: bool = True) -> list[str]:
         """What could not be read, each as a sentence. Not to be patient is to leave out what a long journal of tickets
         would say, until somebody has read it."""
+        return [*self.brief_problems(), *self.tickets.problems(patient)]
+
+    def brief_problems(self) -> list[str]:
+        """The same without the journal of tickets, which alone takes long to read."""
         found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
         if not found and self.config():
             try:
                 understood(self.config())
             except ValueError as error:
                 found.append(f"config.toml: {error}")
-        return [*found, *self.rollouts.problems(), *self.tickets.problems(patient)]
+        return [*found, *self.rollouts.problems()]
 
     def _config(self) -> tuple[dict[str, Any], list[str]]:
         try:

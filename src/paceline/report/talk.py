@@ -7,7 +7,7 @@ from typing import Any
 from paceline.record import Gone, Query, Row, RunFolder
 from paceline.report.markup import Element, joined, tag
 from paceline.top.words import figure, line
-from paceline.ui.rollout_talk import talks
+from paceline.ui.rollouts.talk import talks
 
 LATE = 20
 """Steps before the last whose rollouts are looked at: what the policy does now, not what it did at first."""

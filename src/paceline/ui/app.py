@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 from paceline.ui.diffing import Comparisons
 from paceline.ui.guard import Guard
 from paceline.ui.places import STATIC
-from paceline.ui.replay_desk import Desk
+from paceline.ui.replay.desk import Desk
 from paceline.ui.routes import GROUPS
 from paceline.ui.runs import Runs
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.record import Gone, RunFolder, Told
 from paceline.record.parting import JUDGED, Compared, Parting
-from paceline.ui.tokens_text import lexicon_of
+from paceline.ui.tokens.text import lexicon_of
 
 AROUND = 12
 """Tokens shown on either side of one that differs."""

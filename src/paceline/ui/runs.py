@@ -2,17 +2,29 @@
 
 import contextlib
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.record import RunFolder, find_runs
 from paceline.ui.answers import refuse
-from paceline.ui.opened import Opened, signature
+from paceline.ui.opened import Opened, Signature, signature
 from paceline.ui.vitals import vitals
 
 SAYING = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
 """Files that say how a run is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What was told of a run."""
+
+    files: list[Signature]
+    """As they were then."""
+    whole: bool
+    """Whether its tickets were read, too."""
+    told: dict[str, Any]
 
 
 class Runs:
@@ -25,7 +37,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._open: dict[Path, RunFolder] = {}
-        self._told: dict[Path, tuple[list[Any], bool, dict[str, Any]]] = {}
+        self._told: dict[Path, _Line] = {}
         self._lock, self._telling = threading.Lock(), threading.Lock()
 
     def names(self) -> dict[str, Path]:
@@ -48,11 +60,15 @@ class Runs:
 
     def vitals(self, patient: bool) -> dict[str, dict[str, Any]]:
         """Every run in a line, by its name. Only what may have changed is read again: files that did, and a run that
-        lives, since a process dies without writing. Who is not patient gets what can be told at once."""
-        if not patient:
-            return {name: self._vitals(name, path, False) for name, path in self.names().items()}
-        with self._telling:
-            return {name: self._vitals(name, path, True) for name, path in self.names().items()}
+        lives, since a process dies without writing. Journals of tickets take long to read and have little to say here,
+        so that one more is read each time that somebody patient asks."""
+        names = self.names()
+        told = {name: self._vitals(name, path) for name, path in names.items()}
+        if patient:
+            with self._telling:
+                for name in [name for name, path in names.items() if not self._told[path].whole][:1]:
+                    told[name] = self._vitals(name, names[name], read=True)
+        return told
 
     def read_ahead(self) -> None:
         """What takes long the first time, of the newest run, before anybody asks for it."""
@@ -60,10 +76,11 @@ class Runs:
             for path in list(self.names().values())[:1]:
                 self.at(path).problems()
 
-    def _vitals(self, name: str, path: Path, patient: bool) -> dict[str, Any]:
+    def _vitals(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
         files = [signature(path / file) for file in SAYING]
-        before, whole, told = self._told.get(path, ([], False, {}))
-        if files != before or told["alive"] or (patient and not whole):
-            told = vitals(name, self.at(path), patient)
-            self._told[path] = files, patient, told
-        return told
+        before = self._told.get(path)
+        if before is None or files != before.files or before.told["alive"] or read:
+            run, whole = self.at(path), read or (before is not None and before.whole)
+            told = vitals(name, run, run.problems(patient=read) if whole else run.brief_problems())
+            self._told[path] = before = _Line(files, whole, told)
+        return before.told

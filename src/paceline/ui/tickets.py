@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.record import Query, Row, RunFolder
-from paceline.ui.tokens_credit import figure
-from paceline.ui.tokens_fate import why
+from paceline.ui.tokens.credit import figure
+from paceline.ui.tokens.fate import why
 
 MOST = 400
 """Rollouts of a ticket that are listed."""

@@ -18,8 +18,8 @@ UNTOLD = ("seed", "name", "runs", "resume", "schema_version")
 Curve = list[tuple[float, float]]
 
 
-def vitals(name: str, run: RunFolder, patient: bool) -> dict[str, Any]:
-    """State, step, reward, evaluation, age and tags of a run. Never fails: what cannot be read is named."""
+def vitals(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
+    """State, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
     columns, config, status = run.metrics(), run.config(), run.status()
     rewards = curves(columns, "reward/", "/mean")
     held_out = curves(columns, "eval/", "/exact") or curves(columns, "eval/", "/reward")
@@ -43,7 +43,7 @@ def vitals(name: str, run: RunFolder, patient: bool) -> dict[str, Any]:
         "tags": tags(config),
         "seed": config.get("seed"),
         "family": family(config),
-        "problems": run.problems(patient),
+        "problems": problems,
     }
 
 

@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import traceback
 import uuid
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from paceline.cluster.processes.answers import answered
 from paceline.cluster.processes.frames import Alive, Call, Done, Failed, Hello, Sent, decode_call, framed
 from paceline.data import Sample, decode
-from paceline.errors import PacelineError
 from paceline.inference.carriers import WeightPath
 from paceline.inference.frames import read_frame
 from paceline.inference.shelf import Shelf
@@ -83,16 +82,8 @@ class TrainerHost:
         if before is not None and not before.done():
             # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
             await asyncio.wait({before})  # bounded: as the call itself was
-        try:
-            with waiting(f"to {call.what}, as the orchestrator asked"):
-                return await getattr(self, f"_{call.what}")(call)
-        except OSError as error:
-            return Failed(call.number, error.strerror or str(error), error.errno)
-        except PacelineError as error:
-            return Failed(call.number, str(error))
-        except Exception as error:  # a bug keeps its name there, and its trace in the log here
-            traceback.print_exc()
-            return Failed(call.number, f"{type(error).__name__}: {error}")
+        with waiting(f"to {call.what}, as the orchestrator asked"):
+            return await answered(call, getattr(self, f"_{call.what}")(call))
 
     def _done(self, call: Call, **fields: object) -> Done:
         return Done(call.number, self._trainer.version, **fields)  # ty: ignore[invalid-argument-type]

@@ -25,7 +25,7 @@ from paceline.cluster.session import RunResult, result_of
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
-from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_jsonl
+from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_sound
 from paceline.orchestrator import Checkpoints
 
 MOST_DEATHS = 10
@@ -278,8 +278,8 @@ class Supervisor:
             print(time.strftime("%H:%M:%S"), text, file=log)
 
     def _step(self) -> int:
-        metrics = self.directory.metrics_file
-        return max((line["step"] for line in read_jsonl(metrics)), default=0) if metrics.exists() else 0
+        lines, _ = read_sound(self.directory.metrics_file, {"step": int})
+        return max((line["step"] for line in lines), default=0)
 
     def _last_word(self, child: Child) -> str:
         """What a child said last in this life: a sentence for the user, or else its last line and where the rest is."""

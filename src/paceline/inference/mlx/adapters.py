@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from paceline.model.adapter_names import LORA, AdapterError, canonical
+from paceline.model.adapter_names import AdapterError, paired
 from paceline.model.mlx.arrays import as_array, settled
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import put, target_layers, widths
@@ -116,48 +116,18 @@ class MlxAdapters:
 
     def fitted(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
         """The tensors by canonical names, computed. From any thread; refuses what does not fit a slot."""
-        halves: dict[str, dict[str, mx.array]] = {}
-        for given, tensor in tensors.items():
-            found = LORA.match(canonical(given))
-            if found is None:
-                raise AdapterError(f"adapter tensor `{given}` is no LoRA matrix of a linear layer: {_EXPECTED}")
-            name, half = found["module"], found["half"]
-            if name not in self._sides:
-                raise AdapterError(f"adapter tensor `{given}`: the model has no adapted layer `{name}`")
-            if half in halves.setdefault(name, {}):
-                raise AdapterError(f"adapter tensor `{given}` is there twice under different spellings")
-            halves[name][half] = as_array(tensor)
-        if not halves:
-            raise AdapterError("the adapter holds no tensors")
-        for name, both in halves.items():
-            self._check(name, both)
-        out = {name + _A: both["A"] for name, both in halves.items()}
-        out |= {name + _B: both["B"] for name, both in halves.items()}
+        widths = {name: (side.inputs, side.outputs) for name, side in self._sides.items()}
+        pairs = paired(tensors, widths, self.rank)
+        out = {name + _A: as_array(a) for name, (a, _) in pairs.items()}
+        out |= {name + _B: as_array(b) for name, (_, b) in pairs.items()}
         _check_finite(out)
         return settled(out)
-
-    def _check(self, name: str, halves: Mapping[str, mx.array]) -> None:
-        for half, other in ("AB", "BA"):
-            if half not in halves:
-                raise AdapterError(f"adapter layer `{name}` has lora_{other} but no lora_{half}")
-        side, a, b = self._sides[name], halves["A"], halves["B"]
-        rank = a.shape[0] if a.ndim == 2 else 0
-        if not rank or a.shape != (rank, side.inputs) or b.shape != (side.outputs, rank):
-            raise AdapterError(
-                f"adapter layer `{name}`: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, but the model needs "
-                f"[rank, {side.inputs}] and [{side.outputs}, rank]"
-            )
-        if rank > self.rank:
-            raise AdapterError(f"adapter layer `{name}` has rank {rank}, but the slots hold rank {self.rank} at most")
-        if not (mx.issubdtype(a.dtype, mx.floating) and mx.issubdtype(b.dtype, mx.floating)):
-            raise AdapterError(f"adapter layer `{name}` is {a.dtype} and {b.dtype}; only floating point is supported")
 
     def _columns(self, slot: int) -> slice:
         return slice((slot - 1) * self.rank, slot * self.rank)
 
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_EXPECTED = "names end in `lora_A.weight` or `lora_B.weight`"
 
 
 def _check_finite(tensors: Mapping[str, mx.array]) -> None:

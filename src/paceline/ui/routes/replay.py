@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from paceline.ui.answers import Json, refuse
-from paceline.ui.replay_desk import Desk
-from paceline.ui.replay_result import sample, summary
-from paceline.ui.replay_settings import own_code, settings
+from paceline.ui.replay.desk import Desk
+from paceline.ui.replay.result import sample, summary
+from paceline.ui.replay.settings import own_code, settings
 from paceline.ui.routes.here import OneRun
 
 CHECKPOINT = re.compile(r"step-(\d+)")
@@ -37,7 +37,7 @@ Key = Annotated[str, Query(max_length=100)]
 
 
 class Asked(BaseModel):
-    """What to replay. Settings are names of the run file with their values; which ones, `replay_settings` knows."""
+    """What to replay. Settings are names of the run file with their values; `ui.replay.settings` knows which."""
 
     model_config = ConfigDict(extra="forbid")
 

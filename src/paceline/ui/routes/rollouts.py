@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Response
 
 from paceline.record import Gone
 from paceline.ui.answers import Json, refuse
-from paceline.ui.rollout_episode import story
-from paceline.ui.rollout_group import side_by_side, tries
-from paceline.ui.rollout_league import has_league, leagues
-from paceline.ui.rollout_query import OneQuery, counts, line
-from paceline.ui.rollout_talk import talks
+from paceline.ui.rollouts.episode import story
+from paceline.ui.rollouts.group import side_by_side, tries
+from paceline.ui.rollouts.league import has_league, leagues
+from paceline.ui.rollouts.query import OneQuery, counts, line
+from paceline.ui.rollouts.talk import talks
 from paceline.ui.routes.here import OneRun
 
 router = APIRouter(prefix="/rollouts")

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Query, Response
 from paceline.record import Gone, RunFolder, Told
 from paceline.ui.answers import Json, refuse
 from paceline.ui.routes.here import OneRun
-from paceline.ui.tokens import newest, page_of, strip_of
-from paceline.ui.tokens_card import card_of
+from paceline.ui.tokens.card import card_of
+from paceline.ui.tokens.strip import newest, page_of, strip_of
 
 router = APIRouter()
 Place = Annotated[int | None, Query(ge=0, lt=1 << 31)]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.config import trainer as config
-from paceline.ui.tokens_credit import Line, figure
+from paceline.ui.tokens.credit import Line, figure
 
 REF_KL_TRUST = 0.2
 """As in the trainer: a teacher's pull ends once the probability has moved this far its way."""

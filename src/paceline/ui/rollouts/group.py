@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.record import Gone, Row, Told
 from paceline.record.rollouts import Rollouts
-from paceline.ui.rollout_parts import plain
+from paceline.ui.rollouts.parts import plain
 
 MOST_TRIES = 64
 """Columns that a page can hold."""

@@ -13,7 +13,7 @@ from paceline.record import Gone, Query, Row, RunFolder
 from paceline.record.layout import DOMAINS
 from paceline.record.rollouts import SORTS
 from paceline.ui.answers import refuse
-from paceline.ui.rollout_parts import plain
+from paceline.ui.rollouts.parts import plain
 
 EXCERPT = 160
 """Characters of what was said that a line of the table has room for."""

@@ -8,11 +8,11 @@ import numpy as np
 from paceline.config import RunConfig
 from paceline.config import algorithm as algorithms
 from paceline.record import Query, Row, RunFolder, Told
-from paceline.ui.tokens import Strip, settings_of, trained_by
-from paceline.ui.tokens_credit import Line, Peer, advantage, figure
-from paceline.ui.tokens_fate import TRAINS, fate
-from paceline.ui.tokens_loss import Token, bound, kl_line, ref_kl_line, rl_line
-from paceline.ui.tokens_share import Share, share_of
+from paceline.ui.tokens.credit import Line, Peer, advantage, figure
+from paceline.ui.tokens.fate import TRAINS, fate
+from paceline.ui.tokens.loss import Token, bound, kl_line, ref_kl_line, rl_line
+from paceline.ui.tokens.share import Share, share_of
+from paceline.ui.tokens.strip import Strip, settings_of, trained_by
 
 STRANGE = "This version of Paceline does not understand the run's config, so it cannot say which formulas it used."
 PARTS = ("rl", "ce", "ref_kl")

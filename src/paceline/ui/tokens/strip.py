@@ -10,9 +10,9 @@ from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.record import Query, RunFolder, Told, ToldTurn
 from paceline.ui.answers import refuse
-from paceline.ui.tokens_fate import TRAINS, fate
-from paceline.ui.tokens_share import place_of
-from paceline.ui.tokens_text import lexicon_of
+from paceline.ui.tokens.fate import TRAINS, fate
+from paceline.ui.tokens.share import place_of
+from paceline.ui.tokens.text import lexicon_of
 
 BARE = "No tokens were kept of this rollout, only what its row says."
 READABLE = "This run keeps readable conversations alone (record.all = false): there are no tokens to look at."

@@ -10,9 +10,9 @@ from typing import Any
 
 from paceline.record import RunFolder
 from paceline.ui.answers import refuse
-from paceline.ui.replay_child import LIMIT_SECONDS, Child
-from paceline.ui.replay_result import Result
-from paceline.ui.replay_settings import Value, flags, own_code
+from paceline.ui.replay.child import LIMIT_SECONDS, Child
+from paceline.ui.replay.result import Result
+from paceline.ui.replay.settings import Value, flags, own_code
 
 MOST = 6
 """Results that are remembered, of all runs together."""

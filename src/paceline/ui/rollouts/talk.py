@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.record import Told, ToldTurn
-from paceline.ui.rollout_parts import shown
+from paceline.ui.rollouts.parts import shown
 
 MOST_TALKS = 20
 """Conversations of one rollout that a page can hold, the latest ones."""

@@ -14,8 +14,8 @@ from typing import Any
 from paceline.data.sample import Ticket
 from paceline.record import Gone, Row, Told, ToldTurn
 from paceline.record.rollouts import Rollouts
-from paceline.ui.rollout_parts import plain, shown
-from paceline.ui.rollout_talk import turn_facts
+from paceline.ui.rollouts.parts import plain, shown
+from paceline.ui.rollouts.talk import turn_facts
 
 MOST_SEATS = 32
 _SHORT = 40

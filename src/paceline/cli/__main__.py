@@ -1,0 +1,7 @@
+"""`python -m paceline.cli`, too."""
+
+import sys
+
+from paceline.cli import main
+
+sys.exit(main())

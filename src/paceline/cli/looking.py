@@ -1,0 +1,150 @@
+"""What a run directory tells: in a terminal, a file, a browser."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from paceline.cli.commands import Commands
+
+DOCTOR = """
+Reads the run directory alone, so it works beside a living run and after one was killed: does it live, when did
+something last move, who waits for whom since when and at which line, the last events, the newest whole checkpoint and
+the command that goes on from it.
+
+examples:
+  paceline doctor runs/quickstart                          how is it?
+  watch -n 2 paceline doctor runs/quickstart               and again every two seconds
+  paceline doctor runs/quickstart > report.txt             plain text, to send to somebody
+"""
+
+WATCHING = """
+Looks at the run directory each second, so it works beside a living run, over ssh, and after one was killed. Keys: q
+leaves, j and k go from run to run, t changes the theme, ? explains. Into a pipe it prints one plain picture.
+
+examples:
+  paceline top runs/quickstart                             one run
+  paceline top runs                                        all runs of a folder, the newest first
+  paceline top runs/quickstart | mail -s "how it is" me    one picture, as text
+"""
+
+REPORTING = """
+Writes one HTML file that needs nothing else: no network, no script. It holds what the run directory tells: how it went,
+the curves, what the run file changed, what speaks against it, and a few rollouts as conversations. Whoever gets the
+file can read these conversations and settings.
+
+examples:
+  paceline report runs/quickstart                          quickstart-report.html, here
+  paceline report runs/quickstart -o /tmp/for-anna.html --rollouts 5
+  paceline report runs/quickstart --rollouts 0             no conversations
+"""
+
+DIFFERING = """
+Walks through both runs in the order in which one thing leads to the next and stops where they part: a setting, a row of
+the data, a prompt, weights, a sampled token, a reward, credit, the loss, the gradient. Times are not compared. Exits
+with 1 if there is a difference. Runs that are to be the same need `deterministic = true` and `staleness = 0`.
+
+examples:
+  paceline diff runs/a runs/b                              on one machine: equal to the last bit, or not
+  paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
+"""
+
+SHOWING = """
+Shows runs in a browser, live and after they ended or died; reads nothing but their directories. Opens no browser: it
+prints the address. Other machines may look only where a key is set.
+
+examples:
+  paceline ui                                              the folder `runs`, at http://127.0.0.1:8200/
+  paceline ui runs/quickstart --port 0                     one run, at a free port
+  PACELINE_UI_KEY=KEY paceline ui --host 0.0.0.0           for other machines; the page asks for the key
+"""
+
+
+def add_doctor(commands: Commands) -> None:
+    doctor = commands.add(
+        "doctor", _doctor, "Show how a run is: alive or dead, who waits for whom, how to go on.", DOCTOR
+    )
+    doctor.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+
+
+def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
+    from rich.console import Console
+
+    from paceline.monitor.doctor import examine, report
+    from paceline.record import open_run
+    from paceline.record.advice.telling import advice
+
+    # A pipe has no width: wide enough there that no line of a stack is broken.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(report(examine(Path(known.directory))))
+    console.print(advice(open_run(known.directory)))
+    return 0
+
+
+def add_top(commands: Commands) -> None:
+    top = commands.add("top", _top, "Watch a run's vital signs in a terminal.", WATCHING)
+    top.add_argument("directory", metavar="RUN", nargs="?", default="runs", help="run directory, or a folder of runs")
+
+
+def _top(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.top import watch
+
+    watch(Path(known.directory))
+    return 0
+
+
+def add_report(commands: Commands) -> None:
+    report = commands.add("report", _report, "Write one HTML file about a run, to send to somebody.", REPORTING)
+    report.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+    report.add_argument("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)")
+    report.add_argument("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)")
+
+
+def _report(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.report import write_report
+
+    file = write_report(Path(known.directory), known.file and Path(known.file), known.rollouts)
+    print(f"{file} ({file.stat().st_size / 1e6:.2f} MB)")
+    return 0
+
+
+def add_diff(commands: Commands) -> None:
+    diff = commands.add("diff", _diff, "Name the first thing in which two runs differ.", DIFFERING)
+    diff.add_argument("one", metavar="A", help="a run directory")
+    diff.add_argument("other", metavar="B", help="another")
+    diff.add_argument("--tolerance", type=float, default=0.0, help="numbers this far apart count as the same (0)")
+    diff.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def _diff(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.record import open_run
+    from paceline.record.parting import compare
+
+    one, other = open_run(known.one), open_run(known.other)
+    compared = compare(one, other, known.tolerance)
+    if known.json:
+        print(json.dumps(compared.as_json()))
+    else:
+        from rich.console import Console
+
+        from paceline.record.telling import told
+
+        Console().print(told(compared, one.name, other.name))
+    return int(compared.first is not None)
+
+
+def add_ui(commands: Commands) -> None:
+    ui = commands.add("ui", _ui, "Look at runs in a browser, live.", SHOWING)
+    ui.add_argument("runs", metavar="RUNS", nargs="?", help="folder of run directories, or one of them (runs)")
+    ui.add_argument("--host", help="address to listen on (127.0.0.1)")
+    ui.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8200)")
+    ui.add_argument("--key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)")
+
+
+def _ui(known: argparse.Namespace, rest: list[str]) -> int:
+    from paceline.ui import KEY_VARIABLE, load_options, serve_ui
+
+    key = known.key or os.environ.get(KEY_VARIABLE) or None
+    serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
+    return 0

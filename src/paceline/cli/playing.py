@@ -1,0 +1,99 @@
+"""Episodes to look at and games to play."""
+
+import argparse
+from pathlib import Path
+
+from paceline.cli.commands import OVERRIDES, Commands
+from paceline.errors import PacelineError
+
+ROLLOUTS = (
+    """
+examples:
+  paceline rollout reverse-text -n 4                       a built-in environment, played by the tiny model
+  paceline rollout my-run.toml --env tools --split eval    an environment of a run file, on held-out rows
+  paceline rollout gsm8k --dataset gsm8k/train.jsonl --endpoint http://127.0.0.1:8000/v1
+  paceline rollout my-run.toml --row 3 -n 8                one row, as a group would play it
+"""
+    + OVERRIDES
+)
+
+PLAY = (
+    """
+You hear what the policy would hear in your seat and type what it would say; it plays all other seats. An environment
+with one seat is yours alone: so one learns what the policy sees. Lines may be piped in, too.
+
+examples:
+  paceline play examples/arenas/kuhn_poker.toml            against the tiny model, from the first seat
+  paceline play my-run.toml --seat o --model runs/my-run/export          against what a run has made of it
+  paceline play my-run.toml --model runs/my-run/checkpoints/latest       or against a checkpoint of this run file
+  paceline play my-run.toml --url http://127.0.0.1:8000/v1               or whatever any endpoint serves
+  paceline play reverse-text --split eval --games 10       a built-in environment, alone
+
+a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and shows the score.
+"""
+    + OVERRIDES
+)
+
+
+def add_rollout(commands: Commands) -> None:
+    rollout = commands.add("rollout", _rollout, "Play episodes of an environment and look at them.", ROLLOUTS)
+    rollout.add_argument("target", help="run file (TOML), or the type of an environment")
+    rollout.add_argument("-n", "--count", type=int, default=4, help="episodes (4)")
+    rollout.add_argument("--env", help="the environment's name, where the run file has several")
+    rollout.add_argument("--split", choices=["train", "eval"], default="train")
+    rollout.add_argument("--row", type=int, help="play all episodes on this row")
+    rollout.add_argument("--endpoint", help="base URL of any OpenAI-compatible server, instead of the run's model")
+    rollout.add_argument("--endpoint-model", help="the model's name there (the first it lists)")
+    rollout.add_argument("--api-key", help="what the endpoint wants to be sent")
+    rollout.add_argument("--concurrency", type=int, default=8, help="episodes at once (8)")
+
+
+def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.cluster.rollouts import RolloutOptions, load_rollouts, rollouts
+
+    loaded = load_rollouts(known.target, overrides)
+    names = ("count", "env", "split", "row", "endpoint", "endpoint_model", "api_key", "concurrency")
+    return rollouts(loaded.config, RolloutOptions(**{name: getattr(known, name) for name in names}))
+
+
+def add_play(commands: Commands) -> None:
+    play = commands.add("play", _play, "Take a seat yourself: a person among the policy's actors, or alone.", PLAY)
+    play.add_argument("target", help="run file (TOML), or the type of an environment")
+    play.add_argument("--env", help="the environment's name, where the run file has several")
+    play.add_argument("--seat", metavar="ACTOR", help="who you are (the first actor)")
+    play.add_argument("--games", type=int, help="how many (until you leave)")
+    play.add_argument("--split", choices=["train", "eval"], default="train")
+    play.add_argument("--row", type=int, help="play every game on this row")
+    play.add_argument("--url", help="base URL of any OpenAI-compatible server that plays the others")
+    play.add_argument("--model", help="its name there; or a folder, hub name or checkpoint instead of the run's model")
+    play.add_argument("--api-key", help="what the endpoint wants to be sent")
+    play.add_argument("--reveal", action="store_true", help="after each game, show what the others heard and said")
+
+
+def _play(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.cluster.play import PlayOptions, play
+    from paceline.cluster.rollouts import load_rollouts
+
+    names = ("env", "seat", "games", "split", "row", "url", "model", "api_key", "reveal")
+    options = PlayOptions(**{name: getattr(known, name) for name in names})
+    return play(load_rollouts(known.target, overrides).config, options)
+
+
+def add_league(commands: Commands) -> None:
+    league = commands.add("league", _league, "Ratings and payoff matrix of a self-play run, as table and picture.")
+    league.add_argument("directory", metavar="RUN", help="run directory, such as runs/tic-tac-toe")
+
+
+def _league(known: argparse.Namespace, rest: list[str]) -> int:
+    from rich.console import Console
+
+    from paceline.cluster.league import leagues, picture
+
+    run = Path(known.directory)
+    found = leagues(run)
+    if not found:
+        raise PacelineError(f"{run} has no league: add [env.league] to an arena and evaluate (eval.every)")
+    for name, payoff in found.items():
+        Console().print(payoff.table(name))
+        print(picture(run, name, payoff))
+    return 0

@@ -1,0 +1,98 @@
+"""What listens: a model, and a corpus to search."""
+
+import argparse
+import os
+import sys
+
+from paceline.cli.commands import Commands
+
+SERVING = """
+examples:
+  paceline serve paceline:quickstart                       the tiny model of the package, at http://127.0.0.1:8000/v1
+  paceline serve ./my-model --name mine --port 9000        a Hugging Face folder, under a name of your choice
+  paceline serve runs/quickstart/config.toml --engine.max_running 64
+  paceline serve ./my-model --host 0.0.0.0 --api-key KEY   for other machines; the key may stand in PACELINE_API_KEY
+  paceline serve ./my-model --allow runs                   POST /weights/load may read below runs/
+
+then any OpenAI client works:
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "reverse: paceline"}]}'
+
+the model and engine sections of a run file can be set by their dotted path:
+  --model.dtype bfloat16   --engine.max_context 4096   --deterministic
+"""
+
+
+def add_serve(commands: Commands) -> None:
+    serve = commands.add("serve", _serve, "Serve a model with the OpenAI API.", SERVING)
+    serve.add_argument("model", help="Hugging Face folder or hub name, paceline:quickstart, or a run file (TOML)")
+    serve.add_argument("--host", help="address to listen on (127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8000)")
+    serve.add_argument("--api-key", help="what clients must send; needed off loopback (env PACELINE_API_KEY)")
+    serve.add_argument("--name", help="the model's name for clients (the name it is loaded by)")
+    serve.add_argument("--allow", action="append", metavar="FOLDER", help="folder /weights/load may read; repeatable")
+    serve.add_argument("--grace", type=float, help="seconds that requests get to finish after a signal (10)")
+    serve.add_argument("--max-body-bytes", type=int, help="longest request body (64 MiB)")
+    serve.add_argument(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run the engine in its own process (on a GPU)",
+    )
+    serve.add_argument(
+        "--scores-only", action="store_true", default=None, help="score given tokens, never sample: for teachers"
+    )
+
+
+def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.config.serve import load_serve, load_served
+
+    settings = load_serve(
+        host=known.host,
+        port=known.port,
+        api_key=known.api_key or os.environ.get("PACELINE_API_KEY"),
+        name=known.name,
+        allow=known.allow,
+        grace=known.grace,
+        max_body_bytes=known.max_body_bytes,
+        isolate=known.isolate,
+        scores_only=known.scores_only,
+    )
+    loaded = load_served(known.model, overrides)
+    from paceline.cluster.serving import serve_model
+    from paceline.inference import EngineError
+
+    try:
+        serve_model(loaded.config, settings)
+    except EngineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def add_search(commands: Commands) -> None:
+    search = commands.add("search-server", _search, "Serve a corpus to retrieval environments: POST /search.")
+    for flag, kind, text in (
+        ("--corpus", str, "documents, .jsonl with `id`, `text` and perhaps `title` (those of the package)"),
+        ("--index", str, "folder to keep the index in"),
+        ("--top-k", int, "results for a query that does not say (5)"),
+        ("--host", str, "address to listen on (127.0.0.1)"),
+        ("--port", int, "port; 0 picks a free one (8100)"),
+        ("--api-key", str, "what clients must send; needed off loopback (env PACELINE_SEARCH_API_KEY)"),
+        ("--embeddings-url", str, "base URL of an OpenAI-compatible endpoint, to search by meaning"),
+        ("--embeddings-model", str, "its model"),
+        ("--embeddings-api-key", str, "its key"),
+    ):
+        search.add_argument(flag, type=kind, help=text)
+
+
+def _search(known: argparse.Namespace, overrides: list[str]) -> int:
+    from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
+    from paceline.envs.search.options import SearchOptions, load_options
+
+    flags = {name: getattr(known, name) for name in SearchOptions.model_fields}
+    options = load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)})
+    from paceline.envs.search.server import serve_search
+
+    serve_search(options)
+    return 0

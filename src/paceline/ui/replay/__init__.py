@@ -1,0 +1,1 @@
+"""The page that trains a recorded batch once more."""
