@@ -2,12 +2,48 @@
 
 import platform
 import sys
+import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+SLOW = 10.0
+"""How many times as long as float32 a type may take before it is worth a word."""
+
+
+def warn_of_slow(dtype: "torch.dtype") -> None:
+    """Say so where this CPU has no instructions for a type, and every product takes hundreds of times as long. torch
+    says it with twenty lines of its own insides, which are kept back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        times = slowness(dtype)
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
+    if times > SLOW:
+        name = str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f'this CPU multiplies {name} {times:.0f} times slower than float32: set model.dtype = "float32"',
+            stacklevel=3,
+        )
+
+
+def slowness(dtype: "torch.dtype") -> float:
+    """How many times as long as in float32 a small product takes; the best of three, for others compute here too."""
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(64, 64, dtype=dtype)
+        taken = []
+        for _ in range(4):  # the first is for whatever torch prepares
+            start = time.perf_counter()
+            matrix @ matrix
+            taken.append(time.perf_counter() - start)
+        return min(taken[1:])
+
+    return seconds(dtype) / seconds(torch.float32)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.config.model import Model
 from paceline.model.attention import ATTENTION, UnsupportedModel
+from paceline.model.cpu import warn_of_slow
 from paceline.model.naming import ModelError, first_line, resolve
 from paceline.model.support import check_supported, without_dropout
 
@@ -34,6 +35,8 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
         # Old model code picks a class by the attention's name while it is being built.
         raise UnsupportedModel(f"model `{config.name}`: transformers offers no attention interface for it") from error
     model = model.to(device).eval()
+    if model.device.type == "cpu" and model.dtype != torch.float32:
+        warn_of_slow(model.dtype)
     without_dropout(model)
     check_supported(model)
     model.generation_config = copy.deepcopy(model.generation_config)
