@@ -1,5 +1,6 @@
 """What adapters are called, and which of them fit: one name for a LoRA tensor, whoever wrote it, in any library."""
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -24,6 +25,12 @@ def canonical(name: str) -> str:
     name = _PREFIX.sub("", name)
     found = LORA.match(name)
     return f"{found['module']}.lora_{found['half']}.weight" if found else name
+
+
+def check_scale(scale: float) -> None:
+    """Refuse what no adapter can be multiplied by."""
+    if not math.isfinite(scale) or scale == 0:
+        raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
 
 
 def paired(

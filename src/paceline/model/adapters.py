@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.model.adapter_names import AdapterError, paired
+from paceline.model.adapter_names import AdapterError, check_scale, paired
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -105,7 +105,7 @@ class Adapters:
     def load(self, slot: int, tensors: Mapping[str, Tensor], scale: float) -> None:
         """Replace what a slot holds. A layer the tensors do not name becomes zero; a bad adapter changes nothing."""
         self._check_slot(slot)
-        self.check_scale(scale)
+        check_scale(scale)
         pairs = self._fit(tensors)
         with torch.no_grad():
             self._zero(slot)
@@ -117,12 +117,6 @@ class Adapters:
             torch._foreach_copy_([b[:, : pair.rank] for (_, b), pair in views], [pair.b for _, pair in views])
             self._table[slot, self._columns(slot)].fill_(scale)
         self._ranks[slot] = {name: pair.rank for name, pair in pairs.items()}
-
-    @staticmethod
-    def check_scale(scale: float) -> None:
-        """Refuse what no adapter can be multiplied by."""
-        if not math.isfinite(scale) or scale == 0:
-            raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its tokens get the base."""

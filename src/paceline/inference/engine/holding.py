@@ -8,7 +8,7 @@ from typing import Protocol
 from paceline.inference.base import EngineError, Mismatch, OtherBase, Torn
 from paceline.inference.engine.catalog import BASE, BROKEN, POLICY, Catalog
 from paceline.inference.engine.parts import Arrived
-from paceline.model.adapter_names import AdapterError
+from paceline.model.adapter_names import AdapterError, check_scale
 from paceline.model.weights import Adapter, Array, Canary, Policy, WeightUpdate, fingerprint
 
 
@@ -20,8 +20,6 @@ class AdapterSlots(Protocol):
     def fitted(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """The tensors as a slot would hold them; refuses what `load` refuses."""
         ...
-
-    def check_scale(self, scale: float) -> None: ...
 
     def load(self, slot: int, tensors: Mapping[str, Array], scale: float) -> None: ...
 
@@ -180,7 +178,7 @@ class HeldWeights(ABC):
         if not slot:
             raise EngineError(f"all adapter slots are taken by {sorted(self._catalog.adapters)}: raise engine.adapters")
         try:
-            self._slots.check_scale(adapter.scale)
+            check_scale(adapter.scale)
         except AdapterError as error:
             raise EngineError(str(error)) from error
         with self._writing(arrived.update):

@@ -6,7 +6,6 @@ Nothing is compiled here: a compiled function keeps the arrays it saw first, and
 replaced long ago.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,12 +97,6 @@ class MlxAdapters:
         self._ranks[slot] = ranks
         self._table[slot, here] = scale
         self._types[slot] = {name: tensor.dtype for name, tensor in tensors.items()}
-
-    @staticmethod
-    def check_scale(scale: float) -> None:
-        """Refuse what no adapter can be multiplied by."""
-        if not math.isfinite(scale) or scale == 0:
-            raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
 
     def tensors(self, slot: int) -> dict[str, mx.array]:
         """What a slot really holds, at its true rank, by canonical name, in the type it came in."""
