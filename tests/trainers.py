@@ -113,7 +113,7 @@ if MLX:
         """Which of the policy's arrays the critic's value model holds too, by its own names."""
         value = named(trainer.learner._critic._model.parameters())
         policy = named(trainer._model.net.parameters())
-        return {f"body.{name}": value[f"body.{name}"] is array for name, array in policy.items()}
+        return {f"body.{name}": value.get(f"body.{name}") is array for name, array in policy.items()}
 
     def value_slope(values: NDArray, old: NDArray, returns: NDArray, clip: float) -> tuple[NDArray, NDArray]:
         with mx.stream(mx.cpu):

@@ -62,7 +62,7 @@ def test_a_damaged_line_beside_what_was_recorded_is_named(run, third, tmp_path, 
     (copy / "metrics.jsonl").write_text('{"loss": 1.0}\n{"step": "3"}\nnonsense\n' + metrics)
     again = told(copy, 3)
     assert again["loss"] == third["loss"]
-    assert again["remarks"] == ["metrics.jsonl: a line is not JSON and left out, the first is line 3"]
+    assert again["remarks"] == ["metrics.jsonl: a line is damaged and left out, the first is line 3"]
     assert main(["replay", str(copy), "3"]) == 0
     assert again["remarks"][0] in capsys.readouterr().out
 

@@ -198,6 +198,19 @@ def test_a_resumed_critic_goes_on_bit_for_bit(tmp_path, lora):
     again.close()
 
 
+def test_going_back_to_before_the_critic_is_as_if_it_had_never_been(tmp_path):
+    trainer, batch = made(critic={"lr": 1e-2, "freeze_steps": 1}), rewarded(0)
+    asyncio.run(trainer.save(tmp_path))
+    first = step(trainer, batch), step(trainer, batch)
+    assert first[1]["critic/value"] != 0
+    asyncio.run(trainer.load(tmp_path))
+    assert not critic_of(trainer)
+    again = step(trainer, batch), step(trainer, batch)
+    for one, two in zip(first, again, strict=True):
+        assert {n: v for n, v in one.items() if "/s" not in n} == {n: v for n, v in two.items() if "/s" not in n}
+    trainer.close()
+
+
 def test_samples_with_advantages_need_no_critic_and_make_none():
     trainer = made()
     metrics = step(trainer, make_batch(0))

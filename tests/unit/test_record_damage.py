@@ -56,7 +56,7 @@ def test_a_plan_is_compared_with_what_can_be_read(run, capsys):
     damage(run / "metrics.jsonl", *ODD[:3], ODD[4], "no line")
     after = compare(run)
     assert (after.steps, after.lines) == (before.steps, before.lines)
-    assert after.problems == ["metrics.jsonl: 3 lines are not JSON and left out, the first is line 2"]
+    assert after.problems == ["metrics.jsonl: 3 lines are damaged and left out, the first is line 2"]
     assert main(["check", str(run)]) == 0
     assert "metrics.jsonl: 3 lines" in capsys.readouterr().out
     (run / "plan.json").write_text("{")

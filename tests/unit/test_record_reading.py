@@ -263,7 +263,7 @@ def test_an_old_run_opens_by_what_it_shows(tmp_path):
     run = open_run(tmp_path)
     assert not run.rollouts.kept
     assert run.rollouts.count == 13
-    assert run.problems() == ["rollouts.jsonl: 2 lines are not JSON and left out, the first is line 13"]
+    assert run.problems() == ["rollouts.jsonl: 2 lines are damaged and left out, the first is line 13"]
     rows = run.rollouts.find(Query(step=(1, 2), sort="step", limit=None)).rows
     assert [row.ticket for row in rows] == [r.ticket.number for r in played]
     assert [row.reward for row in rows] == [r.reward for r in played]

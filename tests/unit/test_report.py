@@ -100,7 +100,7 @@ def test_only_settings_that_differ_are_listed(tmp_path):
 def test_a_crashed_run_says_so_first_and_names_what_could_not_be_read(runs):
     text = _told(runs, "crashed")
     assert text.index("Crashed at step 23. Its process is gone") < text.index("Summary")
-    assert "metrics.jsonl: a line is not JSON and left out" in text
+    assert "metrics.jsonl: a line is damaged and left out" in text
     assert "--overwrite  to start again (no checkpoint was saved)" in text
 
 

@@ -169,7 +169,7 @@ class Trainer(Section):
     stream: bool = False
     """Run micro-batches while the batch's last groups are still being sampled, instead of waiting for all of it. The
     update is the same; worth it where the trainer waits for long episodes. Takes a gradient's memory once more for each
-    further component (rl, ce, ref_kl) that trains."""
+    further component (rl, ce, ref_kl) that trains, and with mlx a pass for each that a micro-batch holds."""
     max_sample_tokens: int | None = Field(default=None, ge=2)
     """Longer samples are truncated; the model's context when left out."""
     gradient_checkpointing: bool = False

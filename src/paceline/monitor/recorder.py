@@ -82,16 +82,16 @@ class Recorder(Monitor):
 
     def _rewind(self, start_step: int) -> None:
         def kept(record: dict[str, Any]) -> bool:
-            # A fresh start evaluates the untrained policy again, so not even step 0 of an earlier try stays.
-            return 0 < start_step >= _count(record, "step")
+            return _count(record, "step") <= start_step
 
         def kept_ticket(record: dict[str, Any]) -> bool:
             if "since" in record:  # the checkpoint it came after
                 return _count(record, "since") < start_step
             return record.get("state") != "trained" or _count(record, "step") <= start_step
 
-        filter_jsonl(self._files.metrics_file, kept)
-        filter_jsonl(self._files.rollouts_file, kept)
+        # A fresh start evaluates the untrained policy again, so not even step 0 of an earlier try stays.
+        for path in (self._files.metrics_file, self._files.rollouts_file):
+            filter_jsonl(path, kept) if start_step else path.unlink(missing_ok=True)
         filter_jsonl(self._files.tickets_file, kept_ticket)
         for path in self._files.batches.glob("step-*.msgpack"):
             if path.stem > f"step-{start_step:06d}":

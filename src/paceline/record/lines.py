@@ -32,7 +32,7 @@ class Lines:
                 return []
             count, first = len(self._strange), self._strange[0]
             many = f"{count} lines are" if count > 1 else "a line is"
-            return [f"{self.path.name}: {many} not JSON and left out, the first is line {first}"]
+            return [f"{self.path.name}: {many} damaged and left out, the first is line {first}"]
 
     def _forget(self) -> None:
         self._identity: tuple[int, int] | None = None

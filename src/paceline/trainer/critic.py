@@ -108,7 +108,9 @@ class Critic(ABC):
 
     def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
         self.batches = state.get("batches", 0)
-        if tensors:
+        if not tensors:
+            self._optimizer = None  # saved before there was one: it is made anew when needed
+        else:
             self.make()
             self._optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
 
@@ -119,10 +121,10 @@ class Critic(ABC):
         if self._optimizer is None:
             c = self._trainer.optimizer
             rate = c.lr if self._config.lr is None else self._config.lr
-            self._optimizer = self._made(c.model_copy(update={"lr": rate}))
+            self._optimizer = self._build(c.model_copy(update={"lr": rate}))
 
     @abstractmethod
-    def _made(self, c: config.Optimizer) -> Any:
+    def _build(self, c: config.Optimizer) -> Any:
         """Make the value model; answers with its optimizer."""
 
     @abstractmethod

@@ -69,8 +69,9 @@ class Stepper(ABC):
 
     def finish(self, stream: Stream) -> Outcome | None:
         """The step of a batch that was fed; None where its gradient is not finite, and gone."""
-        totals = self._counted(count(stream.samples))
-        outcome = self._clipped(stream.finish(totals, self._totals(stream.sums)), len(stream.sums))
+        counts = count(stream.samples)
+        totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
+        outcome = self._outcome(stream.sums, stream.finish(totals))
         if outcome.finite:
             return self._taken(outcome, bool(totals.any()))
         self._taker.zero()
@@ -85,8 +86,8 @@ class Stepper(ABC):
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
 
     @abstractmethod
-    def _clipped(self, sums: NDArray, micro_batches: int) -> Outcome:
-        """The gradient that is there, of all ranks, clipped."""
+    def _clip(self) -> Any:
+        """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
 
     @contextmanager
     def _training(self) -> Generator[None]:
@@ -97,24 +98,22 @@ class Stepper(ABC):
         finally:
             self._model.eval()
 
-    def _counted(self, counts: NDArray) -> NDArray:
-        """Of all ranks."""
-        return counts
-
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
         """Of all these, clipped."""
         with self._training():
             sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
-        return self._clipped(self._totals(sums), len(packs))
+        return self._outcome(sums)
 
-    def _totals(self, sums: Sequence[Sums]) -> NDArray:
-        """In the order of `loss.NAMES`; a micro-batch in which nothing trains may have none."""
-        held = [one for one in sums if one.values]
-        return self._host(Sums.total(held)) if held else np.zeros(len(NAMES))
+    def _outcome(self, sums: Sequence[Sums], shares: NDArray | float = 1.0) -> Outcome:
+        """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
+        on its way. A micro-batch in which nothing trains may have no sums."""
+        norm, held = self._clip(), [one for one in sums if one.values]
+        totals = self._over_ranks(Sums.total(held) if held else np.zeros(len(NAMES)))
+        return Outcome(totals * shares, float(norm), len(sums))
 
     @abstractmethod
-    def _host(self, array: Array) -> NDArray:
-        """In float64 numbers of the host."""
+    def _over_ranks(self, values: Array | NDArray) -> NDArray:
+        """Summed, as float64 numbers of the host."""
 
     def _taken(self, outcome: Outcome, trains: bool) -> Outcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of

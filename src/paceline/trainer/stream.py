@@ -24,7 +24,7 @@ from paceline.trainer.ops import stack
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
 """Which terms of the loss a component's normaliser divides: what holds the policy goes by the rl tokens."""
-SCALES = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
+SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
 """Where a component has tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
 
@@ -38,7 +38,7 @@ class Summing(Protocol):
 
 def components(micro_batch: MicroBatch) -> list[str]:
     """Those that it holds tokens of."""
-    return [name for name, scale in SCALES.items() if getattr(micro_batch, scale).any()]
+    return [name for name, scale in SCALE_OF.items() if getattr(micro_batch, scale).any()]
 
 
 def component(parts: Mapping[str, Array], name: str) -> Array:
@@ -85,14 +85,15 @@ class Stream:
         yield
         self._gradients[name] = self._optimizer.set_aside()
 
-    def finish(self, totals: NDArray, sums: NDArray) -> NDArray:
-        """Leave the batch's gradient with the optimizer, by the counts of all ranks; its sums for the report."""
-        sums = sums.copy()
+    def finish(self, totals: NDArray) -> NDArray:
+        """Leave the batch's gradient with the optimizer, by the counts of all ranks; answers with the share that each
+        of `loss.NAMES` has yet to be multiplied by."""
+        shares = np.ones(len(NAMES))
         for name, (tokens, rollouts) in zip(COMPONENTS, totals, strict=True):
             share = 1 / max(1.0, float(tokens if self._config.normalise == "token" else rollouts))
             self._optimizer.restore(self._gradients.pop(name, {}), share)
-            sums[[NAMES.index(f"loss_{term}") for term in TERMS[name]]] *= share
-        return sums
+            shares[[NAMES.index(f"loss_{term}") for term in TERMS[name]]] = share
+        return shares
 
 
 def _packed(part: Sequence[tuple[Sample, Scales]], budget: int) -> MicroBatch:

@@ -9,7 +9,6 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.trainer.forward import Forward
 from paceline.trainer.loss import Sums
-from paceline.trainer.norms import Outcome
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.stepping import Stepper, streams_of, trained
 from paceline.trainer.stream import Stream, component, components
@@ -57,17 +56,10 @@ class TorchStepper(Stepper):
                 self._optimizer.backward(component(parts, name), anchor, again=name != held[-1])
         return sums
 
-    def _counted(self, counts: NDArray) -> NDArray:
-        return self._over_ranks(counts.ravel()).reshape(counts.shape)
-
-    def _clipped(self, sums: NDArray, micro_batches: int) -> Outcome:
+    def _clip(self) -> Tensor:
         self._ranks.tokens.sum_gradients(self._optimizer.unsummed)
         self._forward.layout.settle(self._optimizer.masters)
-        norm = self._optimizer.clip()
-        return Outcome(self._over_ranks(sums), float(norm), micro_batches)
+        return self._optimizer.clip()
 
-    def _host(self, array: Tensor) -> NDArray:
-        return array.double().cpu().numpy()
-
-    def _over_ranks(self, values: NDArray) -> NDArray:
-        return self._ranks.data.sum(torch.from_numpy(values)).cpu().numpy()
+    def _over_ranks(self, values: Tensor | NDArray) -> NDArray:
+        return self._ranks.data.sum(torch.as_tensor(values)).cpu().numpy()

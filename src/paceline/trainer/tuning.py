@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, fold, pack
 from paceline.model import trainable
+from paceline.trainer.batch import BUDGET
 from paceline.trainer.forward import Forward
 
 SMALLEST = 4096
@@ -22,7 +23,7 @@ SEQUENCE = 1024
 def tuned(forward: Forward, model: PreTrainedModel, c: config.Trainer) -> int:
     """The largest safe budget for this model, beside whatever else already lives on its device."""
     if model.device.type != "cuda":
-        return SMALLEST
+        return BUDGET
     device = model.device
 
     def peak(tokens: int) -> int:

@@ -297,8 +297,9 @@ class DecodingEngine:
         self._land(self._runner.depth if chunks else max(0, len(self._flights) - 1))
 
     def _land(self, leave: int) -> None:
-        """Land the oldest steps until `leave` are in flight. The clock stops before anyone is answered: whoever acts on
-        an answer finds no engine that looks busy with it still."""
+        """Land the oldest steps until `leave` are in flight. With the last of them the clock stops before anyone is
+        answered: whoever acts on an answer finds no engine that looks busy with it still. While others are in flight it
+        runs on, for the device does compute them."""
         while len(self._flights) > leave:
             flight = self._flights.popleft()
             flight.land()

@@ -25,8 +25,7 @@ class ValueModel(nn.Module):
         super().__init__()
         copied = twin(policy)
         self.body = copied.net
-        if hasattr(self.body, "lm_head"):
-            self.body.lm_head.freeze()
+        self.body.pop("lm_head", None)  # nobody asks for logits here
         self.value = nn.Linear(policy.config.get_text_config().hidden_size, 1)
         self.value.update({name: mx.zeros_like(array) for name, array in self.value.items()})
         self.passes = Forward(copied, again)
@@ -46,7 +45,7 @@ class MlxCritic(Critic):
         super().__init__(c, total_steps)
         self._policy = policy
 
-    def _made(self, c: config.Optimizer) -> MlxAdamW:
+    def _build(self, c: config.Optimizer) -> MlxAdamW:
         self._model = ValueModel(self._policy, self._trainer.gradient_checkpointing)
         self._model.eval()
         return MlxAdamW(Parameters(self._model), c, self._total, self._policy.dtype == mx.float16)

@@ -49,7 +49,7 @@ class MlxAdamW:
 
     def restore(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
         """Add a gradient that was set aside, times a factor."""
-        self.add({name: gradient * factor for name, gradient in held.items()})
+        self.add(held if factor == 1 else {name: gradient * factor for name, gradient in held.items()})
 
     def add(self, gradients: Mapping[str, mx.array]) -> None:
         """A micro-batch's gradient, of a scaled loss. Some come transposed, and all that follows would be, too."""

@@ -39,7 +39,7 @@ class Parameters:
 
         held = self._net.trainable_parameters()
         try:
-            (_, beside), gradients = mx.value_and_grad(scaled)(self._net.trainable_parameters())
+            (_, beside), gradients = mx.value_and_grad(scaled)(held)
         finally:
             self._net.update(held)
         return beside, named(gradients)

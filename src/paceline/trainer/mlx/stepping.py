@@ -10,7 +10,6 @@ from paceline.model.mlx.loading import MlxModel
 from paceline.trainer.loss import Sums
 from paceline.trainer.mlx.forward import Forward
 from paceline.trainer.mlx.optimizer import MlxAdamW
-from paceline.trainer.norms import Outcome
 from paceline.trainer.stepping import Stepper, streams_of, trained
 from paceline.trainer.stream import Stream, component, components
 from paceline.trainer.tokens import Tokens
@@ -63,8 +62,8 @@ class MlxStepper(Stepper):
                 sums = Sums(self._optimizer.backward(part))
         return sums
 
-    def _clipped(self, sums: NDArray, micro_batches: int) -> Outcome:
-        return Outcome(sums, self._optimizer.clip(), micro_batches)
+    def _clip(self) -> float:
+        return self._optimizer.clip()
 
-    def _host(self, array: mx.array) -> NDArray:
-        return np.array(array, np.float64)
+    def _over_ranks(self, values: mx.array | NDArray) -> NDArray:
+        return np.array(values, np.float64)
