@@ -130,7 +130,7 @@ def served(folder: Path, key: str | None = None) -> Generator[str]:
     server = uvicorn.Server(uvicorn.Config(build_app(folder, key), port=0, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not server.started and thread.is_alive() and time.monotonic() < deadline:
         thread.join(0.02)
     try:

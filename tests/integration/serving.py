@@ -1,8 +1,11 @@
 """A real server process for the tests that talk to one."""
 
+import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,10 +56,22 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(240)
 
 
-def becomes(condition: Callable[[], bool], seconds: float = 60) -> bool:
+def door() -> int:
+    """A port for a server that is to come back there. The system gives none of these to whoever only asks for one, so
+    nobody has it by chance while the server is away; unless it gives out all of them."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(given.read_text().split()[0]) if given.exists() else 49152
+    while True:
+        port = random.SystemRandom().randrange(max(1024, first - 10_000), max(11_024, first))
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
+def becomes(condition: Callable[[], bool], seconds: float = 240) -> bool:
     """Whether something comes true; how soon is the machine's affair."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -175,7 +175,7 @@ def test_the_command_plays_at_a_pipe_and_ctrl_c_ends_it_politely(tmp_path):
                 process.stdin.write(f"{next(squares)}\n".encode())
                 process.stdin.flush()
         process.send_signal(signal.SIGINT)
-        process.wait(60)  # and nobody hung up
+        process.wait(240)  # and nobody hung up
         rest, errors = (part.decode() for part in process.communicate())
     finally:
         with contextlib.suppress(ProcessLookupError):

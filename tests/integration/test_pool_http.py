@@ -2,12 +2,11 @@
 
 import asyncio
 import signal
-import socket
 from contextlib import ExitStack
 
 import pytest
 import torch
-from serving import MODEL, served
+from serving import MODEL, door, served
 
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
@@ -53,7 +52,7 @@ def folder(tmp_path_factory):
 def servers(folder):
     with ExitStack() as stack:
         flags = ("--api-key", KEY, "--allow", str(folder), *ROOM)
-        yield [stack.enter_context(served(*flags)) for _ in range(2)]
+        yield [stack.enter_context(served(*flags, "--port", str(door()))) for _ in range(2)]
 
 
 @pytest.fixture
@@ -78,17 +77,6 @@ async def until(condition) -> None:
     """Ask again and again; the deadline of `connect` bounds it."""
     while not await condition():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-
-
-def free(port: int) -> bool:
-    """Whether somebody may listen there; any other process may have had it for a connection of its own meanwhile."""
-    with socket.socket() as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            door.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 async def unanswered(engine: HttpEngine) -> int:
@@ -295,11 +283,6 @@ def test_a_killed_server_loses_no_request_and_its_heir_gets_the_weights(config, 
         assert pool.running == 0
         assert len(await pool.policies()) == 1
         await asyncio.to_thread(victim.process.wait)
-
-        async def vacant():
-            return free(int(port))
-
-        await until(vacant)
         heir = served("--api-key", KEY, "--allow", str(folder), "--port", port, *ROOM)
         await asyncio.to_thread(heir.__enter__)
         try:

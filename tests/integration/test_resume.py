@@ -64,7 +64,6 @@ def batches(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((root / "batches").iterdir())}
 
 
-@pytest.mark.timeout(600)
 def test_a_run_killed_anywhere_is_bit_by_bit_the_unbroken_one(tmp_path, here):
     """After a step, and in the middle of writing a checkpoint: batches, losses, rewards, held-out scores; with moving
     baselines, a curriculum, and groups that finished while evaluation held the checkpoint up."""

@@ -29,7 +29,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "paceline", *arguments]
 
 
-def paceline(folder: Path, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
+def paceline(folder: Path, *arguments: str, timeout: float = 880) -> subprocess.CompletedProcess:
     """Run the command in `folder`, where its `runs/` will be, in a fresh interpreter."""
     return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -43,7 +43,7 @@ def metrics(folder: Path, name: str = "quickstart") -> list[dict]:
 
 
 def test_at_staleness_0_sampling_and_training_take_turns(tmp_path, here):
-    done = here("train", QUICKSTART, *SMALL, "--staleness", "0", "--steps", "4")
+    done = here("train", QUICKSTART, *SMALL, "--staleness", "0", "--steps", "4", "--engine.in-flight", "0")
     assert done.returncode == 0, done.stderr
     steps = [line for line in metrics(tmp_path) if line["step"]]
     assert max(line["overlap_ratio"] for line in steps) == 0

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import signal
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import MODEL, served
+from serving import MODEL, door, served
 from test_runs import SMALL, metrics
 
 from paceline.cluster.session import train
@@ -179,8 +178,7 @@ class Mortal:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = door()
         self.live()
 
     def live(self) -> None:
@@ -249,8 +247,11 @@ def test_a_teacher_that_dies_and_comes_back_costs_time_and_nothing_else(mortal, 
 
 
 def test_a_teacher_that_stays_away_costs_batches_and_then_stops_the_run_to_be_resumed(mortal, tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.algorithms.references.SECONDS", 0.5)
-    done = distil(mortal, Words(_11=mortal.die), tmp_path)
+    def die() -> None:
+        mortal.die()
+        monkeypatch.setattr("paceline.algorithms.references.SECONDS", 2.0)  # none is waited for any longer
+
+    done = distil(mortal, Words(_11=die), tmp_path)
     assert done.outcome.status == "failed"
     for part in (
         f"http://127.0.0.1:{mortal.port}/v1 scored nothing in 3 batches",
@@ -261,6 +262,7 @@ def test_a_teacher_that_stays_away_costs_batches_and_then_stops_the_run_to_be_re
     assert [line["batch/samples"] for line in done.metrics] == [8, 0, 0]
     assert [line.get("dropped/teacher_failed", 0) for line in done.metrics] == [0, 8, 8]
     assert all(np.isfinite(value) for line in done.metrics for value in line.values())
+    monkeypatch.undo()
     mortal.live()
     again = distil(mortal, Words(), tmp_path, resume="latest")
     assert again.outcome.status == "finished", again.error

@@ -132,6 +132,15 @@ def test_a_filter_is_in_the_address_and_comes_back_with_it(page, address):
     assert "page=2" in page.url
 
 
+def test_a_filter_that_is_set_before_the_list_has_come_is_what_comes(page, address):
+    held: list = []
+    page.route("**/api/rollouts?*", lambda route: route.continue_() if held else held.append(route))
+    page.goto(f"{address}/#/run/talk/rollouts")
+    page.locator("[data-search]").fill("REPLY 2")
+    expect(page.locator(ROWS)).to_have_count(8)
+    page.unroute_all()
+
+
 def test_keys_open_a_rollout_and_walk_through_the_same_list(page, address):
     _open(page, address, "talk/rollouts?state=dropped%3A&sort=-reward", ROWS)
     listed = page.locator(f"{ROWS} td:first-child").all_inner_texts()

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from serving import MODEL, PLAIN, served
+from serving import MODEL, PLAIN, door, served
 
 from conftest import tiny_model
 from paceline.cluster.processes.frames import Hello
@@ -41,7 +41,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with served("--api-key", KEY, "--allow", str(folder), "--model.dtype", "bfloat16") as running:
+    own = ("--port", str(door()))
+    with served("--api-key", KEY, "--allow", str(folder), "--model.dtype", "bfloat16", *own) as running:
         yield running
 
 
@@ -111,7 +112,7 @@ def test_every_path_leads_to_the_same_weights_and_tokens(server, folder, model):
     async def whole():
         return {path: await by(path) for path in PATHS}
 
-    got = asyncio.run(asyncio.wait_for(whole(), 120))
+    got = asyncio.run(asyncio.wait_for(whole(), 240))
     assert all(tokens == got["disk"] for tokens in got.values())
     assert not list(folder.iterdir())
 
@@ -149,7 +150,7 @@ def test_a_group_that_is_not_there_is_said(server):
             await engine.post("/weights/receive", nothing)
         await engine.aclose()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
 def test_an_engine_that_comes_back_gets_all_of_it(server, folder, model):
@@ -167,7 +168,7 @@ def test_an_engine_that_comes_back_gets_all_of_it(server, folder, model):
         server.process.kill()
         server.process.wait(30)
         with served(*flags, "--port", server.url.rpartition(":")[2]):
-            after = [await pool.generate(request, deadline=60) for request in ASKED]
+            after = [await pool.generate(request, deadline=200) for request in ASKED]
             assert {v for answer in after for v in answer.versions} == {3}
             await pool.load_weights(made[3])
             assert (await engine.policy()).fingerprint == made[3].expected
@@ -175,7 +176,7 @@ def test_an_engine_that_comes_back_gets_all_of_it(server, folder, model):
         await engine.aclose()
         return before, after, engine.doors
 
-    before, after, doors = asyncio.run(asyncio.wait_for(run(), 120))
+    before, after, doors = asyncio.run(asyncio.wait_for(run(), 240))
     assert [answer.token_ids for answer in before] == [answer.token_ids for answer in after]
     assert doors == ("/weights/load", "/weights/delta", "/weights/delta", *("/weights/delta", "/weights/load"),
                      "/weights/delta")  # fmt: skip
@@ -220,7 +221,7 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
 
     engine.start()
     try:
-        asyncio.run(asyncio.wait_for(run(), 120))
+        asyncio.run(asyncio.wait_for(run(), 240))
     finally:
         engine.close()
         trainer.close()

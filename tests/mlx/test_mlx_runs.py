@@ -29,7 +29,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_an_async_quickstart_with_adapters_swapped_in_flight_reaches_the_demos_bar(tmp_path):
     # Keys of older weights under a new version's tokens would be a mismatch too, and not mlx's.
     adapters = ["--model.lora.rank", "16", "--trainer.optimizer.lr", "2e-3", "--engine.on-swap", "recompute"]
@@ -49,7 +49,7 @@ def test_an_async_quickstart_with_adapters_swapped_in_flight_reaches_the_demos_b
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=880,
+        timeout=1700,
     )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "quickstart"

@@ -14,7 +14,6 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("starter", [[], TORCHRUN], ids=["alone", "torchrun"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_ranks_with_engines_of_their_own_reach_the_bar_of_one_process(tmp_path, starter, staleness):

@@ -23,7 +23,6 @@ def local_ray():
     ray.shutdown()
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_two_ranks_and_two_engines_reach_the_bar_of_one_process(tmp_path, monkeypatch, shard):
     monkeypatch.chdir(tmp_path)

@@ -184,7 +184,7 @@ def test_the_process_ends_while_a_call_hangs():
     except TimeoutError as error:
         print(error)
     """
-    done = launching.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
+    done = launching.run([sys.executable, "-c", textwrap.dedent(code)], timeout=240)
     assert (done.returncode, done.stdout) == (0, "`Event.wait` took longer than 0.01 s\n")
 
 

@@ -469,7 +469,7 @@ def test_nothing_a_solution_starts_outlives_its_check(sandbox, tmp_path):
     environment = coder(sandbox=sandbox, time_limit=1000.0)
 
     async def until(wanted: bool) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while bool(named(mark)) != wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 

@@ -39,7 +39,7 @@ def told(starts: type[subprocess.Popen], folder, passed: int) -> dict:
     with starts(
         command, cwd=folder, env=environment, text=True, start_new_session=True, pass_fds=[passed], **pipes
     ) as process:
-        out, errors = process.communicate("heard", timeout=120)
+        out, errors = process.communicate("heard", timeout=280)
     assert (process.returncode, errors) == (0, "heard")
     return json.loads(out)
 

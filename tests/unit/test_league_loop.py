@@ -156,7 +156,7 @@ def conduct(folder: Path, arena: ArenaEnvironment, timing: int = 0, **more) -> L
     parts = Parts(
         pool, CountingTrainer(timing), said, said, courses, log, Checkpoints(folder, 100), RealClock(), past=pool
     )
-    asyncio.run(asyncio.wait_for(Conductor(wanted, parts).run(), 60))
+    asyncio.run(asyncio.wait_for(Conductor(wanted, parts).run(), 240))
     return log
 
 

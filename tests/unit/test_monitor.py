@@ -90,7 +90,7 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Pope
 
 
 def succeeds(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     return output
 
@@ -267,6 +267,25 @@ class TestRecorder:
         assert data.endswith(b"\n")
         assert 900 < len(data) <= 1000
         assert len(read_jsonl(tmp_path / "metrics.jsonl")) == data.count(b"\n")
+
+    def test_what_a_killed_process_was_writing_goes_with_the_next_start(self, tmp_path: Path) -> None:
+        """SIGKILL in the middle of a batch: the file never counts, and does not stay beside those that do."""
+        killed = """
+            import os, sys
+            from pathlib import Path
+            from paceline.monitor import Recorder
+            recorder = Recorder(Path(sys.argv[1]), keep_batches=3)
+            recorder.batch(1, b"whole")
+            os.fsync = lambda descriptor: os.kill(os.getpid(), 9)
+            recorder.batch(2, b"half")
+        """
+        process = python(killed, tmp_path)
+        process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL
+        left = [path.read_bytes() for path in sorted((tmp_path / "batches").iterdir())]
+        assert left == [b"half", b"whole"]
+        Recorder(tmp_path, keep_batches=3).begin(plan(tmp_path, start_step=1))
+        assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step-000001.msgpack"]
 
 
 class TestRunDirectory:

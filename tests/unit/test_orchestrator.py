@@ -157,7 +157,7 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
     courses = lay_out(config, {"coins": environment, **(also or {})})
     parts = Parts(pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock())
     conductor = Conductor(config, parts)
-    asyncio.run(asyncio.wait_for(conductor.run(), 60))
+    asyncio.run(asyncio.wait_for(conductor.run(), 240))
     return trainer, log, conductor
 
 

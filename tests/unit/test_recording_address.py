@@ -25,7 +25,7 @@ async def told(*args) -> tuple[str, int]:
     recorder = Recorder(*args)
     try:
         url = await recorder.address("somebody")
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.get(f"{url}/models")
         return urlsplit(url).hostname or "", answer.status_code
     finally:

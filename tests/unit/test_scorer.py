@@ -1,6 +1,7 @@
 """Logprob workers: the trainer's numbers, full packs, and nobody waits behind a long question for ever."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import VOCABULARY, tiny_model
 from paceline.cluster.scorer import Scorer
 from paceline.inference import EngineError, RequestError
+from paceline.trainer.scoring import score
 
 
 @pytest.fixture
@@ -94,15 +96,25 @@ def test_what_cannot_be_scored_is_said(scorer, asked, temperature, said):
         asyncio.run(scorer.score(asked, temperature))
 
 
-def test_cancelled_questions_are_not_computed(scorer):
+def test_cancelled_questions_are_not_computed(scorer, monkeypatch):
+    begun, cancelled = threading.Event(), threading.Event()
+
+    def slowly(*given):
+        begun.set()
+        assert cancelled.wait(60)
+        return score(*given)
+
     async def story() -> None:
         many = asyncio.ensure_future(scorer.score([[1] * 60] * 400))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(begun.wait, 60)
         many.cancel()
+        await asyncio.wait([many])
+        cancelled.set()
         await scorer.score([[1, 2, 3]])
 
+    monkeypatch.setattr("paceline.cluster.scorer.score", slowly)
     asyncio.run(story())
-    assert scorer.packs < 400
+    assert scorer.packs == 2, "the one under way, and the next question's"
 
 
 def test_a_failure_reaches_whoever_waits_and_whoever_asks_later(scorer, monkeypatch):

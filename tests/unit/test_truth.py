@@ -198,7 +198,7 @@ async def laws_over(client) -> None:
 
 def test_fingerprints_and_canaries_cross_the_link():
     with running() as engine, linked(engine) as link:
-        asyncio.run(asyncio.wait_for(laws_over(link), 60))
+        asyncio.run(asyncio.wait_for(laws_over(link), 240))
 
 
 def test_fingerprints_and_canaries_cross_http(load, monkeypatch, tmp_path):
@@ -211,7 +211,7 @@ def test_fingerprints_and_canaries_cross_http(load, monkeypatch, tmp_path):
                 await client.load_weights(update(5, 1, canary=broken))
 
     with running() as engine:
-        asyncio.run(asyncio.wait_for(check(engine), 60))
+        asyncio.run(asyncio.wait_for(check(engine), 240))
 
 
 def test_an_adapter_takes_its_canary_along(load, monkeypatch, tmp_path):
@@ -224,7 +224,7 @@ def test_an_adapter_takes_its_canary_along(load, monkeypatch, tmp_path):
                 await client.load_weights(sent)
 
     with running(adapters=1, adapter_rank=4) as engine:
-        asyncio.run(asyncio.wait_for(check(engine), 60))
+        asyncio.run(asyncio.wait_for(check(engine), 240))
 
 
 # -- in the books -----------------------------------------------------------------------------------------------------

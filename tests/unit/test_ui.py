@@ -397,11 +397,11 @@ def test_the_command_says_where_it_listens_and_a_signal_ends_it_without_an_error
         told = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+/", told)
         assert found, told
-        assert httpx.get(found[0]).status_code == 200
-        with httpx.stream("GET", f"{found[0]}api/live", timeout=30) as answer:
+        assert httpx.get(found[0], timeout=60).status_code == 200
+        with httpx.stream("GET", f"{found[0]}api/live", timeout=60) as answer:
             next(answer.iter_lines())
             process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=240)
     assert process.returncode == 0
     assert said == "paceline: stopped\n"
 
@@ -415,7 +415,7 @@ def test_the_command_refuses_with_a_sentence(runs, capsys):
 
 def test_importing_the_app_brings_neither_torch_nor_transformers():
     code = "import sys, paceline.ui; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert found.stdout.strip() == "[]"
 
 
@@ -440,8 +440,8 @@ def _events(lines):
 
 def test_new_lines_are_pushed_and_so_is_a_death_that_wrote_nothing(tmp_path, address):
     told = Told(tmp_path, "alive").step(2)
-    mark = httpx.get(f"{address}/api/metrics", params={"run": "alive"}).json()["mark"]
-    with httpx.stream("GET", f"{address}/api/live", params={"run": "alive", "mark": mark}, timeout=30) as answer:
+    mark = httpx.get(f"{address}/api/metrics", params={"run": "alive"}, timeout=60).json()["mark"]
+    with httpx.stream("GET", f"{address}/api/live", params={"run": "alive", "mark": mark}, timeout=60) as answer:
         events = _events(answer.iter_lines())
         assert next(one for name, one in events if name == "standing")["status"]["state"] == "running"
         told.step(1)
@@ -458,7 +458,7 @@ def test_new_lines_are_pushed_and_so_is_a_death_that_wrote_nothing(tmp_path, add
 
 
 def test_the_table_hears_of_runs_that_come_and_go(tmp_path, address):
-    with httpx.stream("GET", f"{address}/api/live", timeout=30) as answer:
+    with httpx.stream("GET", f"{address}/api/live", timeout=60) as answer:
         events = _events(answer.iter_lines())
         told = Told(tmp_path, "new").step(1)
         assert next(one for _, one in events)["changed"][0]["name"] == "new"

@@ -314,15 +314,15 @@ def test_names_that_wait_for_each_other_end_in_no_circle():
     def other():
         with waiting("b of y", on="a"):
             opened.set()
-            seen.wait(5)
+            seen.wait(60)
 
     thread = threading.Thread(target=other)
     with waiting("a of x", on="b"):
         thread.start()
-        assert opened.wait(5)
+        assert opened.wait(60)
         nodes = graph(registry.waits(), time.monotonic())
         seen.set()
-        thread.join(5)
+        thread.join(60)
     assert sum(node["parent"] is None for node in nodes) == 1
     assert " waits for " in chain(nodes)
 
@@ -411,7 +411,7 @@ def test_a_blocked_event_loop_is_named_with_the_line_that_blocks_it(tmp_path):
 
     def blocks_the_loop():
         inside.set()
-        let_go.wait(10)
+        let_go.wait(60)
 
     async def run():
         dog.dog.note("so that it knows the loop")
@@ -421,11 +421,11 @@ def test_a_blocked_event_loop_is_named_with_the_line_that_blocks_it(tmp_path):
     dog = Dog(tmp_path)
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="the loop's")
     thread.start()
-    assert inside.wait(5)
+    assert inside.wait(60)
     dog.after(62)
     snapshot = json.loads(waits_file(tmp_path).read_text())
     let_go.set()
-    thread.join(5)
+    thread.join(60)
     (note,) = dog.ear.notes
     assert note.startswith("the event loop has been blocked for ")
     assert "test_waits.py" in note
@@ -452,7 +452,7 @@ def test_what_the_watchdog_says_is_no_movement(tmp_path):
     ear = Ear()
     monitors = Monitors(ear)
     with watching(monitors, tmp_path, seconds=0.02) as dog:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(ear.notes) < 2 and time.monotonic() < deadline:
             dog._stop.wait(0.01)
     assert len(ear.notes) >= 2, "had its own word counted, the intervals would never have grown past the first"
@@ -482,7 +482,7 @@ def test_a_watchdog_that_stumbles_says_so_once_and_watches_on(tmp_path, monkeypa
 
     monkeypatch.setattr(Watchdog, "look", stumble)
     with watching(Monitors(Ear()), tmp_path, seconds=0.02):
-        assert all(looks.acquire(timeout=10) for _ in range(3))
+        assert all(looks.acquire(timeout=60) for _ in range(3))
     assert [record.getMessage() for record in caplog.records] == [
         "the watchdog stumbled, and watches on; this is told once"
     ]
@@ -549,7 +549,7 @@ def test_doctor_says_that_a_run_was_killed_and_how_to_go_on(tmp_path):
         assert f"`kill -CONT {sleeper.pid}`" in examine(tmp_path / "run").verdict
     finally:
         sleeper.kill()
-        sleeper.wait(10)
+        sleeper.wait(60)
     found = examine(tmp_path / "run")
     assert not found.alive
     assert found.verdict.startswith(f"killed: process {sleeper.pid} is gone and wrote no end (SIGKILL, out of memory")
@@ -566,8 +566,8 @@ def test_doctor_is_not_fooled_by_a_process_number_that_is_used_again(tmp_path):
         assert examine(tmp_path / "run").verdict.startswith(f"killed: process {os.getpid()}")
     waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"host": "far-away"}))
     assert examine(tmp_path / "run").verdict.startswith("on far-away, process ")
-    waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"time": time.time() - 100}))
-    assert "has written nothing for 100 s" in examine(tmp_path / "run").verdict
+    waits_file(tmp_path / "run").write_text(json.dumps(snapshot))
+    assert "has written nothing for 100 s" in examine(tmp_path / "run", lambda: snapshot["time"] + 100).verdict
 
 
 def test_doctor_tells_the_outcome_of_a_run_that_ended(tmp_path, capsys):

@@ -82,14 +82,14 @@ async def reason(call) -> str:
 
 async def appears(file: Path) -> list[int]:
     """The numbers written into a file, once they are."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not file.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return [int(word) for word in file.read_text().split()]
 
 
 async def vanish(*pids: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not all(map(gone, pids)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -16,6 +16,8 @@ from paceline.inference.base import EngineError
 
 FAREWELL_SECONDS = 1.0
 """For answers that are under way when the engine fails: everybody who waited has just been told."""
+MOST_SECONDS = 30.0
+"""For those that are still not sent by then: a busy machine is slow."""
 
 
 class Mortal(Protocol):
@@ -52,10 +54,13 @@ def lost(engine: Mortal) -> Callable[[], Awaitable[EngineError]]:
     return failed
 
 
-def leave(cause: BaseException) -> None:
-    """End this process, after a moment for the last answers. Nothing is unwound: threads of a broken device may
-    hang."""
+def leave(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
+    """End this process, after a moment for the last answers, and longer while somebody `waits` for one. Nothing is
+    unwound: threads of a broken device may hang."""
+    end = time.monotonic() + MOST_SECONDS
     time.sleep(FAREWELL_SECONDS)
+    while waits() and time.monotonic() < end:
+        time.sleep(0.05)  # bounded: by MOST_SECONDS
     print(f"paceline: the engine stopped: {type(cause).__name__}: {cause}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -141,8 +141,9 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
     door = socket.socket(fileno=descriptor)
     try:
         with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
-            watch(engine, leave)
-            runner.run(EngineHost(engine, ends).serve(door))
+            host = EngineHost(engine, ends)
+            watch(engine, lambda cause: leave(cause, lambda: host.waited_for))
+            runner.run(host.serve(door))
     except PacelineError as error:
         door.sendall(b"".join(frame(FromEngine([Hello(0, (), str(error))]))))
 

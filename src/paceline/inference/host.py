@@ -43,6 +43,11 @@ class EngineHost:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._desk = Desk(engine)
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody has not been answered. From any thread."""
+        return bool(self._running or self._pile)
+
     async def serve(self, door: socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
         self._loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ export async function render(root, run, params) {
 async function one(root, run, number) {
   const place = h("div", { class: "stack" });
   const state = h("span", {});
-  let size = null;
+  let size = run.files["tickets.jsonl"];
   const draw = async () => {
     const told = await ask("ticket", { run: run.name, ticket: number });
     fill(state, pill(told.state));
@@ -31,7 +31,7 @@ async function one(root, run, number) {
     place));
   return run.on("files", (files) => {
     const now = files["tickets.jsonl"];
-    if (size !== null && now !== size) draw().catch(() => {});
+    if (now !== size) draw().catch(() => {});
     size = now;
   });
 }
@@ -74,8 +74,12 @@ async function many(root, run, params) {
     h("div", { class: "head" }, h("h1", {}, "Tickets"), sum),
     h("p", { class: "soft" }, "A ticket is one draw of a row of the data. Each is played as a group, and is trained once or dropped for a reason."),
     problems, filters, table, nothing, pager));
-  await draw();
   let size = run.files["tickets.jsonl"];
+  await draw();
+  if (size !== run.files["tickets.jsonl"]) {
+    size = run.files["tickets.jsonl"]; // it grew while it was read
+    draw().catch(() => {});
+  }
   return run.on("files", (files) => {
     const now = files["tickets.jsonl"];
     if (now !== size && !filters.contains(document.activeElement)) draw().catch(() => {});

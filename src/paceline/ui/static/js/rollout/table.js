@@ -116,9 +116,9 @@ export async function render(root, run, params) {
   function later() {
     if (again) return;
     again = setTimeout(async () => {
+      again = 0; // what comes while this is asked is counted again
       const { query, told } = state;
       const now = await ask("rollouts", { run: run.name, ...query, limit: 0 }).catch(() => null);
-      again = 0;
       if (!now || told !== state.told || !told) return;
       const more = now.total - told.total;
       if (more && !told.rows.length) return go(query, 1);
@@ -127,7 +127,9 @@ export async function render(root, run, params) {
     }, COUNTING);
   }
 
-  await read();
+  await read().catch((error) => {
+    if (error.name !== "AbortError") throw error; // else somebody asked for something else meanwhile, and gets that
+  });
   const end = run.on("files", later);
   return () => {
     end();
