@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from launching import Launched
 from paceline.monitor import read_jsonl
 
