@@ -282,7 +282,7 @@ def test_open_tickets_wait_again_after_a_resume(tmp_path):
     assert sorted(before | set(after)) == list(range(200))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_gate_never_lets_in_too_much(data):
     """A model of the gate over random schedules: capacity is kept, places come back, nothing goes negative."""
