@@ -39,7 +39,8 @@ class Parameters:
 
         held = self._net.trainable_parameters()
         try:
-            (_, beside), gradients = mx.value_and_grad(scaled)(held)
+            # Another tree than the one held: mlx puts what it traces into the tree it is given.
+            (_, beside), gradients = mx.value_and_grad(scaled)(self._net.trainable_parameters())
         finally:
             self._net.update(held)
         return beside, named(gradients)
