@@ -31,7 +31,7 @@ from paceline.inference.base import (
 from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
 from paceline.inference.engine.herald import Herald
 from paceline.inference.engine.parts import Arrived, Flight, Parts
-from paceline.inference.engine.sequence import Chunk, Guide
+from paceline.inference.engine.sequence import Chunk, Drawn, Guide
 from paceline.inference.engine.sequence import Sequence as Running
 from paceline.model import Policy, WeightUpdate
 
@@ -311,14 +311,13 @@ class DecodingEngine:
 
     def _accept(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        if sequence.future.cancelled():
+        if sequence.end.reached:  # nobody waits any more, or it ended while this step was in flight
             self._scheduler.release(sequence)
             self._herald.forget(sequence)
-        elif not sequence.future.done():  # else it ended while this step was in flight
-            if chunk.scores is not None:
-                self._accept_scores(sequence, chunk.scores)
-            elif chunk.drawn is not None:
-                self._accept_token(sequence, chunk)
+        elif chunk.drawn is not None:
+            self._accept_token(sequence, chunk, chunk.drawn)
+        elif chunk.scores is not None:
+            self._accept_scores(sequence, chunk.scores)
         # Only now: whoever was preempted waits again from here on, with all it has, or is over.
         self._scheduler.land(chunk)
 
@@ -332,13 +331,11 @@ class DecodingEngine:
             self._scheduler.release(sequence)
             _answer(sequence, [0.0, *sequence.scores])
 
-    def _accept_token(self, sequence: Running, chunk: Chunk) -> None:
-        drawn = chunk.drawn
-        assert drawn is not None
+    def _accept_token(self, sequence: Running, chunk: Chunk, drawn: Drawn) -> None:
         if not math.isfinite(drawn.logprob):
             sequence.broken = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
-        if not math.isfinite(drawn.log_z or 0.0):
+        if drawn.log_z is not None and not math.isfinite(drawn.log_z):
             return self._fail(sequence, "the grammar allows no token that the model could say here", RequestError)
         self.tokens += 1
         finish = sequence.append(drawn, chunk.version)

@@ -115,9 +115,10 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
-        pending = sequence.pending
-        if sequence.flying and (sequence.length >= sequence.limit or sequence.guide is not None):
+        length = len(sequence.tokens) + sequence.flying
+        if sequence.flying and (length >= sequence.limit or sequence.guide is not None):
             return 0  # nothing more to sample, or not before the host has seen the last token
+        pending = length - sequence.computed
         if pending == 1 and sequence.scores is None:
             self._launch(sequence, 1, True, chunks)
             return 0
@@ -138,14 +139,15 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        model, catalog = sequence.request.model, self._catalog
-        start, index = sequence.computed, sequence.sampled
+        request, catalog = sequence.request, self._catalog
+        start, model, prompt = sequence.computed, request.model, len(request.prompt_ids)
+        index = len(sequence.tokens) + sequence.flying - prompt
         chunks.append(Chunk(sequence, start, length, samples, catalog.versions[model], catalog.slots[model], index))
         sequence.computed += length
         sequence.in_flight += 1
         sequence.flying += samples
-        if start < len(sequence.request.prompt_ids):
-            self._prompting.add((sequence.family, sequence.request.prompt_ids))
+        if start < prompt:
+            self._prompting.add((sequence.family, request.prompt_ids))
             self._cache.advance(sequence)
         return length
 

@@ -25,6 +25,19 @@ Family = tuple[int, int, int]
 """What keys and values were computed with: adapter slot, its version, the base's version."""
 
 
+class End:
+    """Whether a request is over, answered or given up. A future says so too, but takes a lock each time it is asked,
+    and this is asked for every token."""
+
+    __slots__ = ("reached",)
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def reach(self, future: "Future[Any]") -> None:
+        self.reached = True
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Its tokens, and how far each stage has come with them.
@@ -66,16 +79,10 @@ class Sequence:
     requeue: bool = False
     broken: bool = False
     """Its keys and values may hold NaN, which no mask hides from whoever gets the memory next."""
+    end: End = field(default_factory=End)
 
-    @property
-    def length(self) -> int:
-        """Tokens in launch order, those in flight included."""
-        return len(self.tokens) + self.flying
-
-    @property
-    def pending(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
-        return len(self.tokens) + self.flying - self.computed
+    def __post_init__(self) -> None:
+        self.future.add_done_callback(self.end.reach)
 
     @property
     def sampled(self) -> int:

@@ -7,7 +7,7 @@ for the next step, so nothing waits for the host to read them.
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import inference
 from paceline.inference.engine.cuda import attention, sampling
-from paceline.inference.engine.cuda.steps import TILE_ROWS, Fields, StepShape
+from paceline.inference.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only
 from paceline.inference.engine.pages import PageCache
 from paceline.inference.engine.sampler import Draw, Sampled, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Drawn
@@ -70,12 +70,14 @@ class Captured:
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Tensor | None = None
     logits: Tensor | None = None
+    special: list[int] = field(default_factory=list)
+    """Rows of its last step that want more than a plain draw."""
 
 
 class GraphFlight:
     """A launched step on its way back."""
 
-    def __init__(self, chunks: Sequence[Chunk], drawn: list[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
+    def __init__(self, chunks: Sequence[Chunk], drawn: Sequence[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
         self.chunks = chunks
         self._drawn, self._out, self._done = drawn, out, done
         self.special: list[tuple[list[Chunk], Sampled]] = []
@@ -215,7 +217,7 @@ class GraphRunner:
         return self._launch(singles, chunks) if singles else GraphFlight(chunks, [], self._back[0], _now_event())
 
     def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphFlight:
-        order = sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
+        order = chunks if decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
         step = self._pick(order)
         self._turn = (self._turn + 1) % len(self._sent)  # whoever used these buffers before has landed
         sent, back = self._sent[self._turn], self._back[self._turn]
@@ -226,15 +228,18 @@ class GraphRunner:
         step.graph.replay()
         done = torch.cuda.Event()
         flight = GraphFlight(chunks if land is None else land, drawn, back, done)
-        self._draw_special(step, drawn, flight)
-        self._score(step, order, flight)
+        if not step.shape.same:
+            step.special = [row for row, chunk in enumerate(drawn) if is_special(chunk)]
+            self._score(step, order, flight)
+        if step.special:
+            self._draw_special(step, drawn, flight)
         back.copy_(self._out, non_blocking=True)
         done.record(self._stream)
         return flight
 
     def _pick(self, chunks: Sequence[Chunk]) -> Captured:
-        extra = sum(c.length for c in chunks if c.length > 1)
-        if extra:
+        lengths = [c.length for c in chunks]
+        if extra := sum(lengths) - lengths.count(1):
             return next(step for step in self._mixed if step.shape.extra >= extra)
         return next(step for step in self._decoding if step.shape.rows >= len(chunks))
 
@@ -246,15 +251,11 @@ class GraphRunner:
         self._table.copy_(torch.from_numpy(self._cache.table).pin_memory(), non_blocking=True)
         return {}
 
-    def _draw_special(self, step: Captured, drawn: list[Chunk], flight: GraphFlight) -> None:
+    def _draw_special(self, step: Captured, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
         """Rows that want more than a plain draw are drawn again, over the graph's token."""
-        special = [(row, c) for row, c in enumerate(drawn) if is_special(c)]
-        if not special:
-            return
         assert step.logits is not None
-        chunks = [c for _, c in special]
-        rows = torch.tensor([row for row, _ in special], device=self._device)
-        logits = step.logits[rows].float()
+        chunks = [drawn[row] for row in step.special]
+        logits = step.logits[torch.tensor(step.special, device=self._device)].float()
         sampled = sample(logits, Draw.of(chunks, self._device).at(chunks, logits.shape[-1]))
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))

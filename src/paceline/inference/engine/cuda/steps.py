@@ -1,13 +1,14 @@
 """One captured step of a fixed size: what the host writes, what the device does with it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.inference.engine.pages import PAGE
-from paceline.inference.engine.sequence import Chunk
+from paceline.inference.engine.sequence import Chunk, Sequence
 
 TILE_ROWS = 64
 """Queries one program of the prefill kernel works on."""
@@ -42,7 +43,11 @@ class Fields:
 
 
 class StepShape:
-    """`rows` single tokens that decode, then `extra` tokens of prompts; `draws` of them all are sampled from."""
+    """`rows` single tokens that decode, then `extra` tokens of prompts; `draws` of them all are sampled from.
+
+    Most steps decode the sequences of the step before, each a token further. What says who they are is then still
+    there, and only what changes with every token is written again.
+    """
 
     def __init__(self, rows: int, extra: int, draws: int) -> None:
         self.rows, self.extra, self.draws = rows, extra, draws
@@ -65,56 +70,78 @@ class StepShape:
             "places": self.updates,
             "pages": self.updates,
         }
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes.values())
+        self.size = sum(self.sizes.values())
+        self.same = False
+        """Whether the last step decoded the sequences of the one before it and nothing else."""
+        self._inputs = np.zeros(self.size, np.int64)
+        self._fields = dict(self._split(self._inputs))
+        self._decoding: tuple[list[Sequence], list[int]] = ([], [])
+        """Who decoded in the last step, and in which slots, if that is all it did."""
 
     def fill(
         self,
         buffer: np.ndarray,
-        chunks: Sequence[Chunk],
+        chunks: Seq[Chunk],
         changed: dict[tuple[int, int], int],
         columns: int,
         scratch: int,
-    ) -> list[Chunk]:
+    ) -> Seq[Chunk]:
         """Write a step's inputs; answers with the chunks that are sampled from, in the order of their draws.
 
         `chunks` come single tokens first, and among those the ones that are sampled from: where nothing but single
         tokens is computed, row and draw are the same number. Padding belongs to the scratch slot, whose page nobody
         reads.
         """
-        a = dict(self._split(buffer))
-        singles = [c for c in chunks if c.length == 1]
-        prompts = [c for c in chunks if c.length > 1]
-        a["ids"].fill(0)
-        a["positions"].fill(0)
-        a["slots"].fill(scratch)
-        a["adapters"].fill(0)
-        a["lengths"].fill(0)
-        n = len(singles)
-        if n:
-            starts = np.array([c.start for c in singles])
-            a["positions"][:n] = starts
-            a["lengths"][:n] = starts + 1
-            a["slots"][:n] = [c.sequence.slot for c in singles]
-            a["adapters"][:n] = [c.adapter for c in singles]
-            # -1: the device knows the token, the host has not seen it yet.
-            tokens = [(c.sequence.tokens, c.start) for c in singles]
-            a["ids"][:n] = [t[at] if at < len(t) else -1 for t, at in tokens]
-        ends = self._fill_prompts(a, prompts) if self.extra else []
-        drawn = [c for c in singles if c.samples] + [c for c in prompts if c.samples]
-        rows = [i for i, c in enumerate(singles) if c.samples] + ends
-        self._fill_draws(a, drawn, rows, scratch)
+        a = self._fields
+        who = [c.sequence for c in chunks] if decode_only(chunks) else []
+        where = [sequence.slot for sequence in who]
+        self.same = bool(who) and (who, where) == self._decoding
+        self._decoding = (who, where)
+        if self.same:
+            drawn = chunks
+            self._move_on(a, chunks)
+        else:
+            drawn = self._begin(a, chunks, scratch)
         a["places"].fill(scratch * columns)
         a["pages"].fill(0)
         if changed:
             slots, cells = np.array(list(changed)).T
             a["places"][: len(changed)] = slots * columns + cells
             a["pages"][: len(changed)] = list(changed.values())
+        buffer[: self.size] = self._inputs
         return drawn
 
-    def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Sequence[Chunk]) -> list[int]:
+    def _begin(self, a: dict[str, np.ndarray], chunks: Seq[Chunk], scratch: int) -> list[Chunk]:
+        """All of a step, whoever was in the last one."""
+        singles = [c for c in chunks if c.length == 1]
+        prompts = [c for c in chunks if c.length > 1]
+        for name in ("ids", "positions", "adapters", "lengths", "keys", "indices"):
+            a[name].fill(0)
+        a["slots"].fill(scratch)
+        a["slots"][: len(singles)] = [c.sequence.slot for c in singles]
+        ends = self._fill_prompts(a, prompts) if self.extra else []
+        drawn = [c for c in singles if c.samples] + [c for c in prompts if c.samples]
+        rows = [i for i, c in enumerate(singles) if c.samples] + ends
+        self._fill_draws(a, drawn, rows, scratch)
+        self._move_on(a, singles)
+        a["indices"][: len(drawn)] = [c.index for c in drawn]
+        return drawn
+
+    def _move_on(self, a: dict[str, np.ndarray], singles: Seq[Chunk]) -> None:
+        """What changes with every token. The noise of a draw moves as far as its position does."""
+        n = len(singles)
+        if not n:
+            return
+        starts = np.array([c.start for c in singles])
+        a["indices"][:n] += starts - a["positions"][:n]
+        a["positions"][:n] = starts
+        a["lengths"][:n] = starts + 1
+        a["adapters"][:n] = [c.adapter for c in singles]
+        # -1: the device knows the token, the host has not seen it yet.
+        tokens = [(c.sequence.tokens, c.start) for c in singles]
+        a["ids"][:n] = [t[at] if at < len(t) else -1 for t, at in tokens]
+
+    def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Seq[Chunk]) -> list[int]:
         """Answers with the rows of the last tokens of those that are sampled from."""
         at, ends, tiles = self.rows, [], []
         for number, chunk in enumerate(prompts):
@@ -139,7 +166,6 @@ class StepShape:
         a["rows"].fill(0)
         a["rows"][:n] = rows
         a["keys"][:n] = [r.noise for r in requests]
-        a["indices"][:n] = [c.index for c in drawn]
         a["targets"].fill(scratch)
         a["targets"][:n] = [c.sequence.slot for c in drawn]
         temperatures = a["temperatures"].view(np.float64)
@@ -151,3 +177,9 @@ class StepShape:
         for name, size in self.sizes.items():
             yield name, buffer[at : at + size]
             at += size
+
+
+def decode_only(chunks: Seq[Chunk]) -> bool:
+    """Whether every chunk is a sequence's last token, from which the next is sampled."""
+    n = len(chunks)
+    return [c.length for c in chunks].count(1) == n and [c.samples for c in chunks].count(True) == n
