@@ -95,7 +95,7 @@ def _shared(arms: Mapping[str, RunConfig]) -> Generator[_House]:
     engine = kit.engine(share_cores(config, kit.parameters))
     try:
         engine.start()
-        with kit.at_work(), quick_handover():
+        with kit.at_work(), quick_handover(kit.device):
             yield _House(kit, load_tokenizer(config.model), engine)
     finally:
         engine.close()

@@ -69,7 +69,7 @@ def local(
     try:
         pool = with_past or Pool([engine])
         seats = seated(kit, tokenizer, config, dumps, courses, pool, ready, engine.close)
-        with seats as parts, kit.at_work(), quick_handover():
+        with seats as parts, kit.at_work(), quick_handover(kit.device):
             yield parts
     finally:
         engine.close()  # once more, where no trainer could be made beside it

@@ -79,7 +79,7 @@ def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     served = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
     engine = kit.engine(served, _grammars(tokenizer, ends), alone=True)
     try:
-        with kit.at_work(), quick_handover():
+        with kit.at_work(), quick_handover(kit.device):
             engine.start()
             yield engine, ends
     finally:
@@ -103,7 +103,7 @@ def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
         model, budget if isinstance(budget, int) else SCORED_AT_ONCE, fp32_head=config.model.fp32_head, threads=threads
     )
     try:
-        with small_products(model.dtype), quick_handover():
+        with small_products(model.dtype), quick_handover(model.device.type):
             scorer.start()
             yield scorer, ends
     finally:

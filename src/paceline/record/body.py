@@ -15,12 +15,13 @@ import numpy as np
 
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample, Ticket
 from paceline.record.odd import REFUSED, encoder, tamed
-from paceline.record.streams import Runs, floats, ids, squeeze
+from paceline.record.streams import Packed, Runs, drawn, each, floats, ids, squeeze
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
 SAID = ("loss_mask", "logprobs", "versions", "temperatures")
 """Streams that the turns say already, where nobody has changed them since."""
+ALL_SAID = (1 << len(SAID)) - 1
 LATER = tuple(name for name in STREAM_DTYPES if name not in SAID and name != "token_ids")
 """Streams that come in when a rollout is judged."""
 
@@ -41,6 +42,7 @@ class TurnLike(Protocol):
     tools: list[dict] | None
     text: str
     said: dict | None
+    packed: Packed | None
 
 
 class RolloutLike(Protocol):
@@ -126,7 +128,7 @@ class Heard(NamedTuple):
     """Of a turn what its sample repeats, four bytes a token."""
 
     logprobs: bytes
-    versions: bytes
+    versions: int | bytes
     temperature: float
 
 
@@ -138,6 +140,7 @@ class Written:
         self._full: list[bytes] = []
         self._heard: list[Heard] = []
         turns: list[TurnLike] = rollout.turns
+        self._only = turns[0].packed if len(turns) == 1 else None
         self.body = Body(
             tuple(rollout.ticket),
             rollout.member,
@@ -159,7 +162,7 @@ class Written:
             return encoder.encode(self.body)
 
     def _turn(self, place: int, turn: TurnLike, turns: Sequence[TurnLike]) -> _Turn:
-        prompt, sampled = ids(turn.prompt_ids), ids(turn.completion_ids)
+        full, prompt, sampled, logprobs, versions = _numbers(turn)
         like, shared = self._goes_on(prompt, place) if place else (-1, 0)
         kept, messages, tools = 0, turn.messages, turn.tools
         if like >= 0:
@@ -171,18 +174,15 @@ class Written:
                 tools = True
         if messages:
             self.new += messages
-        self._full.append(prompt + sampled)
-        versions = turn.versions
-        one = bool(versions) and versions.count(versions[0]) == len(versions)
-        logprobs, numbers = floats(turn.logprobs), ids(versions)
-        self._heard.append(Heard(logprobs, numbers, turn.temperature))
+        self._full.append(full)
+        self._heard.append(Heard(logprobs, versions, turn.temperature))
         return _Turn(
             like,
             shared,
             prompt[4 * shared :],
             sampled,
             logprobs,
-            versions[0] if one else numbers,
+            versions,
             None if turn.log_z is None else floats(turn.log_z),
             turn.finish,
             turn.temperature,
@@ -208,6 +208,18 @@ class Written:
 
     def _sample(self, sample: Sample) -> _Sample:
         spans, length = sample.spans, len(sample.token_ids)
+        if self._only is not None and as_made(sample, self._only):
+            turn, said, streams = 0, ALL_SAID, {}
+        else:
+            turn, said, streams = self._compared(sample)
+        for name in LATER:
+            if (stream := getattr(sample, name)) is not None:
+                streams[name] = squeeze(stream, spans)
+        return _Sample(length, turn, said, streams, sample.ended, sample.rollout, spans, sample.ticket is not None)
+
+    def _compared(self, sample: Sample) -> tuple[int, int, dict[str, bytes | Runs]]:
+        """The turn that holds its tokens, what its turns say of it, and the rest of that."""
+        spans, length = sample.spans, len(sample.token_ids)
         turn = self._holder(sample.token_ids.astype(np.int32).tobytes())
         streams: dict[str, bytes | Runs] = {} if turn >= 0 else {"token_ids": squeeze(sample.token_ids)}
         expected, said = as_said(length, spans, spoken(spans, self._heard, turn)), 0
@@ -218,10 +230,7 @@ class Written:
                 said |= 1 << bit
             else:
                 streams[name] = squeeze(stream)
-        for name in LATER:
-            if (stream := getattr(sample, name)) is not None:
-                streams[name] = squeeze(stream, spans)
-        return _Sample(length, turn, said, streams, sample.ended, sample.rollout, spans, sample.ticket is not None)
+        return turn, said, streams
 
     def _holder(self, tokens: bytes) -> int:
         """The turn whose prompt and completion these are, or that they were cut from."""
@@ -229,6 +238,15 @@ class Written:
             if len(full) == len(tokens) and full == tokens:
                 return at
         return len(self._full) - 1 if self._full and self._full[-1].startswith(tokens) else -1
+
+
+def _numbers(turn: TurnLike) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
+    """All tokens, those of the prompt and of the completion, log probabilities and versions."""
+    if (packed := turn.packed) is None:
+        prompt, sampled = ids(turn.prompt_ids), ids(turn.completion_ids)
+        return prompt + sampled, prompt, sampled, floats(turn.logprobs), drawn(turn.versions)
+    tokens, start, end = packed.tokens, 4 * packed.start, 4 * packed.end
+    return tokens[:end], tokens[:start], tokens[start:end], packed.logprobs, packed.versions
 
 
 def _common(one: bytes, other: bytes) -> int:
@@ -253,6 +271,22 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
+def as_made(sample: Sample, turn: Packed) -> bool:
+    """Whether a sample of this turn alone has the streams of `SAID` as they were assembled. Of those that can be
+    written into the bytes are compared."""
+    start, end = turn.start, turn.end
+    said = end - start
+    return (
+        sample.token_ids is turn.made[0]
+        and sample.logprobs is turn.made[1]
+        and sample.temperatures is turn.made[2]
+        and sample.spans == ((start, end),)
+        and len(turn.logprobs) == 4 * said
+        and sample.loss_mask.tobytes() == bytes(start) + b"\1" * said
+        and sample.versions.tobytes() == b"\xff" * (4 * start) + each(turn.versions, said)
+    )
+
+
 def spoken(spans: Sequence[tuple[int, int]], turns: Sequence[Any], turn: int) -> list[Any]:
     """The turns that a sample's spans are: all of them, or the one it ends with."""
     if len(spans) == len(turns):
@@ -272,7 +306,7 @@ def as_said(
         return (
             bytes(start) + b"\1" * said + bytes(rest),
             bytes(4 * start) + turn.logprobs[: 4 * said] + bytes(4 * rest),
-            b"\xff" * (4 * start) + turn.versions[: 4 * said] + b"\xff" * (4 * rest),
+            b"\xff" * (4 * start) + each(turn.versions, said)[: 4 * said] + b"\xff" * (4 * rest),
             _ONE * start + _float(turn.temperature or 1.0) * said + _ONE * rest,
         )
     mask, logprobs, versions, temperatures = [], [], [], []
@@ -283,7 +317,7 @@ def as_said(
             return None
         mask += bytes(gap), b"\1" * count
         logprobs += bytes(4 * gap), turn.logprobs[: 4 * count]
-        versions += b"\xff" * (4 * gap), turn.versions[: 4 * count]
+        versions += b"\xff" * (4 * gap), each(turn.versions, count)[: 4 * count]
         temperatures += _ONE * gap, _float(turn.temperature or 1.0) * count
         place = end
     rest = length - place

@@ -2,12 +2,13 @@
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
-from paceline.record.body import RolloutLike
+from paceline.record.body import RolloutLike, TurnLike
 from paceline.record.layout import EVALUATION, MATCH, TRAINING
 
 TRAINED, REPLAYED, SKIPPED = "trained", "replayed", "skipped"
@@ -48,7 +49,7 @@ class Facts(NamedTuple):
 
 def facts(rollout: RolloutLike, state: str) -> Facts:
     turns, ticket = rollout.turns, rollout.ticket
-    versions = turns[0].versions if len(turns) == 1 else [version for turn in turns for version in turn.versions]
+    oldest, newest = _versions(turns)
     return Facts(
         ticket.env,
         rollout.actor,
@@ -64,11 +65,21 @@ def facts(rollout: RolloutLike, state: str) -> Facts:
         len(turns[0].prompt_ids) if turns else 0,
         min(len(turns), _MOST_TURNS),
         min(len(rollout.samples), _MOST_TURNS),
-        min(versions) if versions else -1,
-        max(versions) if versions else -1,
+        oldest,
+        newest,
         math.nan if rollout.reward is None else rollout.reward,
         _advantage(rollout),
     )
+
+
+def _versions(turns: Sequence[TurnLike]) -> tuple[int, int]:
+    """The oldest and the newest; -1 where nothing was sampled. Of many mostly all are one, which is soon seen."""
+    versions = turns[0].versions if len(turns) == 1 else [version for turn in turns for version in turn.versions]
+    if not versions:
+        return -1, -1
+    if len(versions) > _SHORT and versions.count(versions[0]) == len(versions):
+        return versions[0], versions[0]
+    return min(versions), max(versions)
 
 
 def fate(rollout: RolloutLike, state: str) -> str:

@@ -23,7 +23,7 @@ from paceline.record.brief import brief
 from paceline.record.facts import Facts, facts
 from paceline.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW
 from paceline.record.pulse import Beat, Pulse
-from paceline.record.said import MOST_TEXT, fold, has_images, pieces
+from paceline.record.said import MOST_TEXT, has_images, lines, pieces
 from paceline.record.shelf import Shelf
 
 log = logging.getLogger("paceline.record")
@@ -243,7 +243,7 @@ def _written(rollout: Any) -> tuple[bytes, bytes, int]:
     else:
         body = b""
     said = [*pieces(new), *[turn.text for turn in rollout.turns], rollout.error or ""]
-    text = fold("\n".join(filter(None, said)) + "\n")
+    text = lines(said)
     if len(text) > MOST_TEXT:
         flags |= CUT_TEXT
         text = text[:MOST_TEXT].decode(errors="ignore").encode()

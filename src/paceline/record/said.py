@@ -1,6 +1,6 @@
 """What was said in a rollout, as one text to search in."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline.record.odd import clean
@@ -8,13 +8,32 @@ from paceline.record.odd import clean
 MOST_TEXT = 1 << 20
 """Bytes of one rollout that can be searched; its body keeps the rest."""
 
+_PLAIN = bytes(range(128))
+_RARE = 8
+
 
 def fold(text: str) -> bytes:
-    """As the text file has it: capitals play no part in a search."""
+    """As the text file has it: capitals play no part in a search, in any alphabet."""
+    if text.isascii():
+        return text.lower().encode()
     try:
-        return text.casefold().encode()
+        data = text.encode()
     except UnicodeEncodeError:
         return clean(text).casefold().encode()
+    # Python folds letter by letter as soon as one is not plain, and mostly those are a few dashes without capitals.
+    if _RARE * (len(data) - len(text)) <= len(text):
+        others = data.translate(None, _PLAIN).decode()
+        if others.casefold() == others:
+            return data.lower()
+    return text.casefold().encode()
+
+
+def lines(texts: Sequence[str]) -> bytes:
+    """Several texts, folded, each with its end of line; one that is empty has none."""
+    whole = "\n".join(filter(None, texts)) + "\n"
+    if whole.isascii():
+        return whole.lower().encode()
+    return b"\n".join([*map(fold, filter(None, texts)), b""])
 
 
 def pieces(messages: Iterable[Any]) -> Iterator[str]:

@@ -4,13 +4,15 @@ A stream is kept as its bytes, or as runs of equal values where that is much sho
 same of thousands of tokens in a row.
 """
 
+import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+_INT = struct.Struct("i")
 SHORT = 16
 """Tokens up to which nobody looks for runs."""
 
@@ -19,13 +21,58 @@ Runs = tuple[bytes, bytes]
 Spans = Sequence[tuple[int, int]]
 
 
+class Packed(NamedTuple):
+    """The numbers of a turn, four bytes each, as the assembly of its sample needed them anyway: their lists hold an
+    object a number all over the memory, and to read those a second time would cost more than all other writing."""
+
+    tokens: bytes
+    """Of the sample it is part of: its prompt, what it said, and what came later."""
+    start: int
+    """Tokens of its prompt."""
+    end: int
+    """Tokens with what was sampled."""
+    logprobs: bytes
+    versions: int | bytes
+    """One for all, or one for each."""
+    made: tuple[NDArray, NDArray, NDArray]
+    """Token ids, log probabilities and temperatures of the sample. Nobody can write into them: a sample that has them
+    still has what was sampled."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None of it travels or is copied: arrays that do can be written into again, and the lists say all."""
+        return type(None), ()
+
+
 def ids(values: Sequence[int]) -> bytes:
-    """Token ids and versions, four bytes each; raises `OverflowError` where they need more."""
-    return array("i", values).tobytes()
+    """Token ids, four bytes each; raises `OverflowError` where they need more."""
+    return _packed("i", values)
 
 
 def floats(values: Sequence[float]) -> bytes:
-    return array("f", values).tobytes()
+    return _packed("f", values)
+
+
+def drawn(versions: Sequence[int]) -> int | bytes:
+    """The version of all tokens, as nearly always, or that of each. Raises as `ids` does."""
+    if versions and versions.count(versions[0]) == len(versions):
+        try:
+            _INT.pack(versions[0])
+            return versions[0]
+        except struct.error:
+            return ids(versions)
+    return ids(versions)
+
+
+def each(versions: int | bytes, count: int) -> bytes:
+    """The version of each of so many tokens."""
+    return versions if isinstance(versions, bytes) else _INT.pack(versions) * count
+
+
+def _packed(kind: str, values: Sequence[float]) -> bytes:
+    try:
+        return struct.Struct(f"{len(values)}{kind}").pack(*values)
+    except struct.error:  # an array takes twice as long, but tells what is wrong
+        return array(kind, values).tobytes()
 
 
 def read_ids(data: bytes) -> NDArray:
@@ -68,6 +115,9 @@ def unfold(kept: bytes | Runs, dtype: np.dtype[Any], length: int, spans: Spans) 
 
 def spread(value: bytes, length: int, spans: Spans) -> bytes:
     """Four bytes in each place of the spans, and zero elsewhere."""
+    if len(spans) == 1:
+        start, end = spans[0]
+        return bytes(4 * start) + value * (end - start) + bytes(4 * (length - end)) if end <= length else b""
     place, parts = 0, []
     for start, end in spans:
         parts += bytes(4 * (start - place)), value * (end - start)

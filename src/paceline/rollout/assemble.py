@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data import Sample
+from paceline.record.streams import Packed, drawn, each, floats, ids
 from paceline.rollout.types import Rollout, Turn
 
 
@@ -81,18 +82,31 @@ def _begins(prompt: list[int], tokens: list[int]) -> bool:
 
 def _sample(thread: Thread, rollout: Rollout) -> Sample:
     """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
-    length = len(thread.tokens)
+    length, spoken = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True))
     mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
     versions, temperatures = np.empty(length, np.int32), np.empty(length, np.float32)
     versions.fill(-1)
     temperatures.fill(1.0)
-    for turn, (start, end) in zip(thread.turns, thread.spans, strict=True):
+    for turn, (start, end) in spoken:
         mask[start:end] = True
-        logprobs[start:end] = turn.logprobs
-        versions[start:end] = turn.versions
         temperatures[start:end] = turn.temperature or 1.0
+    try:
+        packed = ids(thread.tokens)
+        tokens = np.frombuffer(packed, np.int32).astype(np.int64)
+        for turn, (start, end) in spoken:
+            said, by = floats(turn.logprobs), drawn(turn.versions)
+            logprobs[start:end] = np.frombuffer(said, np.float32)
+            versions[start:end] = np.frombuffer(each(by, len(turn.versions)), np.int32)
+            turn.pack(Packed(packed, start, end, said, by, (tokens, logprobs, temperatures)))
+    except (OverflowError, TypeError):  # numbers of an engine of the user's own, which numpy may still take
+        tokens = np.array(thread.tokens, np.int64)
+        for turn, (start, end) in spoken:
+            logprobs[start:end] = turn.logprobs
+            versions[start:end] = turn.versions
+    for stream in (tokens, logprobs, temperatures):
+        stream.flags.writeable = False
     return Sample(
-        token_ids=np.array(thread.tokens, np.int64),
+        token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.data import Sample, Ticket
 from paceline.inference import Finish
+from paceline.record.streams import Packed
 
 Message = dict
 
@@ -57,10 +58,16 @@ class Turn:
     """What was sampled, as text, without the end-of-turn token."""
     said: Message | None = None
     """The message it was handed on as, if that is not simply the text: with tool calls read out of it."""
+    packed: Packed | None = field(default=None, init=False, repr=False, compare=False)
+    """Its numbers as bytes, once it is part of a sample. A turn made of this one by `replace` has none."""
 
     @property
     def message(self) -> Message:
         return self.said or {"role": "assistant", "content": self.text}
+
+    def pack(self, packed: Packed) -> None:
+        """Keep these bytes, which say nothing that the lists do not."""
+        object.__setattr__(self, "packed", packed)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def follow(config: RunConfig, seat: Seat) -> None:
     except PacelineError as error:
         doors.engine.sendall(b"".join(frame(FromEngine([Hello(0, (), f"rank {seat.rank}: {error}")]))))
         raise
-    with small_products(resident.model.dtype), quick_handover():
+    with small_products(resident.model.dtype), quick_handover(resident.device):
         desk = ResidentDesk(resident, tokenizer)
         asyncio.run(_obey(doors, desk, resident, end_tokens(tokenizer, resident.model)))
     lifeline.rest()

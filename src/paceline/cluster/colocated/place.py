@@ -167,7 +167,7 @@ async def in_place(
             return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
 
         stack.callback(_hear_no_more, seat)
-        with small_products(resident.model.dtype), quick_handover():
+        with small_products(resident.model.dtype), quick_handover(resident.device):
             yield Placed(pool, trainer, tokenizer, courses, voice, resident.device, resident.parameters, with_past)
 
 
