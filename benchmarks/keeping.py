@@ -1,4 +1,4 @@
-"""A run's record that counts what it costs: put in place of `paceline.cluster.session.Keeper`."""
+"""Records of a run that say what they cost: put in place of `paceline.cluster.session.Keeper`."""
 
 import time
 from collections.abc import Sequence
@@ -36,3 +36,17 @@ class Timed(Keeper):
     def end(self, outcome: RunOutcome) -> None:
         self.run_cpu += time.process_time()
         super().end(outcome)
+
+
+class NowAndThen(Timed):
+    """Keeps the rollouts of some steps and leaves out those of the next, in turn."""
+
+    SPELL: ClassVar[int] = 4
+
+    @classmethod
+    def kept(cls, step: int) -> bool:
+        return step // cls.SPELL % 2 == 0
+
+    def played(self, step: int, state: str, rollouts: Sequence) -> None:
+        if self.kept(step):
+            super().played(step, state, rollouts)

@@ -10,6 +10,7 @@ once, plus causal attention, and no recomputation, against 790 TFLOP/s. The plai
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import shutil
 import statistics
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bars import arguments
 from engine_gpu import SHAPES as GPU_SHAPES
 from engine_gpu import VOCABULARY, Sheet
-from keeping import Timed
+from keeping import NowAndThen, Timed
 from paceline import Environment, Outcome, RunConfig, train
 from paceline.cluster import session
 from paceline.config import trainer as config
@@ -180,7 +181,9 @@ class Guessing(Environment):
         return Outcome.solo(float(reply.text.count("a") % 2 + reply.tokens % 2))
 
 
-def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> tuple[list[float], float]:
+def whole_steps(
+    folder: Path, staleness: int, steps: int, tiny: bool, keeper: type[Timed] = Timed
+) -> tuple[list[float], float]:
     """Seconds of each step of 32 prompts x 8, 128 in, 512 out, once the run is warm; and of each, what it cost to keep
     its rollouts, in seconds of CPU."""
     prompts, group, inside, out = (4, 4, 16, 16) if tiny else (32, 8, 128, 512)
@@ -205,7 +208,7 @@ def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> tuple[l
         "filters": {"zero_advantage": False},  # a group drawn anew would be one more, slow pass
         "env": [{"type": "reverse-text", "name": "bench"}],
     }
-    session.Keeper = Timed
+    session.Keeper = keeper
     result = train(
         RunConfig.model_validate(run), environments={"bench": Guessing(prompts * (steps + 2), inside)}, overwrite=True
     )
@@ -218,15 +221,22 @@ def whole_steps(folder: Path, staleness: int, steps: int, tiny: bool) -> tuple[l
     return [line["time/step"] for line in result.metrics[WARM:-1]], Timed.made.pop().cost / steps
 
 
-def grpo(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 20, rounds: int = 1) -> None:
-    """Both kinds of step in turn. Means, not medians: a step that samples ahead takes time from its neighbour, and only
-    their sum counts."""
+@contextlib.contextmanager
+def policy(tokenizer: Path, device: str, tiny: bool) -> Generator[Path]:
+    """A folder with a model of random weights and a real tokenizer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model_of("tiny" if tiny else "0.5B", device).save_pretrained(folder)
         free()
         for file in tokenizer.iterdir():
             shutil.copy(file, folder)
+        yield folder
+
+
+def grpo(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 20, rounds: int = 1) -> None:
+    """Both kinds of step in turn. Means, not medians: a step that samples ahead takes time from its neighbour, and only
+    their sum counts."""
+    with policy(tokenizer, device, tiny) as folder:
         seconds: dict[int, list[float]] = {0: [], 1: []}
         kept: list[float] = []
         for _ in range(rounds):
@@ -238,7 +248,22 @@ def grpo(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 20
         together, ahead = (statistics.fmean(taken) for taken in seconds.values())
         sheet.at_most("0.5B whole synchronous GRPO step, 32 x 8, 128 in, 512 out", "s", together, 3.5)
         sheet.at_most("0.5B at staleness 1", "of synchronous", ahead / together, 0.92, seconds=ahead)
-        sheet.at_most("0.5B, record of every rollout", "of a step", statistics.fmean(kept) / ahead, 0.01)
+        sheet.note("0.5B, record of every rollout: CPU time", "of a step", statistics.fmean(kept) / ahead)
+
+
+def record(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 52) -> None:
+    """What the record costs a step, in one run that keeps its rollouts now and then. What a step leaves behind is
+    written while the next one samples. Medians: a step that stumbles says nothing of the record."""
+    with policy(tokenizer, device, tiny) as folder:
+        seconds, _ = whole_steps(folder, 0, steps, tiny, NowAndThen)
+    arms: dict[bool, list[float]] = {True: [], False: []}
+    for step, taken in enumerate(seconds, start=WARM + 1):
+        arms[NowAndThen.kept(step - 1)].append(taken)
+    kept, left_out = (statistics.median(arms[which]) for which in (True, False))
+    for which, name in ((True, "kept"), (False, "left out")):
+        spread = statistics.stdev(arms[which]) / len(arms[which]) ** 0.5
+        print(f"rollouts {name}: {len(arms[which])} steps, mean {statistics.fmean(arms[which]):.4f} +- {spread:.4f} s")
+    sheet.at_most("0.5B, record of every rollout", "more a step", kept / left_out - 1, 0.01, seconds=left_out)
 
 
 def main() -> int:
@@ -246,17 +271,19 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="the real shapes; a tiny one on the CPU otherwise")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for the whole steps")
-    parser.add_argument("--only", choices=["step", "grpo"], help="one half of the sheet")
+    parser.add_argument("--only", choices=["step", "grpo", "record"], help="one part of the sheet")
     given = parser.parse_args()
     device, budget = ("cuda", BUDGET) if given.gpu else ("cpu", 512)
     sheet = Sheet(given.json, "trainer on one GPU")
     complete = False
     try:
-        if given.only != "grpo":
+        if given.only in (None, "step"):
             for shape in BARS if given.gpu else ["tiny"]:
                 measure(sheet, shape, device, budget, given)
-        if given.tokenizer and given.only != "step":
+        if given.tokenizer and given.only in (None, "grpo"):
             grpo(sheet, given.tokenizer, device, tiny=not given.gpu)
+        if given.tokenizer and given.only in (None, "record"):
+            record(sheet, given.tokenizer, device, tiny=not given.gpu)
         complete = given.only is None and given.tokenizer is not None
     except Exception:
         traceback.print_exc()

@@ -7,11 +7,13 @@ into the file as msgpack's own, their streams as bytes.
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
-from paceline.data.sample import Ended
-from paceline.record.body import RolloutLike
+from paceline.data.sample import STREAM_DTYPES, Ended
+from paceline.record.body import RolloutLike, TurnLike
 from paceline.record.odd import REFUSED, encoder
 
+_REST = tuple(name for name in STREAM_DTYPES if name != "token_ids")
 SHORT = 40
 """Tokens, prompt and reply, up to which nothing is looked for."""
 
@@ -64,9 +66,9 @@ def brief(rollout: RolloutLike) -> bytes | None:
     if len(turn.prompt_ids) + len(turn.completion_ids) > SHORT:
         return None
     for given in rollout.samples:
-        streams = {name: stream.tobytes() for name, stream in given.streams().items()}
-        if given.token_ids.tolist() == turn.prompt_ids + turn.completion_ids:
-            del streams["token_ids"]
+        streams = {name: stream.tobytes() for name in _REST if (stream := getattr(given, name)) is not None}
+        if not _as_said(given.token_ids, turn):
+            streams = {"token_ids": given.token_ids.tobytes()} | streams
         sample = BriefSample(streams, given.ended, given.rollout, given.spans, given.ticket is not None)
     try:
         return encoder.encode(
@@ -99,3 +101,10 @@ def brief(rollout: RolloutLike) -> bytes | None:
         )
     except REFUSED:
         return None
+
+
+def _as_said(tokens: NDArray, turn: TurnLike) -> bool:
+    """Whether they are the turn's, prompt and reply."""
+    if turn.packed is not None and tokens is turn.packed.made[0] and turn.packed.end == len(tokens):
+        return True
+    return tokens.tolist() == [*turn.prompt_ids, *turn.completion_ids]

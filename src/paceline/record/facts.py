@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.data.sample import Sample
 from paceline.record.body import RolloutLike, TurnLike
 from paceline.record.layout import EVALUATION, MATCH, TRAINING
 
@@ -48,7 +49,7 @@ class Facts(NamedTuple):
 
 
 def facts(rollout: RolloutLike, state: str) -> Facts:
-    turns, ticket = rollout.turns, rollout.ticket
+    turns, ticket, samples = rollout.turns, rollout.ticket, rollout.samples
     oldest, newest = _versions(turns)
     return Facts(
         ticket.env,
@@ -61,23 +62,23 @@ def facts(rollout: RolloutLike, state: str) -> Facts:
         ticket.number,
         ticket.row,
         rollout.member,
-        sum([len(turn.completion_ids) for turn in turns]),
+        len(turns[0].completion_ids) if len(turns) == 1 else sum([len(turn.completion_ids) for turn in turns]),
         len(turns[0].prompt_ids) if turns else 0,
         min(len(turns), _MOST_TURNS),
-        min(len(rollout.samples), _MOST_TURNS),
+        min(len(samples), _MOST_TURNS),
         oldest,
         newest,
         math.nan if rollout.reward is None else rollout.reward,
-        _advantage(rollout),
+        _advantage(samples),
     )
 
 
 def _versions(turns: Sequence[TurnLike]) -> tuple[int, int]:
-    """The oldest and the newest; -1 where nothing was sampled. Of many mostly all are one, which is soon seen."""
+    """The oldest and the newest; -1 where nothing was sampled. Mostly all are one, which is soon seen."""
     versions = turns[0].versions if len(turns) == 1 else [version for turn in turns for version in turn.versions]
     if not versions:
         return -1, -1
-    if len(versions) > _SHORT and versions.count(versions[0]) == len(versions):
+    if versions.count(versions[0]) == len(versions):
         return versions[0], versions[0]
     return min(versions), max(versions)
 
@@ -99,19 +100,19 @@ def error_kind(error: str, dropped: bool) -> str:
     return found[1] if found else "dropped" if dropped else "episode"
 
 
-def _advantage(rollout: RolloutLike) -> float:
+def _advantage(samples: Sequence[Sample]) -> float:
     """Mean over all tokens that train by rl."""
     total, count = 0.0, 0
-    for sample in rollout.samples:
-        if sample.advantages is None:
+    for sample in samples:
+        if (advantages := sample.advantages) is None:
             continue
-        if sample.rl_weights is None and len(sample.advantages) <= _SHORT:  # numpy would take three times as long
-            said = list(compress(sample.advantages.tolist(), sample.loss_mask.tolist()))
+        if sample.rl_weights is None and len(advantages) <= _SHORT:  # numpy would take three times as long
+            said = list(compress(advantages.tolist(), sample.loss_mask.tolist()))
             total += sum(said)
             count += len(said)
             continue
         trained = sample.loss_mask if sample.rl_weights is None else sample.loss_mask & (sample.rl_weights != 0)
-        values = sample.advantages[trained]
+        values = advantages[trained]
         total += float(np.add.reduce(values))
         count += len(values)
     return total / count if count else math.nan

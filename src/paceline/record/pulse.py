@@ -1,4 +1,4 @@
-"""How busy engines and environments are, a few times a second, as spans of equal value."""
+"""How busy engines and environments are, twice a second, as spans of equal value."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paceline.monitor.base import Gauges
 
-WINDOW = 0.25
+WINDOW = 0.5
 LANES = 8
 """With more of them the windows grow: the file must not."""
 LEVELS = 16
