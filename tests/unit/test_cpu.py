@@ -1,6 +1,7 @@
 """What is said of a CPU."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,5 +24,9 @@ def test_what_is_quick_needs_no_word(monkeypatch, dtype, times):
         load_model(Model(dtype=dtype))
 
 
-def test_slowness_is_a_ratio_to_float32():
-    assert cpu.slowness(torch.float64) > 0
+def test_slowness_is_a_ratio_to_float32(monkeypatch):
+    """Of each type the best product counts, and the first, for which torch prepares, does not."""
+    taken = [1.0, 6.0, 3.0, 5.0, 0.1, 2.0, 1.5, 4.0]  # four products in float64, four in float32
+    ticks = iter([tick for start, seconds in enumerate(taken) for tick in (100.0 * start, 100.0 * start + seconds)])
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert cpu.slowness(torch.float64) == 2.0

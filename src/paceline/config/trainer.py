@@ -7,6 +7,11 @@ from pydantic import Field, model_validator
 from paceline.config.base import Hook, Section
 from paceline.config.parallel import Parallel
 
+MAX_LOG_RATIO = 20.0
+"""Exponents are clamped to this much either way: e^20 is far outside any trust region, and still a number."""
+REF_KL_TRUST = 0.2
+"""A teacher's pull ends once the probability has moved this far its way."""
+
 
 class DPPO(Section):
     """Policy gradient with a trust region on the probability difference, plus a small squared log-ratio."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.trainer.terms import REF_KL_TRUST
+from paceline.config.trainer import REF_KL_TRUST
 
 
 @dataclass(frozen=True, slots=True)

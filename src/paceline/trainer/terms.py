@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from paceline.config import trainer as config
+from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
 from paceline.data.importing import import_object
 from paceline.model.weights import Array
 from paceline.trainer.base import TrainerError
@@ -28,9 +29,7 @@ from paceline.trainer.ops import (
     where,
     zeros_like,
 )
-from paceline.trainer.tokens import MAX_LOG_RATIO, Ratio, Tokens
-
-REF_KL_TRUST = 0.2
+from paceline.trainer.tokens import Ratio, Tokens
 
 RLTerm = Callable[[Ratio, Tokens], tuple[Array, Array]]
 

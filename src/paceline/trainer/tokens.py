@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
+from paceline.config.trainer import MAX_LOG_RATIO
 from paceline.model.weights import Array
 from paceline.trainer.ops import clip, isnan, ones_like, segment_sums, stop, take, where
-
-MAX_LOG_RATIO = 20.0
-"""Exponents are clamped to this much either way: e^20 is far outside any trust region, and still a number."""
 
 
 @dataclass(frozen=True, slots=True)

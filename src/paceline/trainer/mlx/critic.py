@@ -38,6 +38,8 @@ class ValueModel(nn.Module):
 
 
 class MlxCritic(Critic):
+    """A critic with a trunk of its own, begun as a copy of the policy's."""
+
     _model: ValueModel
     _optimizer: MlxAdamW | None
 

@@ -9,11 +9,8 @@ import math
 from dataclasses import dataclass
 
 from paceline.config import trainer as config
+from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
 from paceline.ui.tokens.credit import Line, figure
-
-REF_KL_TRUST = 0.2
-"""As in the trainer: a teacher's pull ends once the probability has moved this far its way."""
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
