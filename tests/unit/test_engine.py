@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -247,6 +248,36 @@ def test_bad_requests_are_refused_and_others_go_on(model):
         return long
 
     assert len(serve(twin(model), work).token_ids) == 8  # the context of 128 ends it
+
+
+def test_a_request_that_is_given_up_while_it_ends_harms_nobody(model):
+    """Its future is cancelled, and whoever did that comes to tell so only after several of its steps have landed."""
+    engine = engine_of(model, EngineConfig(threads=1, in_flight=3))
+    engine.start()
+    told, doomed = threading.Event(), []
+    launch, enqueue = engine._runner.launch, engine._enqueue
+
+    def launch_late(chunks):
+        if doomed:
+            future = doomed.pop()
+            tell = future._invoke_callbacks
+            future._invoke_callbacks = lambda: (told.wait(60), tell())
+            threading.Thread(target=future.cancel, daemon=True).start()
+            while not future.cancelled():
+                time.sleep(0.001)
+        return launch(chunks)
+
+    try:
+        engine._runner.launch = launch_late
+        engine._enqueue = lambda sequence: doomed.append(sequence.future) or enqueue(sequence)
+        engine.submit(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=20, stop_token_ids=tuple(range(VOCABULARY))))
+        engine._enqueue = enqueue
+        answer = engine.submit(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=4)).result(60)
+        assert len(answer.token_ids) == 4
+        assert not doomed
+    finally:
+        told.set()
+        engine.close()
 
 
 def test_cancelled_requests_leave_and_their_slots_are_used_again(model):

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -375,12 +376,32 @@ def test_a_record_that_cannot_be_written_ends_and_the_run_hears_of_it(tmp_path, 
 
     monkeypatch.setattr(Shelf, "append", full)
     with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
-        for step in range(1, 9):
+        writer.played(1, "trained", [spoken(1)] * 3)
+        while writer.waiting:  # what comes meanwhile would be written with it
+            time.sleep(0.001)
+        for step in range(2, 9):
             writer.played(step, "trained", [spoken(step)])
     assert [record.message for record in caplog.records] == [
         "the record ends here, and the run goes on without it: No space left on device"
     ]
     assert open_run(tmp_path).rollouts.count == 3
+
+
+@pytest.mark.parametrize("urgent", ["a batch", "a way back", "the end"])
+def test_dropped_groups_wait_for_one_another_until_something_is_urgent(tmp_path, monkeypatch, urgent):
+    monkeypatch.setattr(keeper, "GATHER_SECONDS", 3600.0)
+    with kept(tmp_path) as writer:
+        for number in range(5):
+            writer.played(2, "dropped:zero_advantage", [spoken(number)])
+        if urgent == "a batch":
+            writer.played(2, "trained", [spoken(7)])
+        elif urgent == "a way back":
+            writer.roll_back(2)
+        while urgent != "the end" and writer.waiting:
+            time.sleep(0.001)
+    run = open_run(tmp_path)
+    states = [row.state for row in run.rollouts.find(Query(sort="step", limit=100)).rows]
+    assert states == ["dropped:zero_advantage"] * 5 + ["trained"] * (urgent == "a batch")
 
 
 def test_a_record_leaves_room_on_the_disk_for_the_run(tmp_path, monkeypatch, caplog):

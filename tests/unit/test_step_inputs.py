@@ -13,10 +13,10 @@ from paceline.inference.engine.sequence import Chunk, Sequence
 ROWS, EXTRA, COLUMNS = 6, 16, 8
 
 
-def _sequence(slot: int, prompt: int, temperature: float = 1.0) -> Sequence:
+def _sequence(slot: int, prompt: int, temperature: float = 1.0, arrival: int = 0) -> Sequence:
     request = GenerateRequest(prompt_ids=tuple(range(10, 10 + prompt)), max_tokens=50, temperature=temperature)
     sequence = Sequence(request, Future(), list(request.prompt_ids), 60)
-    sequence.slot = slot
+    sequence.slot, sequence.arrival = slot, arrival
     return sequence
 
 
@@ -56,7 +56,7 @@ def _steps(draw: st.DrawFn) -> list[tuple[list[tuple[int, int]], list[tuple[int,
 
 @given(st.lists(st.integers(1, 5), min_size=ROWS, max_size=ROWS), _steps())
 def test_what_a_step_is_told_does_not_depend_on_the_steps_before_it(prompts, steps) -> None:
-    pool = [_sequence(0, length, temperature=length / 4) for length in prompts]
+    pool = [_sequence(0, length, length / 4, arrival) for arrival, length in enumerate(prompts)]
     shape = StepShape(ROWS, 0, ROWS)
     for running, rows, changed in steps:
         chunks = []
@@ -73,13 +73,18 @@ def test_what_a_step_is_told_does_not_depend_on_the_steps_before_it(prompts, ste
         assert [id(chunk) for chunk in drawn] == [id(chunk) for chunk in expected]
 
 
-def test_the_same_sequences_a_token_further_are_known_again_and_in_other_slots_not() -> None:
-    shape, a, b = StepShape(ROWS, 0, ROWS), _sequence(0, 3), _sequence(1, 2)
+def test_the_same_sequences_a_token_further_are_known_again_others_and_in_other_slots_not() -> None:
+    shape, a, b = StepShape(ROWS, 0, ROWS), _sequence(0, 3), _sequence(1, 2, arrival=1)
     _written(shape, [_decoding(a, 2), _decoding(b, 1)], {})
     assert not shape.same
     told, _ = _written(shape, [_decoding(a, 3), _decoding(b, 2)], {})
     assert shape.same
     assert told == _written(StepShape(ROWS, 0, ROWS), [_decoding(a, 3), _decoding(b, 2)], {})[0]
+    other = _sequence(1, 2, temperature=0.5, arrival=2)  # in the place of one that is done
+    told, _ = _written(shape, [_decoding(a, 4), _decoding(other, 3)], {})
+    assert not shape.same
+    assert told == _written(StepShape(ROWS, 0, ROWS), [_decoding(a, 4), _decoding(other, 3)], {})[0]
+    _written(shape, [_decoding(a, 4), _decoding(b, 3)], {})
     a.slot, b.slot = 1, 0
     told, _ = _written(shape, [_decoding(a, 4), _decoding(b, 3)], {})
     assert not shape.same
@@ -87,7 +92,7 @@ def test_the_same_sequences_a_token_further_are_known_again_and_in_other_slots_n
 
 
 def test_a_prompt_among_them_is_written_whole() -> None:
-    shape, a, b = StepShape(ROWS, EXTRA, ROWS), _sequence(0, 3), _sequence(1, 9)
+    shape, a, b = StepShape(ROWS, EXTRA, ROWS), _sequence(0, 3), _sequence(1, 9, arrival=1)
     prompt = Chunk(b, 0, 9, True, 0)
     for _ in range(2):
         told, drawn = _written(shape, [prompt, _decoding(a, 2)], {(1, 0): 5})

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample, Ticket
 from paceline.record.odd import REFUSED, encoder, tamed
-from paceline.record.streams import Packed, Runs, drawn, each, floats, ids, squeeze
+from paceline.record.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
@@ -244,7 +244,7 @@ def _numbers(turn: TurnLike) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
     """All tokens, those of the prompt and of the completion, log probabilities and versions."""
     if (packed := turn.packed) is None:
         prompt, sampled = ids(turn.prompt_ids), ids(turn.completion_ids)
-        return prompt + sampled, prompt, sampled, floats(turn.logprobs), drawn(turn.versions)
+        return prompt + sampled, prompt, sampled, floats(turn.logprobs), one_or_each(turn.versions)
     tokens, start, end = packed.tokens, 4 * packed.start, 4 * packed.end
     return tokens[:end], tokens[:start], tokens[start:end], packed.logprobs, packed.versions
 

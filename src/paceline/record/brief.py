@@ -18,7 +18,7 @@ SHORT = 40
 """Tokens, prompt and reply, up to which nothing is looked for."""
 
 
-class BriefTurn(msgspec.Struct, array_like=True):
+class BriefTurn(msgspec.Struct, array_like=True, gc=False):
     prompt: list[int]
     sampled: list[int]
     logprobs: list[float]
@@ -34,7 +34,7 @@ class BriefTurn(msgspec.Struct, array_like=True):
     said: Any
 
 
-class BriefSample(msgspec.Struct, array_like=True):
+class BriefSample(msgspec.Struct, array_like=True, gc=False):
     streams: dict[str, bytes]
     """Without `token_ids` where they are the turn's."""
     ended: Ended
@@ -43,7 +43,7 @@ class BriefSample(msgspec.Struct, array_like=True):
     ticketed: bool
 
 
-class Brief(msgspec.Struct, array_like=True, tag=2):
+class Brief(msgspec.Struct, array_like=True, tag=2, gc=False):
     """What `rollouts.data` holds of a short rollout. New fields come last, with a default."""
 
     ticket: tuple[int, str, int, int, int]
@@ -67,7 +67,7 @@ def brief(rollout: RolloutLike) -> bytes | None:
         return None
     for given in rollout.samples:
         streams = {name: stream.tobytes() for name in _REST if (stream := getattr(given, name)) is not None}
-        if not _as_said(given.token_ids, turn):
+        if not _are_all(given.token_ids, turn):
             streams = {"token_ids": given.token_ids.tobytes()} | streams
         sample = BriefSample(streams, given.ended, given.rollout, given.spans, given.ticket is not None)
     try:
@@ -103,8 +103,9 @@ def brief(rollout: RolloutLike) -> bytes | None:
         return None
 
 
-def _as_said(tokens: NDArray, turn: TurnLike) -> bool:
+def _are_all(tokens: NDArray, turn: TurnLike) -> bool:
     """Whether they are the turn's, prompt and reply."""
-    if turn.packed is not None and tokens is turn.packed.made[0] and turn.packed.end == len(tokens):
+    packed = turn.packed
+    if packed is not None and tokens is packed.made[0] and packed.end == len(tokens):
         return True
     return tokens.tolist() == [*turn.prompt_ids, *turn.completion_ids]

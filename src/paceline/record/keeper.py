@@ -33,6 +33,9 @@ CHUNK = 4 << 20
 """Bytes of bodies after which rows are written, so that memory stays small whatever a batch holds."""
 RESERVE = 1 << 30
 """Bytes of the disk that are left to checkpoints and metrics, without which the run could not go on."""
+GATHER_SECONDS = 0.5
+"""What dropped groups wait for one another, unless a batch has trained: late in a run there are dozens a step, and each
+by itself costs more to write."""
 CLOSE_SECONDS = 60.0
 _LARGEST_BODY = (1 << 32) - 1
 _IDLE = 3600.0
@@ -71,6 +74,10 @@ class Keeper(Monitor):
         self._run, self._clock = Path(run), clock
         self._shelf: Shelf | None = None
         self._queue: queue.SimpleQueue[_Played | _Rows | _Spans | _Back | None] = queue.SimpleQueue()
+        self._next_item: list[_Played | _Rows | _Spans | _Back | None] = []
+        """What was taken out of the queue and comes next; none or one."""
+        self._hurry = threading.Event()
+        """Something came that is to be written at once."""
         self._thread = threading.Thread(target=self._work, name="record", daemon=True)
         self._pulse: Pulse | None = None
         self._beats: list[Beat] = []
@@ -109,6 +116,8 @@ class Keeper(Monitor):
             return
         self._handed += tokens
         self._queue.put(_Played(step, state, now, tuple(rollouts), tokens))
+        if not state.startswith("dropped:"):
+            self._hurry.set()
 
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
         if not self._off and spans:
@@ -120,11 +129,13 @@ class Keeper(Monitor):
 
     def roll_back(self, step: int) -> None:
         self._queue.put(_Back(step))
+        self._hurry.set()
 
     def close(self) -> None:
         if not self._thread.is_alive():
             return
         self._queue.put(None)
+        self._hurry.set()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._off = True
@@ -150,6 +161,8 @@ class Keeper(Monitor):
 
     def _next(self) -> _Played | _Rows | _Spans | _Back | None:
         """The next thing to write; while there is none, a look at who is busy now and then."""
+        if self._next_item:
+            return self._next_item.pop()
         while True:
             pulse = self._pulse
             due = _IDLE if pulse is None else pulse.due(self._clock())
@@ -180,11 +193,12 @@ class Keeper(Monitor):
     def _take(self, item: _Played | _Rows | _Spans | _Back, shelf: Shelf) -> None:
         match item:
             case _Played():
-                self._step = max(self._step, item.step)
+                played = self._gathered(item)
+                self._step = max(self._step, *(one.step for one in played))
                 if shutil.disk_usage(self._run).free < RESERVE:
                     raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
-                self._write(item, shelf)
-                self._written += item.tokens
+                self._write(played, shelf)
+                self._written += sum(one.tokens for one in played)
             case _Rows(step, now, known):
                 rows, data, text = [], shelf.data_end, shelf.text_end
                 for fact in known:
@@ -197,16 +211,28 @@ class Keeper(Monitor):
                 shelf.cut(step)
                 self._step = step
 
-    def _write(self, item: _Played, shelf: Shelf) -> None:
+    def _gathered(self, first: _Played) -> list[_Played]:
+        """This one and those behind it, which take a moment to come where nothing is urgent."""
+        self._hurry.wait(GATHER_SECONDS)
+        self._hurry.clear()  # before the queue is emptied: whoever sets it later has put something there before
+        played = [first]
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if not isinstance(item, _Played):
+                self._next_item.append(item)
+                break
+            played.append(item)
+        return played
+
+    def _write(self, played: Sequence[_Played], shelf: Shelf) -> None:
         rows: list[bytes] = []
         bodies: list[bytes] = []
         texts: list[bytes] = []
         data, text, size = shelf.data_end, shelf.text_end, 0
-        for rollout in item.rollouts:
+        for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
             body, said, flags = _written(rollout)
-            rows.append(
-                _row(shelf, item.step, item.time, facts(rollout, item.state), flags, (data, len(body), text, len(said)))
-            )
+            where = (data, len(body), text, len(said))
+            rows.append(_row(shelf, item.step, item.time, facts(rollout, item.state), flags, where))
             bodies.append(body)
             texts.append(said)
             data, text, size = data + len(body), text + len(said), size + len(body)

@@ -38,10 +38,6 @@ class Packed(NamedTuple):
     """Token ids, log probabilities and temperatures of the sample. Nobody can write into them: a sample that has them
     still has what was sampled."""
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None of it travels or is copied: arrays that do can be written into again, and the lists say all."""
-        return type(None), ()
-
 
 def ids(values: Sequence[int]) -> bytes:
     """Token ids, four bytes each; raises `OverflowError` where they need more."""
@@ -52,7 +48,7 @@ def floats(values: Sequence[float]) -> bytes:
     return _packed("f", values)
 
 
-def drawn(versions: Sequence[int]) -> int | bytes:
+def one_or_each(versions: Sequence[int]) -> int | bytes:
     """The version of all tokens, as nearly always, or that of each. Raises as `ids` does."""
     if versions and versions.count(versions[0]) == len(versions):
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data import Sample
-from paceline.record.streams import Packed, drawn, each, floats, ids
+from paceline.record.streams import Packed, each, floats, ids, one_or_each
 from paceline.rollout.types import Rollout, Turn
 
 
@@ -94,7 +94,7 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
         packed = ids(thread.tokens)
         tokens = np.frombuffer(packed, np.int32).astype(np.int64)
         for turn, (start, end) in spoken:
-            said, by = floats(turn.logprobs), drawn(turn.versions)
+            said, by = floats(turn.logprobs), one_or_each(turn.versions)
             logprobs[start:end] = np.frombuffer(said, np.float32)
             versions[start:end] = np.frombuffer(each(by, len(turn.versions)), np.int32)
             turn.pack(Packed(packed, start, end, said, by, (tokens, logprobs, temperatures)))

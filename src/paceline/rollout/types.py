@@ -36,8 +36,14 @@ def own(value: Any) -> Any:
     return value if kind in _UNCHANGING else copy.deepcopy(value)
 
 
+class _Packing:
+    """Room for what is no field: neither compared nor copied nor written down."""
+
+    __slots__ = ("_packed",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(_Packing):
     """One engine call, exactly as it happened."""
 
     prompt_ids: list[int]
@@ -58,16 +64,19 @@ class Turn:
     """What was sampled, as text, without the end-of-turn token."""
     said: Message | None = None
     """The message it was handed on as, if that is not simply the text: with tool calls read out of it."""
-    packed: Packed | None = field(default=None, init=False, repr=False, compare=False)
-    """Its numbers as bytes, once it is part of a sample. A turn made of this one by `replace` has none."""
 
     @property
     def message(self) -> Message:
         return self.said or {"role": "assistant", "content": self.text}
 
+    @property
+    def packed(self) -> Packed | None:
+        """Its numbers as bytes, once it is part of a sample; a copy of this turn has none."""
+        return getattr(self, "_packed", None)
+
     def pack(self, packed: Packed) -> None:
-        """Keep these bytes, which say nothing that the lists do not."""
-        object.__setattr__(self, "packed", packed)
+        """Keep these bytes, which say what the lists say: nobody may change those from now on."""
+        object.__setattr__(self, "_packed", packed)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -349,6 +349,7 @@ class DecodingEngine:
             _answer(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
 
     def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
+        sequence.end.reached = True
         self._scheduler.release(sequence)
         self._herald.finish(sequence)
         if sequence.future.set_running_or_notify_cancel():
@@ -444,5 +445,6 @@ class DecodingEngine:
 
 
 def _answer(sequence: Running, result: Any) -> None:
+    sequence.end.reached = True  # now: where it is being given up just then, the future may tell a moment later
     if sequence.future.set_running_or_notify_cancel():
         sequence.future.set_result(result)

@@ -26,8 +26,8 @@ Family = tuple[int, int, int]
 
 
 class End:
-    """Whether a request is over, answered or given up. A future says so too, but takes a lock each time it is asked,
-    and this is asked for every token."""
+    """Whether a request is over: answered, as the engine says, or given up, as the future does. A future knows both,
+    but takes a lock each time it is asked, and this is asked for every token."""
 
     __slots__ = ("reached",)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.inference.engine.pages import PAGE
-from paceline.inference.engine.sequence import Chunk, Sequence
+from paceline.inference.engine.sequence import Chunk
 
 TILE_ROWS = 64
 """Queries one program of the prefill kernel works on."""
@@ -72,11 +72,12 @@ class StepShape:
         }
         self.size = sum(self.sizes.values())
         self.same = False
-        """Whether the last step decoded the sequences of the one before it and nothing else."""
+        """Whether the last step decoded the sequences of the one before it in this size, and nothing else."""
         self._inputs = np.zeros(self.size, np.int64)
         self._fields = dict(self._split(self._inputs))
-        self._decoding: tuple[list[Sequence], list[int]] = ([], [])
-        """Who decoded in the last step, and in which slots, if that is all it did."""
+        self._decoding: tuple[list[int], list[int]] = ([], [])
+        """Who decoded in the last step, by arrival, and in which slots, if that is all it did. Not the sequences: those
+        that are done shall not be kept for the sake of a size that is seldom used."""
 
     def fill(
         self,
@@ -93,15 +94,16 @@ class StepShape:
         reads.
         """
         a = self._fields
-        who = [c.sequence for c in chunks] if decode_only(chunks) else []
-        where = [sequence.slot for sequence in who]
-        self.same = bool(who) and (who, where) == self._decoding
-        self._decoding = (who, where)
+        before, self._decoding = self._decoding, ([], [])
+        if decode_only(chunks):
+            self._decoding = ([c.sequence.arrival for c in chunks], [c.sequence.slot for c in chunks])
+        self.same = bool(self._decoding[0]) and self._decoding == before
         if self.same:
             drawn = chunks
             self._move_on(a, chunks)
         else:
             drawn = self._begin(a, chunks, scratch)
+        a["indices"][: len(drawn)] = [c.index for c in drawn]
         a["places"].fill(scratch * columns)
         a["pages"].fill(0)
         if changed:
@@ -124,16 +126,14 @@ class StepShape:
         rows = [i for i, c in enumerate(singles) if c.samples] + ends
         self._fill_draws(a, drawn, rows, scratch)
         self._move_on(a, singles)
-        a["indices"][: len(drawn)] = [c.index for c in drawn]
         return drawn
 
     def _move_on(self, a: dict[str, np.ndarray], singles: Seq[Chunk]) -> None:
-        """What changes with every token. The noise of a draw moves as far as its position does."""
+        """What changes with every token of a sequence that decodes."""
         n = len(singles)
         if not n:
             return
         starts = np.array([c.start for c in singles])
-        a["indices"][:n] += starts - a["positions"][:n]
         a["positions"][:n] = starts
         a["lengths"][:n] = starts + 1
         a["adapters"][:n] = [c.adapter for c in singles]
