@@ -75,7 +75,7 @@ class Started:
     """A warm engine, with the seconds it took to its first token."""
 
     def __init__(self, model, deterministic: bool = False, **settings) -> None:
-        defaults = {"max_running": 256, "max_context": 2048, "prefill_tokens": 8192, "cache_gib": 24.0}
+        defaults = {"compile": True, "max_running": 256, "max_context": 2048, "prefill_tokens": 8192, "cache_gib": 24.0}
         begin = time.perf_counter()
         self.engine = EmbeddedEngine(model, EngineConfig(**(defaults | settings)), deterministic=deterministic)
         self.engine.start()

@@ -109,7 +109,7 @@ def peak_memory(device: str) -> int:
 def ours(shape: str, device: str, budget: int, rounds: int, **settings) -> tuple[float, float, float]:
     """Share of the peak, tokens a second, and bytes beyond static state."""
     model = model_of(shape, device)
-    trainer = TorchTrainer(model, config.Trainer(micro_batch_tokens=budget, **settings))
+    trainer = TorchTrainer(model, config.Trainer(micro_batch_tokens=budget, compile=True, **settings))
     batches = [batch_of(4, budget, seed) for seed in range(rounds + 2)]
 
     async def steps() -> list[float]:
@@ -201,8 +201,9 @@ def whole_steps(
             "max_context": 2048,
             "prefill_tokens": 8192,
             "cache_gib": 16.0,
+            "compile": True,
         },
-        "trainer": {"micro_batch_tokens": BUDGET if tiny else LARGE, "optimizer": {"lr": 1e-6}},
+        "trainer": {"compile": True, "micro_batch_tokens": BUDGET if tiny else LARGE, "optimizer": {"lr": 1e-6}},
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
         "filters": {"zero_advantage": False},  # a group drawn anew would be one more, slow pass

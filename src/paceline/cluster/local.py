@@ -56,6 +56,7 @@ def local(
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
     kit = kit_of(config)
+    phase("starting the engine")
     past = sum(member.league.size for member in members(courses))
     config = share_cores(make_room_for_adapters(config, past), kit.parameters)
     engine = kit.foreign(config, tokenizer, dumps.parent) or kit.engine(config)

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from paceline.cluster.local import share_cores
-from paceline.cluster.torch_kit import pick_device
+from paceline.cluster.torch_kit import background_compile, pick_device
 from paceline.config import RunConfig
 from paceline.model import attach_lora, load_model
 from paceline.trainer import TorchTrainer
@@ -41,5 +41,6 @@ def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Built
         dumps=dumps,
         group=group,
         device=torch.empty(0, device=device).device,  # with its number, which every thread must know
+        background=background_compile("trainer", config, model) if group is None else None,
     )
     return Built(trainer, model, parameters, device)

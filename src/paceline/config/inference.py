@@ -48,8 +48,11 @@ class Engine(Backend):
     """How keys and values are kept: a row per request (CPU) or shared pages (CUDA, always)."""
     cache_gib: float | None = Field(default=None, gt=0)
     """Memory for the paged cache; half of the GPU's free memory when left out."""
-    compile: bool = True
-    """Compile the model on CUDA: about half a minute at the start, then up to twice as fast."""
+    compile: bool | Literal["auto"] = "auto"
+    """On CUDA, run compiled layers: up to twice as fast. `auto` starts uncompiled at once, has the code compiled by
+    another process where the run is long enough to gain from it, and switches between two steps; a run that finds the
+    code in the cache of an earlier one starts compiled. `true` compiles before the first token, half a minute or less.
+    A deterministic run never switches: there `auto` means `false`."""
     products: Literal["exact", "half"] = "exact"
     """On a CPU, how a float32 model multiplies. `half` rounds both factors to float16 and sums in float32: up to twice
     as fast on 64-bit ARM, closer to float32 than bfloat16 is, for a float16 copy of the weights in memory."""

@@ -42,10 +42,14 @@ class Forward:
         self._decoder = model.get_decoder()
         self._device = model.device if device is None else device
         self._varlen = can_varlen(model, self._device)
-        self._compile, self._again = compiled, again
+        self.is_compiled, self._compile, self._again = compiled, compiled, again
         self._context = context if context is not None and context.size > 1 else None
         self.head = Head(model, fp32_head)
         self.layout = Layout(model.dtype)
+
+    def compile(self) -> None:
+        """Run compiled layers from the next micro-batch on."""
+        self.is_compiled = self._compile = True
 
     def send(self, stream: NDArray) -> Tensor:
         """To the model's device. A GPU is not waited for: it is still busy with the micro-batch before."""

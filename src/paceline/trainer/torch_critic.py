@@ -53,7 +53,7 @@ class TorchCritic(Critic):
         self._policy, self._ranks, self._device = policy, ranks, policy.device
 
     def _build(self, c: config.Optimizer) -> MasterAdamW:
-        compiled = self._trainer.compile and self._device.type == "cuda"
+        compiled = self._trainer.compile is True and self._device.type == "cuda"
         self._model = ValueModel(self._policy, compiled, self._ranks.context).eval()
         return MasterAdamW(trainable(self._model), c, self._total, Layout(self._policy.dtype))
 

@@ -42,12 +42,13 @@ class TorchLearner(Learner):
         fp32_head: bool = False,
         group: ProcessGroup | None = None,
         device: torch.device | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__(c)
         self._model = model.eval()  # newly attached adapters come in training mode
         self.device = model.device if device is None else device
         # The compiler is not asked to see through matrices that lie on several ranks.
-        compiled = c.compile and self.device.type == "cuda" and c.parallel.tensor == 1
+        compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
         self.ranks = Ranks(group, self.device, c.parallel)
         self.forward = Forward(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
         self.layout = self.forward.layout = shard(model, self.ranks, c.parallel if group is not None else Parallel())

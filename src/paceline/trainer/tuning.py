@@ -31,27 +31,32 @@ def tuned(forward: Forward, model: PreTrainedModel, c: config.Trainer) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        try:
-            for micro_batch in _blank(tokens, model.config.get_text_config().vocab_size):
-                places = forward.send(np.arange(1, len(micro_batch)))
-                values, _, anchor = forward.logprobs(micro_batch, places, True, bool(c.entropy_coef))
-                ((values * 0).sum() + anchor).backward()
-            torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device) - before
-        finally:  # also where it did not fit
-            for parameter in trainable(model).values():
-                parameter.grad = None
+        rehearse(forward, model, c, tokens)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
 
-    model.train()
     peak(SMALLEST // 4)  # compiles what is compiled
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     # Gradient sums and two moments come with the first step, the critic's too.
     optimizers = 0 if c.optimizer.offload else 1 + (c.critic is not None)
     coming = 12 * optimizers * sum(p.numel() for p in trainable(model).values())
     found = largest(peak, int(SHARE * free) - coming)
-    model.eval()
     torch.cuda.empty_cache()
     return found
+
+
+def rehearse(forward: Forward, model: PreTrainedModel, c: config.Trainer, tokens: int) -> None:
+    """One forward and backward pass over blank samples; the gradients are thrown away."""
+    model.train()
+    try:
+        for micro_batch in _blank(tokens, model.config.get_text_config().vocab_size):
+            places = forward.send(np.arange(1, len(micro_batch)))
+            values, _, anchor = forward.logprobs(micro_batch, places, True, bool(c.entropy_coef))
+            ((values * 0).sum() + anchor).backward()
+    finally:  # also where it did not fit
+        model.eval()
+        for parameter in trainable(model).values():
+            parameter.grad = None
 
 
 def largest(peak: Callable[[int], int], room: int) -> int:

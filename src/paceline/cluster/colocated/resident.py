@@ -14,7 +14,7 @@ from paceline.cluster.colocated.seat import Seat
 from paceline.cluster.crew import RankDesk
 from paceline.cluster.local import SMALL_MODEL
 from paceline.cluster.processes.frames import Call, Done, Sent
-from paceline.cluster.torch_kit import engine_for, pick_device
+from paceline.cluster.torch_kit import background_compile, engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.inference import EmbeddedEngine
@@ -139,6 +139,7 @@ def move_in(config: RunConfig, seat: Seat, group: ProcessGroup | None, dumps: Pa
             dumps=dumps,
             group=group,
             device=place,
+            background=background_compile("trainer", config, model) if group is None else None,
         )
         engine.start()
     except BaseException:

@@ -15,6 +15,7 @@ from paceline.inference.engine.slots import SlotCache
 from paceline.model import Head
 from paceline.model.adapters import Adapters
 from paceline.model.adapters import install as install_adapters
+from paceline.model.background_compile import BackgroundCompile
 from paceline.model.native.layers import install as install_native
 from paceline.model.shape import AttentionShape, attention_shape
 
@@ -31,6 +32,8 @@ def build(
     fp32_head: bool,
     version: int,
     lora_targets: list[str] | str,
+    background: BackgroundCompile | None = None,
+    steps: int | None = None,
 ) -> Parts:
     head = Head(model, fp32_head)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
@@ -47,7 +50,7 @@ def build(
         memory = LentMemory(model.device)
         pages = _pages(config, shape, model.dtype, max_context, torch.cuda.mem_get_info(model.device)[0])
         cache = PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, steady=deterministic)
-        runner = GraphRunner(model, head, cache, shape, config, adapters, deterministic)
+        runner = GraphRunner(model, head, cache, shape, config, adapters, deterministic, background, steps)
     elif config.cache == "pages":
         pages = _pages(config, shape, model.dtype, max_context, CPU_PAGES_BYTES)
         memory = PlainMemory(model.device)

@@ -11,6 +11,7 @@ from paceline.inference.base import Grammar
 from paceline.inference.engine.build import build
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.engine.sequence import Guide
+from paceline.model.background_compile import BackgroundCompile
 
 
 class EmbeddedEngine(DecodingEngine):
@@ -26,8 +27,12 @@ class EmbeddedEngine(DecodingEngine):
         version: int = 0,
         lora_targets: list[str] | str = "all-linear",
         grammars: Callable[[Grammar], Guide] | None = None,
+        background: BackgroundCompile | None = None,
+        steps: int | None = None,
     ) -> None:
-        parts = build(model, config, deterministic, fp32_head, version, lora_targets)
+        """`background` makes compiled code beside the engine where `compile` is "auto"; without it `auto` stays
+        uncompiled. `steps` is how many weight updates are to come, where that is known."""
+        parts = build(model, config, deterministic, fp32_head, version, lora_targets, background, steps)
         super().__init__(parts, config, grammars)
         self._threads = config.threads if model.device.type == "cpu" else None
 

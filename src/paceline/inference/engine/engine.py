@@ -38,6 +38,8 @@ from paceline.model import Policy, WeightUpdate
 CLOSE_SECONDS = 30.0
 WARM_SECONDS = 900.0
 FLOCK_SECONDS = 0.001
+IDLE_LOOK_SECONDS = 0.5
+"""How often an idle engine looks whether compiled code is ready."""
 
 
 class DecodingEngine:
@@ -275,7 +277,7 @@ class DecodingEngine:
         Requests come in flocks: an idle engine that wakes up waits a moment for the rest, and then runs full steps.
         """
         idle = not self._flights and (self._paused or self._scheduler.idle)
-        wait: float | None = None if idle else 0.0
+        wait: float | None = (IDLE_LOOK_SECONDS if self._runner.is_compiling else None) if idle else 0.0
         while True:
             try:
                 work = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
@@ -288,6 +290,9 @@ class DecodingEngine:
 
     def _step(self) -> None:
         """Launch the next step, then land what is due: the device never waits for the host to look."""
+        if self._runner.wants_switch(self.busy_seconds, self.swaps):
+            self._land(0)
+            self._runner.switch()
         chunks = [] if self._paused else self._scheduler.schedule()
         if chunks:
             if not self._flights:

@@ -42,6 +42,20 @@ class Runner(Protocol):
         """Wait until all that was launched is done."""
         ...
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether faster code is being made, to which it may want to switch soon."""
+        ...
+
+    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+        """Whether faster code is ready. Told how long it has computed and how often the weights have changed, by which
+        it decides whether such code is worth making."""
+        ...
+
+    def switch(self) -> None:
+        """Run the faster code from the next step on. Nothing may be in flight."""
+        ...
+
     def close(self) -> None:
         """Let go of what only this runner needs."""
         ...

@@ -47,6 +47,13 @@ class EagerRunner:
 
     def sync(self) -> None: ...
 
+    is_compiling = False
+
+    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+        return False
+
+    def switch(self) -> None: ...
+
     def close(self) -> None: ...
 
     def launch(self, chunks: Seq[Chunk]) -> Landed:

@@ -54,7 +54,14 @@ class MlxRunner:
     def place(self) -> AbstractContextManager[object]:
         return mx.stream(self._device)
 
+    is_compiling = False
+
     def warm(self) -> None: ...
+
+    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+        return False
+
+    def switch(self) -> None: ...
 
     def sync(self) -> None:
         mx.synchronize()

@@ -22,6 +22,7 @@ from paceline.inference.engine.sampler import Draw, Sampled, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Drawn
 from paceline.model import PLAN, Head, token_logprobs
 from paceline.model.adapters import Adapters
+from paceline.model.background_compile import BackgroundCompile
 from paceline.model.compiling import compile_blocks
 from paceline.model.shape import AttentionShape
 
@@ -108,6 +109,8 @@ class GraphRunner:
         config: inference.Engine,
         adapters: Adapters | None,
         deterministic: bool,
+        background: BackgroundCompile | None = None,
+        steps: int | None = None,
     ) -> None:
         device = model.device
         # Deterministic steps launch several graphs each; with none in flight they cannot take each other's buffers.
@@ -118,9 +121,9 @@ class GraphRunner:
         self._number = next(_numbers)
         _runners[self._number] = self
         self._plan = OpPlan(self._number)
-        self._compile = config.compile
+        self._background, self._steps = background, steps
+        self._compile = config.compile is True or (background is not None and background.is_cached)
         self._stream = torch.cuda.Stream(device, priority=PRIORITY)
-        self._pool = torch.cuda.graph_pool_handle()
         self._table = torch.zeros(cache.slots + 1, cache.columns, dtype=torch.int32, device=device)
         self._last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
         rows = max(2, cache.slots)  # code compiled for any number of tokens means two or more
@@ -147,10 +150,36 @@ class GraphRunner:
 
     def close(self) -> None:
         """Let go of the graphs and their memory."""
+        if self._background is not None:
+            self._background.close()
         self.sync()
         _runners.pop(self._number, None)
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
         for step in (*self._mixed, *self._decoding):
             step.graph = step.hidden = step.logits = None
+            step.special = []
+
+    # -- compiled code ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._background is not None and (self._background.is_compiling or self._background.is_ready)
+
+    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+        if self._background is None or self._compile:
+            return False
+        remaining = None if self._steps is None or not swaps else max(0, self._steps - swaps)
+        self._background.consider(busy_seconds, max(1, swaps), remaining)
+        return self._background.is_ready
+
+    def switch(self) -> None:
+        """Capture every graph anew, from compiled layers. Requests, their KV and the page table stay as they are."""
+        self.sync()
+        self._drop_graphs()
+        self._compile = True
+        self.warm()
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -159,15 +188,20 @@ class GraphRunner:
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
         if self._compile:
             compile_blocks(self._decoder)
+        pool = torch.cuda.graph_pool_handle()
         for step in sorted((*self._mixed, *self._decoding), key=lambda s: -s.shape.size):
             step.inputs.copy_(torch.from_numpy(self._idle(step.shape)))
             self._body(step)
             self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                self._body(step)
-            step.graph = graph
+            step.graph = torch.cuda.CUDAGraph()
+            # Not `torch.cuda.graph`: it waits for the whole device and empties its cache, a trainer's included.
+            step.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._body(step)
+            step.graph.capture_end()
         self._stream.synchronize()
+        if self._compile and self._background is not None:
+            self._background.remember()
+            self._background.switched()
 
     def _idle(self, shape: StepShape) -> np.ndarray:
         """Inputs of a step that computes nothing for anybody."""

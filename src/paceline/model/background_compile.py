@@ -1,0 +1,172 @@
+"""Makes compiled code in another process while this one goes on uncompiled.
+
+torch keeps compiled kernels in a folder on disk, found again by what was compiled. A worker process compiles a few
+layers of the same shape, which fills that folder; this process then switches to compiled code in a few seconds instead
+of half a minute, between two steps. A later run of the same shape finds the folder filled and starts compiled.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from paceline.parent import WITH_PARENT
+
+SWITCH_SECONDS = 10.0
+"""What a switch to compiled code costs the run: a pause for tracing and, in the engine, for capturing graphs."""
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+log = logging.getLogger(__name__)
+
+
+def compile_cache() -> Path:
+    """The folder torch keeps compiled code in: the user's cache, where no reboot empties it, unless the variable names
+    another. Sets the variable, which torch reads when it first compiles."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "compiled"
+    return Path(os.environ.setdefault(CACHE_VARIABLE, str(default)))
+
+
+def has_cached_code() -> bool:
+    """Whether any earlier run left compiled code here."""
+    return any(compile_cache().glob("paceline-*"))
+
+
+class BackgroundCompile:
+    """One part's way to compiled code: waiting -> compiling -> ready -> used, or failed and never again.
+
+    `command` starts the worker, which gets `spec` as JSON on its standard input and prints a line for each piece it has
+    compiled. `gain` is the share of the part's time that compiled code saves.
+    """
+
+    def __init__(self, part: str, command: Sequence[str], spec: dict[str, Any], gain: float) -> None:
+        self.part = part
+        self._command, self._spec, self._gain = list(command), spec, gain
+        self._marker = compile_cache() / f"paceline-{part}-{_digest(spec)}"
+        self._state = "waiting"
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether an earlier run left this very code on disk, so that compiling at the start takes seconds."""
+        return self._marker.is_file()
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._state == "compiling"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is time to switch."""
+        return self._state == "ready"
+
+    def consider(self, seconds: float, steps: int, remaining: int | None) -> None:
+        """Start compiling once what it saves is more than what the switch costs.
+
+        `seconds` is the part's time over `steps` uncompiled steps; `remaining` steps are still to come. Where that is
+        not known, as much again is expected as there was so far.
+        """
+        if self._state != "waiting" or not steps:
+            return
+        expected = seconds if remaining is None else seconds / steps * remaining
+        if self._gain * expected > SWITCH_SECONDS:
+            self.start()
+
+    def start(self) -> None:
+        """Begin; where another process has made the code meanwhile it is ready at once."""
+        if self.is_cached:
+            self._state = "ready"
+            return
+        self._state = "compiling"
+        environment = os.environ | {WITH_PARENT: str(os.getpid())}
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the run, which then ends the worker
+            )
+        except OSError as error:
+            self._fail(str(error))
+            return
+        threading.Thread(target=self._follow, args=(self._process,), name="paceline-compile", daemon=True).start()
+
+    def switched(self) -> None:
+        """The part runs compiled code from now on."""
+        if self._state != "used":
+            self._state = "used"
+            log.warning("the %s runs compiled code from here on", self.part)
+
+    def remember(self) -> None:
+        """Leave a mark for later runs: this code is on disk now."""
+        self._marker.parent.mkdir(parents=True, exist_ok=True)
+        self._marker.touch()
+
+    def close(self) -> None:
+        """End the worker, whatever it has reached."""
+        self._state = "used"
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _follow(self, process: "subprocess.Popen[str]") -> None:
+        """Hand over the spec, show progress, and wait for the end. On a thread of its own."""
+        goes_on = "decoding" if self.part == "engine" else "training"
+        log.warning("compiling the %s in the background; %s goes on uncompiled", self.part, goes_on)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        errors: list[str] = []
+        drain = threading.Thread(target=_drain, args=(process.stderr, errors), daemon=True)
+        drain.start()
+        try:
+            with process.stdin as pipe:
+                json.dump(self._spec | {"marker": str(self._marker)}, pipe)
+        except BrokenPipeError:
+            pass  # the exit code tells
+        for line in process.stdout:
+            log.warning("compiling the %s, %s; %s goes on uncompiled", self.part, line.strip(), goes_on)
+        code = process.wait()  # bounded: its output has ended
+        drain.join(1.0)
+        if self._state != "compiling":
+            return  # closed meanwhile
+        if code == 0:
+            self.remember()
+            self._state = "ready"
+        else:
+            self._fail(errors[-1] if errors else f"exit code {code}")
+
+    def _fail(self, why: str) -> None:
+        self._state = "failed"
+        log.warning("the %s could not be compiled in the background and stays uncompiled: %s", self.part, why)
+
+
+def _drain(stream: IO[str], lines: list[str]) -> None:
+    for line in stream:
+        if line.strip():
+            lines[:] = [*lines[-20:], line.strip()]
+
+
+def _digest(spec: dict[str, Any]) -> str:
+    """Names compiled code by all it depends on: the shape, the settings, the libraries and the GPU."""
+    libraries = {name: _version(name) for name in ("torch", "triton", "transformers", "peft", "paceline")}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    text = json.dumps([spec, libraries, gpu], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return sys.modules[name].__version__ if name in sys.modules else ""
