@@ -15,6 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from paceline.cluster.socket_dir import socket_parent
+
 NURSERY = Path(__file__).with_name("nursery.py")
 ADDRESS = "PACELINE_TEST_NURSERY"
 READ_ON_IMPORT = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "OPENBLAS_", "CUDA_")
@@ -32,7 +34,7 @@ def nursery() -> tuple[str, dict[str, str]]:
     imported = _imports(os.environ)
     if inherited := os.environ.get(ADDRESS):
         return inherited, imported
-    address = f"{tempfile.mkdtemp(prefix='nursery-')}/door"
+    address = f"{tempfile.mkdtemp(prefix='nursery-', dir=socket_parent(len('/nursery-12345678/door')))}/door"
     theirs, ours = os.pipe()
     process = subprocess.Popen(
         [sys.executable, str(NURSERY), address, str(theirs)],

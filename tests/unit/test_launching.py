@@ -40,7 +40,8 @@ def told(starts: type[subprocess.Popen], folder, passed: int) -> dict:
         command, cwd=folder, env=environment, text=True, start_new_session=True, pass_fds=[passed], **pipes
     ) as process:
         out, errors = process.communicate("heard", timeout=280)
-    assert (process.returncode, errors) == (0, "heard")
+    assert process.returncode == 0, errors
+    assert errors.startswith("heard")  # a native library may report what it leaks when the interpreter ends
     return json.loads(out)
 
 

@@ -14,6 +14,7 @@ from conftest import tiny_model
 from paceline.cluster.processes.frames import Hello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.processes.link import RemoteTrainer
+from paceline.cluster.socket_dir import socket_parent
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
@@ -25,8 +26,8 @@ SETTINGS = config.Trainer(threads=1, optimizer=config.Optimizer(lr=1e-3))
 
 @pytest.fixture
 def folder():
-    """Short: a socket's address must fit into 108 characters."""
-    with tempfile.TemporaryDirectory() as name:
+    """Short: a socket's path must fit into 107 bytes."""
+    with tempfile.TemporaryDirectory(dir=socket_parent(len("/tmp12345678/trainer.sock"))) as name:
         yield Path(name)
 
 

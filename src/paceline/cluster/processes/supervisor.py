@@ -22,6 +22,7 @@ import msgspec
 
 from paceline.cluster.processes.brief import FATAL, Brief, Report
 from paceline.cluster.session import RunResult, result_of
+from paceline.cluster.socket_dir import socket_parent
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
@@ -32,6 +33,8 @@ MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
 LOOK_SECONDS = 0.1
 CLOSE_SECONDS = 10.0
+PREFIX, SOCKET = "paceline-", "trainer.sock"
+SOCKET_BYTES = len(f"/{PREFIX}12345678/{SOCKET}")
 ROLES = ("server", "trainer", "orchestrator")
 ENDINGS = (0, 1, FATAL, 130)
 """Exit codes by which the orchestrator says that the run is over."""
@@ -212,13 +215,13 @@ class Supervisor:
         live.mkdir(parents=True, exist_ok=True)
         with (
             _locked(live / "supervisor.lock"),
-            tempfile.TemporaryDirectory(prefix="paceline-") as private,
+            tempfile.TemporaryDirectory(prefix=PREFIX, dir=socket_parent(SOCKET_BYTES)) as private,
             socket.socket() as door,
         ):
             shutil.rmtree(weights, ignore_errors=True)
             weights.mkdir(parents=True)
             door.bind(("127.0.0.1", 0))
-            port, address = door.getsockname()[1], f"{private}/trainer.sock"
+            port, address = door.getsockname()[1], f"{private}/{SOCKET}"
             door.close()
             try:
                 yield Brief(

@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.ray.actors import CONTROL
+from paceline.cluster.socket_dir import shorten_ray_sockets
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.errors import PacelineError
@@ -96,6 +97,7 @@ def joined(config: RunConfig) -> Generator[None]:
     else:
         # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
         cores = max(os.cpu_count() or 1, math.ceil(Needs.of(config, 0).total("CPU")))
+        shorten_ray_sockets()
         ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     try:
         yield

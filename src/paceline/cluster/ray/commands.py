@@ -13,6 +13,7 @@ from ray.util import list_named_actors
 
 from paceline.cluster.ray.cluster import NAMESPACE
 from paceline.cluster.ray.engines import RayEngine
+from paceline.cluster.socket_dir import shorten_ray_sockets
 from paceline.errors import PacelineError
 from paceline.inference.base import EngineError
 
@@ -105,6 +106,7 @@ async def _doing(handle: Any, part: str) -> str:
 
 
 def _ray(arguments: list[str]) -> None:
+    shorten_ray_sockets()
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     if done.returncode:
