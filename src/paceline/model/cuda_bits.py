@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-import triton  # ty: ignore[import-not-found] - comes with torch's CUDA builds
-import triton.language as tl  # ty: ignore[import-not-found]
+import triton  # comes with torch's CUDA builds
+import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096

@@ -1,8 +1,8 @@
 """Rows of logits on CUDA: what a loss needs of them in one read, and their gradient in place."""
 
 import torch
-import triton  # ty: ignore[import-not-found] - comes with torch's CUDA builds
-import triton.language as tl  # ty: ignore[import-not-found]
+import triton  # comes with torch's CUDA builds
+import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192

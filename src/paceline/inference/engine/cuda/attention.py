@@ -5,8 +5,8 @@ tokens of a slot. All lengths and tables are read on the device, so one captured
 """
 
 import torch
-import triton  # ty: ignore[import-not-found] - comes with torch's CUDA builds
-import triton.language as tl  # ty: ignore[import-not-found]
+import triton  # comes with torch's CUDA builds
+import triton.language as tl
 from torch import Tensor
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)

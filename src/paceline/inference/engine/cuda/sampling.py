@@ -5,8 +5,8 @@ first. Reading the logits once, in their own type, is what makes a vocabulary of
 """
 
 import torch
-import triton  # ty: ignore[import-not-found] - comes with torch's CUDA builds
-import triton.language as tl  # ty: ignore[import-not-found]
+import triton  # comes with torch's CUDA builds
+import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
