@@ -25,7 +25,7 @@ from paceline.errors import PacelineError
 from paceline.model import fingerprint
 from paceline.monitor import read_jsonl
 
-pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
+LONG = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 RUN_FILE = """
 include = ["{quickstart}"]
@@ -124,7 +124,7 @@ class Watched:
         return report
 
 
-@pytest.mark.parametrize("how", ["sharded", "lora"])
+@pytest.mark.parametrize("how", ["sharded", pytest.param("lora", marks=LONG)])
 def test_engines_sleep_while_ranks_train_and_wake_with_the_same_weights(run_file, born, tmp_path, how):
     more = ["--trainer.parallel.shard=none", "--model.lora.rank=4", "--staleness=0"] if how == "lora" else []
     config = load(run_file, [*TWO, *more]).config
@@ -154,6 +154,7 @@ def test_engines_sleep_while_ranks_train_and_wake_with_the_same_weights(run_file
         assert fingerprint(exported.named_parameters()) == mine.fingerprint
 
 
+@LONG
 def test_a_rank_that_is_killed_ends_the_run_with_a_sentence_and_it_can_be_resumed(run_file, born, tmp_path):
     root = tmp_path / "runs" / "home"
 
@@ -176,6 +177,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence_and_it_can_be_resume
     clean(root, saved + 2)
 
 
+@LONG
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for orphans in /proc")
 def test_no_rank_outlives_the_first_however_that_ends(run_file, tmp_path):
     root = tmp_path / "runs" / "home"
@@ -199,6 +201,7 @@ def test_no_rank_outlives_the_first_however_that_ends(run_file, tmp_path):
     assert gone(log)
 
 
+@LONG
 def test_torchrun_starts_the_same_run(run_file, tmp_path):
     """The number of ranks is torchrun's where the run file does not say it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]

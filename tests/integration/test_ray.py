@@ -23,6 +23,7 @@ from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: 
 from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.cluster.ray.place import Parts  # noqa: E402
 from paceline.cluster.ray.scorers import Scorers  # noqa: E402
+from paceline.cluster.socket_dir import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -34,6 +35,7 @@ def local_ray():
     """One Ray for all tests here: it takes seconds to start."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    shorten_ray_sockets()
     ray.init(address="local", num_cpus=16, namespace=NAMESPACE, **quiet)  # whatever else runs on this machine
     yield
     ray.shutdown()

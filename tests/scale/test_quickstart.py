@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import train
+from paceline.cluster.socket_dir import shorten_ray_sockets
 from paceline.config import load
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -18,6 +19,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    shorten_ray_sockets()
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
