@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +45,13 @@ ENDS = {
 
 
 def pytest_configure(config) -> None:
-    """One thread each where tests run, which is not where they are handed out."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+    """One thread each where tests run, which is not where they are handed out; there one nursery starts for all."""
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        import launching
+
+        if sys.platform == "linux" and not config.option.collectonly:
+            os.environ[launching.ADDRESS] = launching.start_nursery()
+    else:
         import torch
         from huggingface_hub import constants
 

@@ -4,6 +4,7 @@ plain `Popen`.
 """
 
 import atexit
+import contextlib
 import inspect
 import json
 import os
@@ -12,13 +13,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
-from paceline.cluster.socket_dir import socket_parent
+from paceline.socket_dir import socket_parent
 
 NURSERY = Path(__file__).with_name("nursery.py")
 ADDRESS = "PACELINE_TEST_NURSERY"
+START_TRIES = 6000
+"""Five minutes: it imports everything first."""
 READ_ON_IMPORT = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "OPENBLAS_", "CUDA_")
 """Variables that count when a module is imported, which in the nursery has happened."""
 LATER = ("PYTHONPATH", "PYTHONBREAKPOINT", "TORCHINDUCTOR_")
@@ -30,30 +34,35 @@ ASIDE = {"preexec_fn": None, "shell": False, "umask": -1, "process_group": -1, "
 
 @cache
 def nursery() -> tuple[str, dict[str, str]]:
-    """The address of this process's nursery, which ends when this process does; and what it imported under."""
+    """The address of the nursery, and what it imported under. Test processes that run side by side share one."""
     imported = _imports(os.environ)
-    if inherited := os.environ.get(ADDRESS):
-        return inherited, imported
+    address = os.environ.get(ADDRESS) or start_nursery()
+    for _ in range(START_TRIES):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line, contextlib.suppress(OSError):
+            line.connect(address)
+            return address, imported
+        time.sleep(0.05)
+    raise RuntimeError("the nursery did not start")
+
+
+def start_nursery() -> str:
+    """Start a nursery that ends when this process does; its address, at which it soon listens."""
     address = f"{tempfile.mkdtemp(prefix='nursery-', dir=socket_parent(len('/nursery-12345678/door')))}/door"
     theirs, ours = os.pipe()
     process = subprocess.Popen(
         [sys.executable, str(NURSERY), address, str(theirs)],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         pass_fds=[theirs],
         cwd=Path(address).parent,  # not the folder of whichever test needs it first
     )
     os.close(theirs)
-    assert process.stdout is not None
-    with process.stdout as said:
-        assert said.readline() == b"ready\n", "the nursery did not start"
 
     def end() -> None:
         os.close(ours)
         process.wait(30)
 
     atexit.register(end)
-    return address, imported
+    return address
 
 
 class Launched(subprocess.Popen):

@@ -195,7 +195,6 @@ def main(address: str, lifeline: int) -> Wish | None:
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(address)
     door.listen(64)
-    os.write(1, b"ready\n")
     return Nursery(door, lifeline).attend()
 
 

@@ -23,7 +23,7 @@ from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: 
 from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.cluster.ray.place import Parts  # noqa: E402
 from paceline.cluster.ray.scorers import Scorers  # noqa: E402
-from paceline.cluster.socket_dir import shorten_ray_sockets  # noqa: E402
+from paceline.socket_dir import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

@@ -5,13 +5,13 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
-import subprocess
+import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
@@ -21,6 +21,7 @@ from openai import AsyncOpenAI
 from safetensors.torch import load_file, save, save_file
 from serving import MODEL, PLAIN, becomes, served
 
+from launching import Launched
 from paceline.cli import main
 from paceline.model import WeightUpdate, resolve
 
@@ -532,17 +533,36 @@ def test_requests_that_outlast_the_grace_are_cancelled_and_a_full_queue_says_429
 # -- the engine in its own process ------------------------------------------------------------------------------------
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+NAMES_ENGINE = """
+import sys
+from paceline.cli import main
+from paceline.cluster import serving
+
+started = serving.subprocess.Popen
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the child process through /proc")
+def start(command, **more):
+    process = started(command, **more)
+    print("the engine is process", process.pid, file=sys.stderr, flush=True)
+    return process
+
+
+serving.subprocess.Popen = start
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def naming_its_engine(command, **more):
+    """The same command, which also writes the engine's process id into its log."""
+    return Launched([sys.executable, "-c", NAMES_ENGINE, *command[3:]], **more)
+
+
 def test_an_engine_in_its_own_process_serves_alike_and_its_death_is_told(server, tmp_path):
     tensors = load_file(f"{resolve(MODEL)}/model.safetensors")
     save_file({"model.norm.weight": tensors["model.norm.weight"] * 1.5}, tmp_path / "new.safetensors")
     isolated = ("--isolate", "--allow", str(tmp_path), "--engine.max_running", "32")
-    with served(*isolated, starts=subprocess.Popen) as other:
-        (engine,) = children_of(other.process.pid)
+    with served(*isolated, starts=naming_its_engine) as other:
+        engine = int(re.search(r"the engine is process (\d+)", other.log.read_text())[1])
         ask = {"model": MODEL, "messages": CHAT, "seed": 3, "max_tokens": 24, "logprobs": True}
         mine, theirs = (one.openai.chat.completions.create(**ask) for one in (server, other))
         assert mine.choices[0].message == theirs.choices[0].message

@@ -1,5 +1,6 @@
 """What `make demo`, `make test`, `make smoke` and CI promise: what they install, run and do not skip."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -88,6 +89,46 @@ def test_a_named_test_that_is_skipped_fails_where_skips_are_forbidden(tmp_path):
         run(command, cwd=tmp_path, env=os.environ | {"PACELINE_NO_SKIPS": forbidden}).returncode for forbidden in "01"
     ]
     assert codes == [0, 1]
+
+
+@pytest.fixture
+def newcomer(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("newcomer")
+
+
+def test_a_newcomer_has_an_empty_home_and_the_machines_pip(newcomer, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    monkeypatch.setenv("PACELINE_SCALE", "1")
+    monkeypatch.setenv("HOME", str(tmp_path / "old"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("PIP_CONFIG_FILE", raising=False)
+    config = tmp_path / "old" / ".config" / "pip" / "pip.conf"
+    config.parent.mkdir(parents=True)
+    config.touch()
+    got = newcomer.surroundings(tmp_path / "home", tmp_path / "tmp", tmp_path / "pip")
+    assert (got["HOME"], got["TMPDIR"]) == (str(tmp_path / "home"), str(tmp_path / "tmp"))
+    assert (got["PIP_FIND_LINKS"], got["PIP_CONFIG_FILE"]) == ("/wheels", str(config))
+    assert "PACELINE_SCALE" not in got
+    assert not list((tmp_path / "home").iterdir())
+
+
+@pytest.mark.parametrize("more", [2, 30, 80])
+def test_a_newcomers_temporary_folders_have_their_lengths(newcomer, tmp_path, more):
+    length = len(str(tmp_path)) + more
+    assert len(str(newcomer.folder_of_length(tmp_path, length))) == length
+
+
+def test_a_failed_command_shows_in_a_newcomers_table(newcomer, tmp_path, capsys):
+    environment = {"TMPDIR": "/tmp", "PATH": os.environ["PATH"]}
+    commands = {"good": "pass", "bad": "raise SystemExit('no such target')"}
+    good, bad = (
+        newcomer.attempt(name, [sys.executable, "-c", code], tmp_path, environment, tmp_path / f"{name}.log")
+        for name, code in commands.items()
+    )
+    assert (good.passed, bad.passed) == (True, False)
+    assert "no such target" in capsys.readouterr().out
+    assert [line.split()[-1] for line in newcomer.table([good, bad]).splitlines()[1:]] == ["passed", "FAILED"]
 
 
 def test_the_smollm2_script_names_the_package_it_needs_before_it_downloads():

@@ -14,10 +14,10 @@ from conftest import tiny_model
 from paceline.cluster.processes.frames import Hello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.processes.link import RemoteTrainer
-from paceline.cluster.socket_dir import socket_parent
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
+from paceline.socket_dir import socket_parent
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
 from samples import PLAIN, make_batch
 

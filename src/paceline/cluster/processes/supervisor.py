@@ -22,12 +22,12 @@ import msgspec
 
 from paceline.cluster.processes.brief import FATAL, Brief, Report
 from paceline.cluster.session import RunResult, result_of
-from paceline.cluster.socket_dir import socket_parent
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
 from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_sound
 from paceline.orchestrator import Checkpoints
+from paceline.socket_dir import socket_parent
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""

@@ -13,10 +13,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.ray.actors import CONTROL
-from paceline.cluster.socket_dir import shorten_ray_sockets
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.errors import PacelineError
+from paceline.socket_dir import shorten_ray_sockets
 
 NAMESPACE = "paceline"
 ROOM_SECONDS = 60.0

@@ -13,9 +13,9 @@ from ray.util import list_named_actors
 
 from paceline.cluster.ray.cluster import NAMESPACE
 from paceline.cluster.ray.engines import RayEngine
-from paceline.cluster.socket_dir import shorten_ray_sockets
 from paceline.errors import PacelineError
 from paceline.inference.base import EngineError
+from paceline.socket_dir import shorten_ray_sockets
 
 ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0
