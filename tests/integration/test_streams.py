@@ -1,4 +1,4 @@
-"""A thousand clients at once, over plain sockets: the client must not be what is slow."""
+"""Hundreds of clients at once, over plain sockets: the client must not be what is slow."""
 
 import asyncio
 import json
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from serving import served
 
-STREAMS = 1000
+STREAMS = 400
+"""Three times as many as the engine runs at once."""
 TOKENS = 8
 
 
@@ -37,7 +38,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
 
-def test_a_thousand_streams_complete(server):
+def test_hundreds_of_streams_complete(server):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     ask = {"prompt": [3, 73, 4], "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -51,5 +52,5 @@ def test_a_thousand_streams_complete(server):
     assert server.idle()
     # Nothing of a finished stream stays behind: others after them need no more memory.
     before = resident(server.process.pid)
-    asyncio.run(all_at_once(port, json.dumps(ask).encode(), STREAMS // 4))
+    asyncio.run(all_at_once(port, json.dumps(ask).encode(), STREAMS // 2))
     assert resident(server.process.pid) < before * 1.1

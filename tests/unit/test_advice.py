@@ -50,7 +50,7 @@ def test_a_planted_defect_is_named_and_nothing_else(rule, seed):
     assert found.steps == (1, 20) or rule == "parting"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 20))
 def test_nothing_is_said_of_a_run_that_is_well_however_far_it_has_come(seed, steps):
     assert advise(Plot(seed=seed, steps=steps).remembered()) == []

@@ -15,7 +15,7 @@ from paceline.orchestrator.dispatcher import without_signal
 from paceline.rollout import Group, Rollout, Turn, assemble
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-laws = settings(max_examples=80, deadline=None)
+laws = settings(max_examples=40, deadline=None)
 TICKET = Ticket(4, "maze", 0, 4, 1)
 
 # Eighths are exact, so two rewards are equal or clearly apart; tenths are not, which is where a mean rounds.

@@ -36,7 +36,7 @@ from paceline.model import load_tokenizer
 from paceline.orchestrator.episodes import finished
 from paceline.rollout import Renderer, Rollout, Table, Voice, assemble
 
-laws = settings(max_examples=30, deadline=None)
+laws = settings(max_examples=15, deadline=None)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arenas"
 
 

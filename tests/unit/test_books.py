@@ -367,7 +367,7 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 # Without shrinking: a failure is told at once, and its steps can be read.
-TestLife.settings = settings(max_examples=25, stateful_step_count=60, deadline=None, phases=[Phase.generate])
+TestLife.settings = settings(max_examples=12, stateful_step_count=60, deadline=None, phases=[Phase.generate])
 
 
 def test_over_thousands_of_schedules_the_gate_alone_keeps_within_the_limit():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.data import Curriculum, Cursor, DataError, Mixture, MixtureCursor, learn, order_of
 from paceline.data.curriculum import SumTree
 
-laws = settings(max_examples=80, deadline=None)
+laws = settings(max_examples=40, deadline=None)
 REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.49, 0.5, 1.0, 3.0]), max_size=4)
 LIVES = st.lists(st.tuples(st.integers(0, 6), REWARDS), max_size=30)
 """Rows and how they went."""

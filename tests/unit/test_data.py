@@ -36,7 +36,7 @@ from paceline.data import (
 from paceline.data.importing import HookError, import_object
 from paceline.data.sample import SCALAR_FIELDS, STREAM_DTYPES, WEIGHT_STREAMS
 
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=25, deadline=None)
 
 REQUIRED = ("token_ids", "loss_mask", "versions", "temperatures")
 OPTIONAL = tuple(name for name in STREAM_DTYPES if name not in REQUIRED)
@@ -195,7 +195,7 @@ def test_garbage_is_a_wire_error(data):
         decode(data)
 
 
-@settings(laws, max_examples=300)
+@settings(laws, max_examples=100)
 @given(st.integers(0, 10**6), st.integers(0, 255), SEEDS)
 def test_a_damaged_byte_is_a_wire_error_or_another_valid_batch(at, byte, seed):
     data = bytearray(encode([sample(3, seed)]))
@@ -531,7 +531,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 # --- rows

@@ -60,7 +60,7 @@ def weights(draw):
 
 
 @given(weights())
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_the_base_and_the_delta_are_the_result_bit_for_bit(pair):
     old, new = pair
     made = delta_between(old, new)
@@ -78,7 +78,7 @@ def test_the_base_and_the_delta_are_the_result_bit_for_bit(pair):
 
 
 @given(st.integers(0, 1 << 41), st.lists(st.integers(1, 1 << 30) | st.integers(1, 300), max_size=60))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_positions_come_back_however_far_apart(first, steps):
     positions = torch.tensor([first, *steps]).cumsum(0)
     form, data = pack(positions)
@@ -145,7 +145,7 @@ def test_another_base_is_refused_and_left_alone():
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_damaged_bytes_are_refused_with_a_sentence(data):
     old, new = pair(300)
     whole = delta_between(old, new).data
@@ -159,7 +159,7 @@ def test_damaged_bytes_are_refused_with_a_sentence(data):
 
 
 @given(st.data())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_a_sender_that_lies_with_a_good_digest_is_refused_too(data):
     """The digest finds accidents. Whoever computes it over nonsense meets the other checks: never a crash, and never
     weights that are not what the delta says."""

@@ -16,7 +16,7 @@ from paceline.orchestrator.dispatcher import without_signal
 from paceline.rollout import Renderer, RenderError, assemble
 from teaching import Oracle, grouped, means, spoken
 
-laws = settings(max_examples=30, deadline=None)
+laws = settings(max_examples=15, deadline=None)
 WORDS = st.text("ab c:1\n", min_size=1, max_size=8)
 
 

@@ -194,7 +194,7 @@ class EngineByHand(RuleBasedStateMachine):
 
 TestEngineByHand = EngineByHand.TestCase
 TestEngineByHand.settings = settings(
-    max_examples=40,
+    max_examples=20,
     stateful_step_count=25,
     deadline=None,
     phases=[Phase.generate],  # shrinking a life of many steps takes minutes

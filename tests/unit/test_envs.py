@@ -12,7 +12,7 @@ from paceline.config import env as config
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
 from paceline.rollout import Reply
 
-laws = settings(max_examples=80, deadline=None)
+laws = settings(max_examples=40, deadline=None)
 BUILT_IN = [config.ReverseText(), config.Arithmetic()]
 LETTERS = st.text("abc", max_size=9)
 

@@ -307,7 +307,7 @@ RAISED = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(RAISED)), st.sampled_from(["retry", "drop", "fail"]), st.integers(1, 4), st.integers(0, 5)
 )

@@ -23,7 +23,7 @@ from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.filters import FINE, FilterError, Filters
 from paceline.rollout import Group
 
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=30, deadline=None)
 REF = ModelRef(name="big", base_url="http://there/v1")
 
 CODE = """

@@ -14,7 +14,7 @@ from paceline.orchestrator.dispatcher import without_signal
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
 
-laws = settings(max_examples=40, deadline=None)
+laws = settings(max_examples=20, deadline=None)
 USER = {"role": "user", "content": "go"}
 ROWS = [{"demonstration": "cab"}, {"demonstration": "bad"}]
 SHORT = "see: {demonstration}"

@@ -165,7 +165,7 @@ def states(log: Log, state: str) -> list[int]:
     return [record["number"] for record in log.records if record["state"] == state]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(0, 1000),
@@ -282,7 +282,7 @@ def test_open_tickets_wait_again_after_a_resume(tmp_path):
     assert sorted(before | set(after)) == list(range(200))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_the_gate_never_lets_in_too_much(data):
     """A model of the gate over random schedules: capacity is kept, places come back, nothing goes negative."""

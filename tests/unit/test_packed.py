@@ -98,7 +98,7 @@ def conversations(draw) -> Rollout:
     return rollout
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(conversations())
 def test_the_quick_way_writes_the_bytes_of_the_long_way(rollout):
     assert alike(rollout)

@@ -77,7 +77,7 @@ def test_another_learning_rate_shows_after_the_first_step_was_taken(run):
     assert (found.first.kind, found.first.what, found.first.step) == ("gradient", "`lr`", 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_single_sampled_token_is_found_wherever_it_is(run, tmp_path_factory, data):
     """One token of one rollout is another one: the very bytes of the record are changed."""

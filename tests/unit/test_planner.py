@@ -166,7 +166,7 @@ def test_a_place_holds_the_sum_of_its_parts_and_savings_save(lora, offload, chec
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     gigabytes=st.integers(4, 200),
     count=st.integers(1, 8),
@@ -204,7 +204,7 @@ def test_more_ranks_than_gpus_do_not_fit():
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     factor=st.floats(1.0, 8.0),
     what=st.sampled_from(["bandwidth", "flops", "link"]),

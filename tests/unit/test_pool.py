@@ -220,7 +220,7 @@ def test_a_group_shares_an_engine_and_groups_spread():
 
 
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=4), st.integers(1, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_load_follows_capacity(capacities, count):
     """Equal work in equal time: every engine is as full as any other, to within one request."""
 
@@ -257,7 +257,7 @@ engines_st = st.lists(
     st.lists(st.floats(0, 30), max_size=3),
     st.integers(0, 9),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_every_request_is_answered_once_with_current_weights(engines, arrivals, publishes, seed):
     """However engines fill up, die and return: one right answer each, of weights no older than the published ones.
 

@@ -27,7 +27,7 @@ def groups(seed: int, sizes: list[int], trunk: int, longest: int) -> list[Sample
     return out
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 999), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 40), st.integers(2, 30))
 def test_every_token_finds_the_state_of_its_own_history(seed, sizes, trunk, longest):
     batch = groups(seed, sizes, trunk, longest)

@@ -157,7 +157,7 @@ def changed(draw, sample: Sample) -> Sample:
     return replace(sample, ticket=None) if draw(st.booleans()) else sample
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(played=st.lists(rollouts(), max_size=4), state=st.sampled_from(["trained", "dropped:stale", "evaluated"]))
 def test_what_is_written_is_what_is_read(tmp_path_factory, played, state):
     folder = tmp_path_factory.mktemp("run")
@@ -243,7 +243,7 @@ def whole(tmp_path_factory):
     return folder, played
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(file=st.sampled_from(FILES), share=st.floats(0, 1), again=st.booleans())
 def test_cut_anywhere_it_is_a_readable_prefix(whole, tmp_path_factory, file, share, again):
     source, played = whole

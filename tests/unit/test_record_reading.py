@@ -110,7 +110,7 @@ queries = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(query=queries)
 def test_every_filter_is_what_plain_python_would_do(run, query):
     everything = run.rollouts.find(Query(sort="step", limit=None)).rows
@@ -312,7 +312,7 @@ lines = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(lines, max_size=4), torn=st.booleans())
 def test_tickets_tell_their_lives(tmp_path_factory, steps, torn):
     folder = tmp_path_factory.mktemp("tickets")

@@ -307,7 +307,7 @@ class Play:
                 talk.messages.append(handed_on(reply.message, how))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_what_trains_is_what_the_engine_sampled_whatever_a_conversation_does(family, data):
     asyncio.run(Play(family, data).go(data.draw(st.integers(4, 14))))

@@ -18,7 +18,7 @@ from paceline.inference.frozen import CompletionsEngine, FrozenPool, prompt_logp
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
 
-laws = settings(max_examples=25, deadline=None)
+laws = settings(max_examples=12, deadline=None)
 REF = ModelRef(name="big", base_url="http://there/v1", concurrency=3)
 
 

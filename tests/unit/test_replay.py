@@ -54,7 +54,7 @@ def keep_the_laws(trainer, log, conductor, staleness: int, share: float, batch: 
         assert metrics["drop_ratio"] == pytest.approx(lost / (lost + fresh))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     staleness=st.integers(1, 3),
     share=st.sampled_from([0.0, 0.25, 0.5, 0.9]),
@@ -106,7 +106,7 @@ def test_an_eager_sampler_loses_nothing_to_replay(tmp_path_factory, staleness, s
     assert len(replays(run[1])) > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_the_gate_keeps_places_for_replay_and_no_fresh_rollout_waits_too_long(data):
     """First come, first trained, with as much replay as the gate grants: each rollout joins a batch in its time."""

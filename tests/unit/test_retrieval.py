@@ -23,7 +23,7 @@ from paceline.envs.retrieval import HINT, Retrieval, f1, normalised, read_move, 
 from paceline.inference import Completion, GenerateRequest, Pool
 from paceline.rollout import Renderer, Rollout, Seat, Table, Voice, assemble
 
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=30, deadline=None)
 TOKENIZER = AutoTokenizer.from_pretrained(Path(paceline.__file__).parent / "quickstart", local_files_only=True)
 END = TOKENIZER.eos_token_id
 WORDS = st.text(string.ascii_letters + string.digits + " .,'-", max_size=20)

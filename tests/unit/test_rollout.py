@@ -65,7 +65,7 @@ def episodes(draw):
     return turns
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(episodes())
 def test_every_sampled_token_trains_once_where_the_engine_saw_it(turns):
     samples = samples_of(turns)
@@ -87,7 +87,7 @@ def test_every_sampled_token_trains_once_where_the_engine_saw_it(turns):
         assert (sample.env, sample.ticket, sample.rollout) == ("maze", TICKET, 3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(episodes())
 def test_a_turn_joins_the_longest_sample_that_its_prompt_repeats_and_no_other(turns):
     threads: list[list[Turn]] = []
@@ -286,7 +286,7 @@ def pieces_of(tokenizer) -> list[str]:
     return [*added, *halves, *plain, "x" * SHORTEST, "a few words, " * 3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_text_cut_at_its_added_tokens_has_the_tokens_of_the_whole(scribe, data):
     texts = st.lists(st.sampled_from(pieces_of(scribe.tokenizer)) | st.text(max_size=4), max_size=12).map("".join)
@@ -385,7 +385,7 @@ SPOKEN = st.fixed_dictionaries(
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @example(messages=[user("so?"), {"role": "assistant", "content": "it is", "thinking": "hm"}], tools=None, reply=False)
 @given(messages=st.lists(SPOKEN, max_size=6), tools=st.sampled_from([None, [TOOL]]), reply=st.booleans())
 def test_the_template_writes_what_transformers_has_it_write(scribe, messages, tools, reply):

@@ -26,7 +26,7 @@ from paceline.envs.search import BM25, Document, load_corpus, load_options, open
 from paceline.envs.search.corpus import BUILT_IN, QUESTIONS, save_corpus
 from paceline.inference.server.run import listen
 
-laws = settings(max_examples=100, deadline=None)
+laws = settings(max_examples=50, deadline=None)
 WORDS = ["alder", "birch", "cedar", "dogwood", "elm", "fir", "gorse", "hazel", "ivy", "juniper"]
 TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=9).map(" ".join), min_size=1, max_size=12)
 QUERIES = st.lists(st.sampled_from([*WORDS, "unheard"]), max_size=5).map(" ".join)

@@ -36,7 +36,7 @@ from paceline.inference import EmbeddedEngine, Pool
 from paceline.model import load_model
 from paceline.rollout import Group, Rollout, Turn, assemble
 
-laws = settings(max_examples=80, deadline=None)
+laws = settings(max_examples=40, deadline=None)
 EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)
 ACTORS = st.sampled_from(["x", "o"])
 

@@ -24,7 +24,7 @@ from paceline.rollout import Renderer, Rollout, Table, assemble
 from paceline.rollout.recite import recite
 from teaching import Oracle, grouped, means, spoken
 
-laws = settings(max_examples=25, deadline=None)
+laws = settings(max_examples=12, deadline=None)
 USER = {"role": "user", "content": "go"}
 
 

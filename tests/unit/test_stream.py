@@ -75,7 +75,7 @@ def test_a_fed_batch_trains_like_a_whole_one(normalise, settings):
     same(trained(batch, [[8, 7, 6, 5, 4, 3, 2, 1, 0]], **settings), whole)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 10_000), st.permutations(range(9)), st.integers(0, 9), st.sampled_from([1, 40, 150, 10_000]))
 def test_in_any_order_and_any_cut(seed, order, fed, budget):
     batch = make_batch(seed)
@@ -161,7 +161,7 @@ class Fed(CountingTrainer):
         return await super().step(batch)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 1000), st.sampled_from([0.0, 0.2]))
 def test_what_is_fed_is_what_the_batch_holds(tmp_path_factory, allowed, seed, failing):
     """However groups come back: batches are full, no token is too old, each ticket counts once."""

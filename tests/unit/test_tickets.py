@@ -102,7 +102,7 @@ def test_the_journal_of_a_real_run_reads_as_plain_json_does(tmp_path):
         plain.agrees(reader)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 5),
     spoilt=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(DAMAGED)), max_size=4),

@@ -88,7 +88,7 @@ def test_a_mixed_pack_is_the_sum_of_its_components():
     assert (sum(alone) - whole).norm() / whole.norm() < 1e-5
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000), st.sampled_from(["token", "sample", "fixed"]))
 def test_observation_tokens_do_not_change_what_rl_tokens_weigh(seed, normalise):
     """Echo-like ce on what the policy did not say: the rl scales are the same to the last bit."""
@@ -217,7 +217,7 @@ def reference_loss(sample: Sample, pi: np.ndarray, counts: tuple[int, int, int],
     return total
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([config.DPPO(), config.PPO(), config.PPO(clip_high=0.4, dual_clip=2.0)]))
 def test_the_loss_is_what_the_formulas_say(seed, loss):
     model = tiny_model()

@@ -181,7 +181,7 @@ keys = st.sampled_from(["role", "content", "tool_calls", "name", "type", "text",
 
 
 @given(values | st.dictionaries(keys, values | st.lists(st.dictionaries(keys, values, max_size=3), max_size=2)))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_a_message_is_it_can_be_shown(message):
     told = shown(message)
     assert json.loads(encoded(told))

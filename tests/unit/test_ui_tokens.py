@@ -67,7 +67,7 @@ def bytewise() -> Tokenizer:
     return made
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(text=st.text(max_size=40))
 def test_bytes_of_tokens_are_the_bytes_of_the_text(bytewise, text):
     lexicon = Lexicon(json.loads(bytewise.to_str()))
@@ -135,7 +135,7 @@ played = st.lists(st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integ
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS, ids=lambda algo: f"{algo.type}-{algo.model_dump(exclude_defaults=True)}")
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(members=played)
 def test_the_advantage_that_is_explained_is_the_one_the_algorithm_gives(algo, members):
     ticket = Ticket(0, "env", 0, 0, 0)

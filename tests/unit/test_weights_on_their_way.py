@@ -66,7 +66,7 @@ def test_what_a_killed_owner_left_is_swept_and_a_living_ones_is_not(tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     forms=st.lists(
         st.tuples(
