@@ -25,10 +25,11 @@ from serving import PLAIN, served
 from launching import Launched
 from lookups import plan
 from paceline.cluster.house import Address, open_house
-from paceline.cluster.rollouts import RolloutOptions, load_rollouts, pick_section, play_some, rollouts
+from paceline.cluster.rollouts import RolloutOptions, pick_section, play_some, rollouts
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import ReverseText
 from paceline.config.env.retrieval import Retrieval as RetrievalConfig
+from paceline.config.target import load_target
 from paceline.data import Cursor
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
 from paceline.envs.retrieval import Retrieval
@@ -433,7 +434,7 @@ def test_every_seat_and_every_branch_is_told_once():
 
 
 def test_the_function_prints_episodes_and_answers_with_an_exit_code():
-    loaded = load_rollouts("reverse-text", ["--partial-credit", "0.25", "--sampling.max-tokens", "12", "--seed=3"])
+    loaded = load_target("reverse-text", ["--partial-credit", "0.25", "--sampling.max-tokens", "12", "--seed=3"])
     assert (loaded.config.env[0].partial_credit, loaded.config.sampling.max_tokens, loaded.config.seed) == (0.25, 12, 3)
     out = io.StringIO()
     assert rollouts(loaded.config, RolloutOptions(count=2), out) == 0
@@ -444,11 +445,11 @@ def test_the_function_prints_episodes_and_answers_with_an_exit_code():
 
 def test_what_cannot_be_played_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="reverse-txt"):
-        load_rollouts("reverse-txt", [])
+        load_target("reverse-txt", [])
     with pytest.raises(ConfigError, match="partial_credits"):
-        load_rollouts("reverse-text", ["--partial-credits", "1"])
+        load_target("reverse-text", ["--partial-credits", "1"])
     (tmp_path / "run.toml").write_text('[[env]]\ntype = "arithmetic"\n[[env]]\ntype = "reverse-text"\nname = "words"\n')
-    config = load_rollouts(str(tmp_path / "run.toml"), []).config
+    config = load_target(str(tmp_path / "run.toml"), []).config
     with pytest.raises(PacelineError, match="several environments: choose one of `arithmetic`, `words` with --env"):
         pick_section(config, None)
     with pytest.raises(PacelineError, match="there is no environment `word`"):
@@ -463,7 +464,8 @@ def test_what_cannot_be_played_is_a_sentence(tmp_path):
 SLOW = """
 import asyncio, sys
 from paceline import Environment
-from paceline.cluster.rollouts import RolloutOptions, load_rollouts, rollouts
+from paceline.cluster.rollouts import RolloutOptions, rollouts
+from paceline.config.target import load_target
 
 class Slow(Environment):
     def examples(self, split):
@@ -475,7 +477,7 @@ class Slow(Environment):
         await asyncio.sleep(1000)
 
 try:
-    rollouts(load_rollouts("custom", ["--import-path", "__main__:Slow"]).config, RolloutOptions(count=2), sys.stderr)
+    rollouts(load_target("custom", ["--import-path", "__main__:Slow"]).config, RolloutOptions(count=2), sys.stderr)
 except KeyboardInterrupt:
     sys.exit(130)
 """

@@ -18,6 +18,7 @@ from paceline.config import ConfigError, ConfigWarning, RunConfig, dump, load, s
 from paceline.config.base import Section
 from paceline.config.env import Arithmetic
 from paceline.config.fields import ROOT, Spot, dotted, is_union, places, spot_at
+from paceline.config.paths import resolve_paths
 from paceline.config.suggest import ALIASES, nearest_keys
 
 # --- helpers
@@ -222,7 +223,12 @@ def flags(table: dict[str, Any], at: str = "--") -> list[str]:
 def test_an_override_means_what_the_same_key_means_in_a_file(table):
     table.pop("env", None)
     typed = typable(table)
-    assert load(None, flags(typed)) == load_text(tomli_w.dumps(typed))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.toml")
+        path.write_bytes(tomli_w.dumps(typed).encode())
+        # But for paths, which start from the file's folder where a file holds them.
+        placed = resolve_paths(typed, lambda _: Path(folder))
+        assert load(None, flags(placed)) == load(path)
 
 
 def typable(table: dict[str, Any]) -> dict[str, Any]:

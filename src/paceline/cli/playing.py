@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.commands import OVERRIDES, Commands
+from paceline.config.target import load_target
 from paceline.errors import PacelineError
 
 ROLLOUTS = (
@@ -49,9 +50,9 @@ def add_rollout(commands: Commands) -> None:
 
 
 def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
-    from paceline.cluster.rollouts import RolloutOptions, load_rollouts, rollouts
+    from paceline.cluster.rollouts import RolloutOptions, rollouts
 
-    loaded = load_rollouts(known.target, overrides)
+    loaded = load_target(known.target, overrides)
     names = ("count", "env", "split", "row", "endpoint", "endpoint_model", "api_key", "concurrency")
     return rollouts(loaded.config, RolloutOptions(**{name: getattr(known, name) for name in names}))
 
@@ -72,11 +73,10 @@ def add_play(commands: Commands) -> None:
 
 def _play(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.cluster.play import PlayOptions, play
-    from paceline.cluster.rollouts import load_rollouts
 
     names = ("env", "seat", "games", "split", "row", "url", "model", "api_key", "reveal")
     options = PlayOptions(**{name: getattr(known, name) for name in names})
-    return play(load_rollouts(known.target, overrides).config, options)
+    return play(load_target(known.target, overrides).config, options)
 
 
 def add_league(commands: Commands) -> None:

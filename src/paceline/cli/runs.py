@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from paceline.cli.commands import OVERRIDES, Commands, show_warnings
-from paceline.config import Loaded, dump, load, schema
+from paceline.config import Loaded, dump, schema
+from paceline.config.target import load_target
 
 COMPARING = """
 Trains two adapters on one engine, over the same draws with the same noise, and says when their difference is real:
@@ -45,7 +46,7 @@ def add_train(commands: Commands) -> None:
 
 
 def _train(known: argparse.Namespace, overrides: list[str]) -> int:
-    loaded = load(known.file, overrides)
+    loaded = load_target(known.file, overrides)
     if os.environ.get("RANK", "0") == "0":  # of the ranks of a torchrun one is enough to speak
         show_warnings(loaded)
     from paceline.cluster import train
@@ -96,7 +97,7 @@ def add_check(commands: Commands) -> None:
 def _check(known: argparse.Namespace, overrides: list[str]) -> int:
     if Path(known.file).is_dir():
         return _compare(known)
-    loaded = load(known.file, overrides)
+    loaded = load_target(known.file, overrides)
     if not known.json:
         print(dump(loaded.config), end="", flush=True)
     show_warnings(loaded)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cluster.house import Address, House, open_house
-from paceline.config import Loaded, RunConfig, load
+from paceline.config import RunConfig
 from paceline.config.env import EnvBase
 from paceline.config.inference import Sampling
 from paceline.data import Row, Ticket, order_of
@@ -62,16 +62,6 @@ class RolloutOptions:
             raise PacelineError(
                 "--endpoint-model and --api-key are about an endpoint: give its base URL with --endpoint"
             )
-
-
-def load_rollouts(target: str, overrides: Sequence[str]) -> Loaded:
-    """The run file `target` names; or, if it is an environment's type, every default with flags that set its keys.
-
-    `retrieval --top-k 2 --sampling.temperature 0.7` means `--env.0.type retrieval --env.0.top-k 2 --sampling...`.
-    """
-    if target.endswith(".toml"):
-        return load(target, overrides)
-    return load(None, ["--env.0.type", target, *(_placed(argument) for argument in overrides)])
 
 
 def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None = None) -> int:
@@ -297,13 +287,3 @@ def told(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[R
 
 def _given(turn: Turn, spell: Callable[[Sequence[int]], str]) -> list[Message]:
     return turn.messages if turn.messages is not None else [{"role": "tokens", "content": spell(turn.prompt_ids)}]
-
-
-def _placed(argument: str) -> str:
-    """A flag that is no key of the run file is one of the environment."""
-    if not argument.startswith("--"):
-        return argument
-    start = "--no-" if argument.startswith("--no-") else "--"
-    key = argument.removeprefix(start)
-    root = key.partition("=")[0].partition(".")[0].replace("-", "_")
-    return argument if root in RunConfig.model_fields else f"{start}env.0.{key}"

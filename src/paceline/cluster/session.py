@@ -16,8 +16,9 @@ from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
 from paceline.cluster.signals import Signals
-from paceline.config import RunConfig, dump
+from paceline.config import RunConfig
 from paceline.config.apple import on_mlx, refused
+from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.monitor import (
@@ -34,7 +35,16 @@ from paceline.monitor import (
     summary,
     watching,
 )
-from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, RollBack, RunStopped, opened
+from paceline.orchestrator import (
+    CheckpointError,
+    Checkpoints,
+    Conductor,
+    Parts,
+    RealClock,
+    RollBack,
+    RunStopped,
+    opened,
+)
 from paceline.planner import keep_plan
 from paceline.record import Keeper
 from paceline.rollout import Voice
@@ -76,8 +86,10 @@ def train(
     if config.placement == "colocated":
         from paceline.cluster.colocated.start import colocated
 
+        _refuse_fewer_steps(config)
         return colocated(config, environments, overwrite, screen)
     refuse_torchrun(config)
+    _refuse_fewer_steps(config)
     if config.placement == "local":
         return conduct(config, here, environments=environments, overwrite=overwrite, screen=screen)
     if config.placement == "ray":
@@ -90,6 +102,23 @@ def train(
     from paceline.cluster.processes.supervisor import supervised
 
     return supervised(config, overwrite, screen)
+
+
+def _refuse_fewer_steps(config: RunConfig) -> None:
+    """Say at once that `steps` counts from the run's beginning, instead of a run that ends before it starts."""
+    if config.resume is None or config.steps is None:
+        return
+    checkpoints = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1)
+    try:
+        path, state = checkpoints.find(config.resume)
+    except CheckpointError:
+        return  # said when the run is restored
+    if state["step"] > config.steps:
+        raise PacelineError(
+            f"the run is already at step {state['step']} ({path.name}), and steps = {config.steps} is the total since "
+            f"its beginning: write --steps {state['step'] + config.steps} to train {config.steps} more, or --resume "
+            "with the path of an earlier checkpoint"
+        )
 
 
 def _ray() -> Placement:
@@ -244,7 +273,7 @@ async def _conduct(
             try:
                 await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
                 if not directory.begun:
-                    directory.begin(dump(config))
+                    directory.begin(dump_with_absolute_paths(config))
                     keep_plan(config, directory.root)
                     monitor.begin(_plan(config, directory.root, parts, conductor.step))
                 else:

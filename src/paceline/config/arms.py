@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.config.load import Loaded, load
+from paceline.config.load import Loaded
+from paceline.config.target import load_target
 
 ARMS = ("a", "b")
 
@@ -11,7 +12,7 @@ ARMS = ("a", "b")
 def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, Loaded]:
     """The run file for each arm, under names of their own."""
     shared, own = split(overrides)
-    arms = {arm: load(path, [*shared, *own[arm]]) for arm in ARMS}
+    arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}
     for arm, loaded in arms.items():
         loaded.config.name = f"{loaded.config.name}-{arm}"
     return arms

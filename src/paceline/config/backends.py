@@ -1,11 +1,11 @@
 """Whose engine samples from the policy: Paceline's own, a vLLM, or an SGLang."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import PathKey, Section
 
 if TYPE_CHECKING:
     from paceline.config.run import RunConfig
@@ -16,7 +16,7 @@ NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 class Launch(Section):
     """A vLLM that the run starts on this machine, on a loopback port with a key of its own, and ends with itself."""
 
-    python: str = ".venv-vllm/bin/python"
+    python: Annotated[str, PathKey("program")] = ".venv-vllm/bin/python"
     """The interpreter of the environment vLLM is installed in."""
     args: list[str] = Field(default_factory=list)
     """Further arguments of vLLM's server, such as `["--tensor-parallel-size", "2"]`; the last one counts."""

@@ -1,13 +1,27 @@
 """The strict base every section of a run file derives from."""
 
 import tomllib
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-ImportPath = str
+
+@dataclass(frozen=True, slots=True)
+class PathKey:
+    """Marks a key whose value names a file or folder to read. In a run file it is relative to that file; `paths.py`
+    resolves it when the file is loaded. Keys that say where to write (`runs`, `engine.folder`) have no such mark."""
+
+    kind: Literal["file", "import", "module", "dataset", "model", "checkpoint", "program"]
+    """`file`: always a path. The others may also hold a name: of an installed module, of the hub, of a scheme."""
+
+
+ImportPath = Annotated[str, PathKey("import")]
 """`package.module:name`, or `path/to/file.py:name`."""
+ModelName = Annotated[str, PathKey("model")]
+"""A folder, or a name of the hub."""
+FilePath = Annotated[str, PathKey("file")]
 
 
 class Section(BaseModel):
@@ -31,7 +45,7 @@ class Hook(Section):
     """User code, named by import path."""
 
     import_path: ImportPath
-    """`package.module:name`, or `path/to/file.py:name` relative to the working directory."""
+    """`package.module:name`, or `path/to/file.py:name` relative to the run file."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on to the user's code."""

@@ -3,9 +3,11 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.config.fields import KeyPath, default_types, dotted, spot_at, value_at
+from paceline.config.paths import resolve_paths
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,8 @@ class Origin:
 
     source: str
     flag: str = ""
+    folder: Path | None = None
+    """What relative paths written there start from; the working directory when None."""
 
     def place(self, path: KeyPath) -> str:
         """The place as the user would look for it."""
@@ -63,6 +67,10 @@ class Document:
             if isinstance(value, dict):
                 value.setdefault("type", named)
         return table
+
+    def resolved(self) -> dict[str, Any]:
+        """The table to validate, in which each path that a file wrote is absolute."""
+        return resolve_paths(self.with_types(), lambda path: self.origin(path).folder)
 
     def _merge(self, target: dict[str, Any], layer: dict[Any, Any], at: KeyPath, origin: Origin) -> None:
         self._leave_type(target, layer, at)

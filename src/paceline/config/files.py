@@ -5,13 +5,21 @@ import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config.errors import ConfigError
 from paceline.config.wording import either
 
-Layer = tuple[str, dict[str, Any]]
-"""A file's name for messages, and its table without `include`."""
+
+class Layer(NamedTuple):
+    """One file of a run file's stack."""
+
+    name: str
+    """As messages name the file."""
+    table: dict[str, Any]
+    """Its contents without `include`."""
+    folder: Path
+    """What its relative paths start from."""
 
 
 def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
@@ -28,7 +36,18 @@ def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return [*below, (name, table)]
+    return [*below, Layer(name, table | run_directory(path), path.absolute().parent)]
+
+
+def run_directory(path: Path) -> dict[str, str]:
+    """The keys that a resolved `config.toml` takes from the run directory it lies in, so that a run that was moved or
+    copied goes on where it is now."""
+    folder = path.parent
+    if path.name != "config.toml" or not (folder / "run.lock").is_file():
+        return {}
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    return {"name": folder.name, "runs": str(folder.parent)}
 
 
 def _include(path: Path, trail: tuple[Path, ...]) -> list[Layer]:

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from paceline.config import edit
 from paceline.config.document import Document, Origin
 from paceline.config.errors import ConfigError, explain
+from paceline.config.examples import find_run_file
 from paceline.config.files import layers
+from paceline.config.paths import resolve_paths
 from paceline.config.run import ConfigWarning, RunConfig
 
 
@@ -27,23 +29,32 @@ class Loaded:
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     """Read a run file, all it includes, and overrides as the command line passes them.
 
-    `path=None` stands for an empty file. Every problem is reported at once, in one `ConfigError`.
+    `path` may also be a run directory, or the name of an example of the package, such as `quickstart`; `path=None`
+    stands for an empty file. Every problem is reported at once, in one `ConfigError`.
     """
     document = Document()
     if path is not None:
-        stack = layers(Path(path))
+        stack = layers(find_run_file(path) or Path(path))
         # Rules that span several keys are reported under the file the user named.
-        document.origins[()] = Origin(stack[-1][0])
-        for name, table in stack:
-            document.merge(table, Origin(name))
+        document.origins[()] = Origin(stack[-1].name)
+        for layer in stack:
+            document.merge(layer.table, Origin(layer.name, folder=layer.folder))
     problems = edit.apply(overrides, document)
     try:
-        loaded = _validate(document.with_types())
+        loaded = _validate_document(document)
     except ValidationError as error:
         problems += explain(error, document)
     if problems:
         raise ConfigError(problems)
     return loaded
+
+
+def _validate_document(document: Document) -> Loaded:
+    try:
+        return _validate(document.resolved())
+    except ValidationError:
+        _validate(document.with_types())  # where it fails too, the message names paths as they were written
+        raise
 
 
 def _validate(table: dict[str, Any]) -> Loaded:
@@ -60,6 +71,13 @@ def _validate(table: dict[str, Any]) -> Loaded:
 def dump(config: RunConfig) -> str:
     """The resolved run file. Loading it gives an equal config."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def dump_with_absolute_paths(config: RunConfig) -> str:
+    """The resolved run file for a run directory: whatever exists in the working directory is named by its full path,
+    so that the file means the same from everywhere."""
+    here = Path.cwd()
+    return tomli_w.dumps(resolve_paths(config.model_dump(exclude_none=True), lambda _: here, only_existing=True))
 
 
 def schema() -> dict[str, Any]:

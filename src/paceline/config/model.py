@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.base import Section
+from paceline.config.base import FilePath, ModelName, Section
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 QUICKSTART = "paceline:quickstart"
@@ -25,11 +25,11 @@ class Lora(Section):
 class Model(Section):
     """A Hugging Face causal language model: a local folder, a hub name, or `paceline:quickstart`."""
 
-    name: str = QUICKSTART
+    name: ModelName = QUICKSTART
     """Folder, hub name, or `paceline:quickstart` for the tiny model that ships with the package."""
-    tokenizer: str | None = None
+    tokenizer: ModelName | None = None
     """Folder or hub name of the tokenizer; the model's own when left out."""
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     renderer: Literal["auto", "template", "renderers"] = "auto"
     """Who writes conversations as tokens. `auto`: the `renderers` package where it is installed, knows the model and

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from paceline.config.base import Section
+from paceline.config.base import ModelName, Section
 
 
 class ModelRef(Section):
@@ -12,7 +12,7 @@ class ModelRef(Section):
     speaks OpenAI's API in token ids) or, to score alone, on scorers of the run. It must have the policy's
     vocabulary."""
 
-    name: str = Field(min_length=1)
+    name: ModelName = Field(min_length=1)
     """What the endpoint calls the model; without a `base_url`, its folder or hub name."""
     base_url: str | list[str] | None = None
     """Where it is served, such as `http://127.0.0.1:8001/v1`. A list names several servers of the same model, which

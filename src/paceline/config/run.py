@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from paceline.config import apple, backends, cluster
 from paceline.config.advice import Advice
 from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
-from paceline.config.base import Section
+from paceline.config.base import PathKey, Section
 from paceline.config.cluster import Cluster
 from paceline.config.env import EnvConfig, ReverseText
 from paceline.config.failures import Failures
@@ -152,7 +152,7 @@ class RunConfig(Section):
     of a torchrun, each with a trainer rank and an engine that sleeps while it trains. Above staleness 0 requests that
     run when a step begins are held, go on after it under the new weights, and their deadlines go on too. `ray`:
     engines and trainer ranks on a cluster, see [cluster]."""
-    resume: str | None = None
+    resume: Annotated[str, PathKey("checkpoint")] | None = None
     """`latest`, or the path of a checkpoint to go on from."""
 
     model: Model = Model()

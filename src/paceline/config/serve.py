@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
+from paceline.config.examples import find_run_file
 from paceline.config.load import Loaded, load
 
 SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
@@ -74,8 +75,8 @@ def load_served(model: str, overrides: Sequence[str]) -> Loaded:
         raise ConfigError(
             [f"command line: {strange[0]}: serving takes --model.*, --engine.*, --device, --deterministic"]
         )
-    if model.endswith(".toml"):
-        return load(model, overrides)
+    if (file := None if Path(model).is_dir() else find_run_file(model)) or model.endswith(".toml"):
+        return load(file or model, overrides)
     return load(None, ["--model.name", model, *overrides])
 
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from paceline.config.base import PathKey
 from paceline.config.env.base import EnvBase
 
 
@@ -18,7 +19,7 @@ def _mixable(source: str | list[str] | dict[str, float]) -> str | list[str] | di
     return source
 
 
-Source = Annotated[str | list[str] | dict[str, float], AfterValidator(_mixable)]
+Source = Annotated[str | list[str] | dict[str, float], AfterValidator(_mixable), PathKey("dataset")]
 """A dataset by file or URI; a list of several, in equal shares; or several with weights."""
 
 

@@ -1,11 +1,12 @@
 """Environments that others wrote: a module of two functions, and the collections of three packages."""
 
 import tomllib
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
+from paceline.config.base import ImportPath, PathKey
 from paceline.config.env.base import EnvBase
 from paceline.config.env.dataset import DatasetEnv
 
@@ -15,7 +16,7 @@ class ModuleEnv(DatasetEnv):
     `messages`, `prompt` or `question`, and `answer`: a string or a list."""
 
     type: Literal["module"] = "module"
-    module: str
+    module: Annotated[str, PathKey("module")]
     """A file, `path/to/env.py`, or the name of an installed module, `package.env`."""
     max_turns: int = Field(default=1, ge=1)
     """Most replies of the policy in an episode. `interact` is never called after the last."""
@@ -88,7 +89,7 @@ class TextArena(EnvBase):
     """Settings of the game."""
     players: int | None = Field(default=None, ge=1)
     """How many play; the fewest the game allows when left out."""
-    opponent: str = "self"
+    opponent: ImportPath = "self"
     """Who has the other seats: `self` (the policy, and every seat is trained), `random` (any legal move, where the game
     lists its moves), or the import path of `choose(observation, random) -> action`."""
     max_turns: int = Field(default=100, ge=1)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paceline.config.base import FilePath
 from paceline.config.env.base import EnvBase
 from paceline.config.env.dataset import Source
 
@@ -21,7 +22,7 @@ class Retrieval(EnvBase):
     api_key_variable: str = SEARCH_KEY_VARIABLE
     """Environment variable that holds the service's API key, if it wants one. The key itself has no place in a run
     file, which is kept with the run."""
-    corpus: str | None = None
+    corpus: FilePath | None = None
     """Documents to search in this process: a .jsonl file of `id`, `text` and perhaps `title`. The small corpus of the
     package when left out."""
     dataset: Source | None = None
