@@ -165,6 +165,15 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_lost(run, tmp
     assert not (tmp_path / "runs" / "opd" / "metrics.jsonl").exists()
 
 
+def test_what_init_writes_for_distillation_is_valid_and_trains(here, teacher):
+    assert here("init", "distill").returncode == 0
+    assert "is valid" in here("check", "distill.toml").stderr
+    at = ["--env.0.algo.teacher.name", MODEL, "--env.0.algo.teacher.base_url", f"{teacher.url}/v1"]
+    small = ["--steps", "1", "--batch-size", "16", "--trainer.minibatches", "1", "--eval.every", "0"]
+    done = here("train", "distill.toml", *SMALL, *small, *at)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_leaves_nothing_at_its_teacher(run, teacher):
     assert run(OPD).returncode == 0
     assert teacher.idle()

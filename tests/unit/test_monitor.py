@@ -412,7 +412,7 @@ class TestPlainLines:
         stream.seek(0)
         assert stream.read().splitlines() == [
             r"note: two lines \u2014 and a dash",
-            "interrupted at step 7: Ctrl-C",
+            "interrupted at step 7",
         ]
 
     def test_what_is_no_terminal_gets_plain_lines(self) -> None:
@@ -573,7 +573,7 @@ class TestSummary:
         saved = RunOutcome("interrupted", 20, checkpoint=tmp_path / "checkpoints" / "20")
         assert "--resume latest" in summary(self.lines(20), saved, tmp_path)[2]
         lost = RunOutcome("failed", 2, "out of memory")
-        assert "out of memory" in summary(self.lines(2), lost, tmp_path)[0]
+        assert "failed at step 2" in summary(self.lines(2), lost, tmp_path)[0]
         assert "--overwrite" in summary(self.lines(2), lost, tmp_path)[2]
 
 

@@ -125,9 +125,9 @@ def test_what_cannot_be_played_is_a_sentence():
     assert (pick_seat(section, ("x", "o"), None), pick_seat(section, ("x", "o"), "o")) == ("x", "o")
     with pytest.raises(PacelineError, match="`duel` has no seat `y`: choose one of `x`, `o` with --seat"):
         pick_seat(section, ("x", "o"), "y")
-    with pytest.raises(PacelineError, match="give --games >= 1"):
+    with pytest.raises(PacelineError, match="give -n >= 1"):
         PlayOptions(games=0)
-    with pytest.raises(PacelineError, match="give its base URL with --url"):
+    with pytest.raises(PacelineError, match="give its base URL with --endpoint"):
         PlayOptions(api_key="secret")
 
 

@@ -181,7 +181,7 @@ def test_a_document_needs_no_title_and_its_id_may_be_a_number(tmp_path):
             r"0\.0\.0\.0 can be reached from other machines: give an API key \(--api-key or PACELINE_S",
         ),
         ({"host": "box", "api_key": ""}, "--api-key: .*at least 1 character"),
-        ({"embeddings_url": "http://127.0.0.1:1"}, "needs both --embeddings-url and --embeddings-model"),
+        ({"embeddings_url": "http://127.0.0.1:1"}, "needs both --embeddings-endpoint and --embeddings-model"),
     ],
 )
 def test_options_that_cannot_be_are_refused(flags, sentence):

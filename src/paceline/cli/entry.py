@@ -3,8 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from paceline.cli.commands import Commands
+from paceline.cli.initialising import add_init
 from paceline.cli.looking import add_diff, add_doctor, add_report, add_top, add_ui
 from paceline.cli.machines import add_down, add_status, add_up
 from paceline.cli.playing import add_league, add_play, add_rollout
@@ -12,16 +14,18 @@ from paceline.cli.replaying import add_replay
 from paceline.cli.rows import add_data
 from paceline.cli.runs import add_ab, add_check, add_schema, add_train
 from paceline.cli.serving import add_search, add_serve
+from paceline.config import ConfigError
 from paceline.errors import PacelineError
 
 EXAMPLES = """
 examples:
-  paceline train examples/quickstart.toml                  train the quickstart, about half a minute on a laptop
-  paceline train examples/quickstart.toml --staleness 0    the same, sampling and training in turn
+  paceline train quickstart                                train the quickstart, about half a minute on a laptop
+  paceline train quickstart --staleness 0                  the same, sampling and training in turn
+  paceline init reward                                     files to begin with: rows and a reward function
   paceline train runs/quickstart/config.toml --resume latest --steps 80
   paceline check my-run.toml                               is it valid, does it fit, how long is a step?
   paceline rollout reverse-text -n 4                       look at episodes before training
-  paceline play examples/arenas/kuhn_poker.toml            take a seat yourself, against the policy
+  paceline play arenas/kuhn_poker                          take a seat yourself, against the policy
   paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
   paceline data rows.jsonl                                 look at rows as the model will see them
   paceline replay runs/quickstart 40                       a recorded batch's loss once more, component by component
@@ -36,6 +40,7 @@ examples:
 """
 
 IN_ORDER = (
+    add_init,
     add_train,
     add_ab,
     add_check,
@@ -63,12 +68,26 @@ WITH_KEYS = ("train", "ab", "check", "serve", "rollout", "play", "replay")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    parser = the_parser()
-    known, rest = parser.parse_known_args(arguments)
+    commands = the_commands()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-") and given[0] not in commands.parsers:
+        print(f"paceline: there is no command `{given[0]}`; {_command_hint(given[0], commands)}", file=sys.stderr)
+        return 2
+    known, rest = commands.parser.parse_known_args(given)
+    options = _options(commands.parsers[known.command])
     if rest and known.command not in WITH_KEYS:
-        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+        word, near = _nearest_option(rest, options)
+        hint = f"did you mean `{near}`?" if near else f"`paceline {known.command} --help` lists what it takes"
+        print(f"paceline {known.command}: there is no option `{word}`; {hint}", file=sys.stderr)
+        return 2
     try:
         return known.run(known, rest)
+    except ConfigError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        word, near = _nearest_option(rest, options)
+        if near:
+            print(f"paceline: did you mean the option `{near}` instead of `{word}`?", file=sys.stderr)
+        return 2
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
@@ -82,8 +101,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def the_parser() -> argparse.ArgumentParser:
+def the_commands() -> Commands:
     commands = Commands(EXAMPLES)
     for add in IN_ORDER:
         add(commands)
-    return commands.parser
+    return commands
+
+
+def _command_hint(word: str, commands: Commands) -> str:
+    near = get_close_matches(word, commands.parsers, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """What a command takes beside keys of the run file."""
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return [option for action in shown for option in action.option_strings if option.startswith("--")]
+
+
+def _nearest_option(rest: Sequence[str], options: Sequence[str]) -> tuple[str, str]:
+    """A word that is no option, and the option that was probably meant, or ""."""
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and (near := get_close_matches(flag, options, n=1, cutoff=0.8)):
+            return flag, near[0]
+    return rest[0] if rest else "", ""

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.cli.commands import Commands
+from paceline.cli.commands import Commands, old_spelling
 
 DOCTOR = """
 Reads the run directory alone, so it works beside a living run and after one was killed: does it live, when did
@@ -139,12 +139,13 @@ def add_ui(commands: Commands) -> None:
     ui.add_argument("runs", metavar="RUNS", nargs="?", help="folder of run directories, or one of them (runs)")
     ui.add_argument("--host", help="address to listen on (127.0.0.1)")
     ui.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8200)")
-    ui.add_argument("--key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)")
+    ui.add_argument("--api-key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)")
+    old_spelling(ui, "--key", "--api-key")
 
 
 def _ui(known: argparse.Namespace, rest: list[str]) -> int:
     from paceline.ui import KEY_VARIABLE, load_options, serve_ui
 
-    key = known.key or os.environ.get(KEY_VARIABLE) or None
+    key = known.api_key or os.environ.get(KEY_VARIABLE) or None
     serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
     return 0

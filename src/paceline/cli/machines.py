@@ -7,7 +7,7 @@ from paceline.cli.commands import Commands
 from paceline.errors import PacelineError
 
 CLUSTER = """
-on the first machine, then on each further one:
+examples, on the first machine, then on each further one:
   paceline up
   paceline up --join HOST:6379                             the address that `up` printed
 
@@ -17,6 +17,18 @@ then, on any of them:
 
 All machines must see the run directory and the model under the same path, and have the same versions installed. Where
 Ray asks for a token (it says so), copy ~/.ray/auth_token of the first machine to the others.
+"""
+
+
+STATUS = """
+examples:
+  paceline status                                          the cluster this machine is part of
+  paceline status HOST:6379                                another one, by the address that `up` printed
+"""
+
+DOWN = """
+examples:
+  paceline down                                            on each machine that is to leave
 """
 
 
@@ -33,7 +45,7 @@ def _up(known: argparse.Namespace, _: list[str]) -> int:
 
 
 def add_status(commands: Commands) -> None:
-    status = commands.add("status", _status, "Show a cluster: its machines, and the parts of every run on it.")
+    status = commands.add("status", _status, "Show a cluster: its machines, and the parts of every run on it.", STATUS)
     status.add_argument("address", nargs="?", default="auto", help="HOST:PORT (the cluster this machine is part of)")
 
 
@@ -42,7 +54,7 @@ def _status(known: argparse.Namespace, _: list[str]) -> int:
 
 
 def add_down(commands: Commands) -> None:
-    commands.add("down", _down, "Leave the cluster; what runs on this machine ends.")
+    commands.add("down", _down, "Leave the cluster; what runs on this machine ends.", DOWN)
 
 
 def _down(known: argparse.Namespace, _: list[str]) -> int:

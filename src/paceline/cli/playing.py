@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from paceline.cli.commands import OVERRIDES, Commands
+from paceline.cli.commands import FILE, OVERRIDES, Commands, old_spelling
 from paceline.config.target import load_target
 from paceline.errors import PacelineError
 
@@ -24,11 +24,11 @@ You hear what the policy would hear in your seat and type what it would say; it 
 with one seat is yours alone: so one learns what the policy sees. Lines may be piped in, too.
 
 examples:
-  paceline play examples/arenas/kuhn_poker.toml            against the tiny model, from the first seat
+  paceline play arenas/kuhn_poker                          against the tiny model, from the first seat
   paceline play my-run.toml --seat o --model runs/my-run/export          against what a run has made of it
   paceline play my-run.toml --model runs/my-run/checkpoints/latest       or against a checkpoint of this run file
-  paceline play my-run.toml --url http://127.0.0.1:8000/v1               or whatever any endpoint serves
-  paceline play reverse-text --split eval --games 10       a built-in environment, alone
+  paceline play my-run.toml --endpoint http://127.0.0.1:8000/v1          or whatever any endpoint serves
+  paceline play reverse-text --split eval -n 10            a built-in environment, alone
 
 a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and shows the score.
 """
@@ -38,7 +38,7 @@ a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and s
 
 def add_rollout(commands: Commands) -> None:
     rollout = commands.add("rollout", _rollout, "Play episodes of an environment and look at them.", ROLLOUTS)
-    rollout.add_argument("target", help="run file (TOML), or the type of an environment")
+    rollout.add_argument("target", help=f"{FILE}; or the type of an environment")
     rollout.add_argument("-n", "--count", type=int, default=4, help="episodes (4)")
     rollout.add_argument("--env", help="the environment's name, where the run file has several")
     rollout.add_argument("--split", choices=["train", "eval"], default="train")
@@ -59,28 +59,45 @@ def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
 
 def add_play(commands: Commands) -> None:
     play = commands.add("play", _play, "Take a seat yourself: a person among the policy's actors, or alone.", PLAY)
-    play.add_argument("target", help="run file (TOML), or the type of an environment")
+    play.add_argument("target", help=f"{FILE}; or the type of an environment")
     play.add_argument("--env", help="the environment's name, where the run file has several")
     play.add_argument("--seat", metavar="ACTOR", help="who you are (the first actor)")
-    play.add_argument("--games", type=int, help="how many (until you leave)")
+    play.add_argument("-n", "--count", type=int, help="games (until you leave)")
     play.add_argument("--split", choices=["train", "eval"], default="train")
     play.add_argument("--row", type=int, help="play every game on this row")
-    play.add_argument("--url", help="base URL of any OpenAI-compatible server that plays the others")
-    play.add_argument("--model", help="its name there; or a folder, hub name or checkpoint instead of the run's model")
+    play.add_argument("--endpoint", help="base URL of any OpenAI-compatible server that plays the others")
+    play.add_argument("--endpoint-model", help="the model's name there (the first it lists)")
+    play.add_argument("--model", help="folder, hub name or checkpoint instead of the run's model")
     play.add_argument("--api-key", help="what the endpoint wants to be sent")
     play.add_argument("--reveal", action="store_true", help="after each game, show what the others heard and said")
+    old_spelling(play, "--url", "--endpoint")
+    old_spelling(play, "--games", "--count", int)
 
 
 def _play(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.cluster.play import PlayOptions, play
 
-    names = ("env", "seat", "games", "split", "row", "url", "model", "api_key", "reveal")
-    options = PlayOptions(**{name: getattr(known, name) for name in names})
+    if known.endpoint_model and known.model:
+        raise PacelineError("--endpoint-model names a model of the endpoint, --model one to load: give one of them")
+    names = ("env", "seat", "split", "row", "api_key", "reveal")
+    options = PlayOptions(
+        **{name: getattr(known, name) for name in names},
+        games=known.count,
+        url=known.endpoint,
+        model=known.endpoint_model or known.model,
+    )
     return play(load_target(known.target, overrides).config, options)
 
 
+LEAGUE = """
+examples:
+  paceline train arenas/tic_tac_toe                        a run with a league: its past versions as opponents
+  paceline league runs/tic-tac-toe                         who beats whom among them, as a table and a picture
+"""
+
+
 def add_league(commands: Commands) -> None:
-    league = commands.add("league", _league, "Ratings and payoff matrix of a self-play run, as table and picture.")
+    league = commands.add("league", _league, "Show ratings and payoff matrix of a self-play run.", LEAGUE)
     league.add_argument("directory", metavar="RUN", help="run directory, such as runs/tic-tac-toe")
 
 

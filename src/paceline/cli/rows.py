@@ -2,7 +2,7 @@
 
 import argparse
 
-from paceline.cli.commands import Commands
+from paceline.cli.commands import Commands, old_spelling
 from paceline.errors import PacelineError
 
 DATA = """
@@ -16,7 +16,8 @@ examples:
 def add_data(commands: Commands) -> None:
     data = commands.add("data", _data, "Show dataset rows as the model will see them, with token counts.", DATA)
     data.add_argument("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name")
-    data.add_argument("--limit", type=int, default=5, help="rows to show (5)")
+    data.add_argument("-n", "--count", type=int, default=5, help="rows to show (5)")
+    old_spelling(data, "--limit", "--count", int)
     data.add_argument("--model", default="paceline:quickstart", help="whose tokenizer and chat template")
     data.add_argument("--field", action="append", default=[], metavar="THEIRS=OURS", help="rename a field; repeatable")
     data.add_argument("--demonstrations", action="store_true", help="rows must end in an assistant message")
@@ -36,5 +37,5 @@ def _data(known: argparse.Namespace, overrides: list[str]) -> int:
         raise PacelineError(f"--field {wrong[0]}: write THEIRS=OURS, such as --field question=prompt")
     fields = dict(pair.split("=", 1) for pair in known.field)
     rows = open_rows(known.source, fields, demonstrations=known.demonstrations)
-    show_rows(rows, load_tokenizer(Model(name=known.model)), known.limit, Console())
+    show_rows(rows, load_tokenizer(Model(name=known.model)), known.count, Console())
     return 0

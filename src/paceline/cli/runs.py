@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.cli.commands import OVERRIDES, Commands, show_warnings
+from paceline.cli.commands import FILE, OVERRIDES, Commands, common_keys, show_warnings
 from paceline.config import Loaded, dump, schema
 from paceline.config.target import load_target
 
@@ -16,7 +16,7 @@ however often one looks, equals are told apart in at most one of twenty comparis
 and NAME-b; `paceline ui` shows them side by side. What is compared is the reward of the training draws, for this seed.
 
 examples:
-  paceline ab examples/quickstart.toml --model.lora.rank 8 --b.env.0.algo.type max_rl
+  paceline ab quickstart --model.lora.rank 8 --b.env.0.algo.type max_rl
   paceline ab my-run.toml --a.trainer.optimizer.lr 1e-5 --b.trainer.optimizer.lr 3e-5 --until-real
   paceline ab my-run.toml --b.env.0.kwargs.length_penalty 0.1        another reward
 
@@ -38,9 +38,18 @@ examples:
 )
 
 
+TRAINING = """
+examples:
+  paceline train quickstart                                an example of the package, from any folder
+  paceline train my-run.toml --steps 200 --seed 3          a run file of your own, with two keys set
+  paceline train runs/my-run --resume latest --steps 400   go on, up to step 400; the run may have been moved
+  paceline train reverse-text --name words                 an environment's type, with every default
+"""
+
+
 def add_train(commands: Commands) -> None:
-    train = commands.add("train", _train, "Train a policy as the run file says.", OVERRIDES)
-    train.add_argument("file", help="run file (TOML)")
+    train = commands.add("train", _train, "Train a policy as the run file says.", TRAINING + common_keys() + OVERRIDES)
+    train.add_argument("file", help=FILE)
     train.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
     train.add_argument("--quiet", action="store_true", help="show nothing but the summary")
 
@@ -61,7 +70,7 @@ def _train(known: argparse.Namespace, overrides: list[str]) -> int:
 
 def add_ab(commands: Commands) -> None:
     ab = commands.add("ab", _ab, "Train two ways side by side, and say when their difference is real.", COMPARING)
-    ab.add_argument("file", help="run file (TOML)")
+    ab.add_argument("file", help=FILE)
     ab.add_argument("--overwrite", action="store_true", help="replace runs of the same names")
     ab.add_argument("--until-real", action="store_true", help="end as soon as the difference is beyond doubt")
 
@@ -86,7 +95,7 @@ def add_check(commands: Commands) -> None:
     check = commands.add(
         "check", _check, "Validate a run file, and say what it needs and how long a step takes.", CHECK
     )
-    check.add_argument("file", help="run file (TOML); or a run directory, to compare its plan with its metrics")
+    check.add_argument("file", help=f"{FILE}; a run directory's plan is compared with its metrics")
     check.add_argument("--hardware", metavar="GPUS", help="plan for these instead of this machine, such as h200x8")
     check.add_argument("--memory", metavar="SIZE", help="of each device, such as 24GB")
     check.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of an average prompt (128)")
@@ -95,7 +104,7 @@ def add_check(commands: Commands) -> None:
 
 
 def _check(known: argparse.Namespace, overrides: list[str]) -> int:
-    if Path(known.file).is_dir():
+    if (Path(known.file) / "config.toml").is_file():
         return _compare(known)
     loaded = load_target(known.file, overrides)
     if not known.json:
@@ -145,8 +154,17 @@ def _compare(known: argparse.Namespace) -> int:
     return 0
 
 
+SCHEMA = """
+examples:
+  paceline schema > paceline.schema.json                   completion and help in your editor
+
+then, in the first line of a run file, for editors with a TOML language server:
+  #:schema ./paceline.schema.json
+"""
+
+
 def add_schema(commands: Commands) -> None:
-    commands.add("schema", _schema, "Print the JSON schema of run files, for editors.")
+    commands.add("schema", _schema, "Print the JSON schema of run files, for editors.", SCHEMA)
 
 
 def _schema(known: argparse.Namespace, overrides: list[str]) -> int:

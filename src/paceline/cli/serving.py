@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from paceline.cli.commands import Commands
+from paceline.cli.commands import Commands, old_spelling
 
 SERVING = """
 examples:
@@ -25,7 +25,10 @@ the model and engine sections of a run file can be set by their dotted path:
 
 def add_serve(commands: Commands) -> None:
     serve = commands.add("serve", _serve, "Serve a model with the OpenAI API.", SERVING)
-    serve.add_argument("model", help="Hugging Face folder or hub name, paceline:quickstart, or a run file (TOML)")
+    serve.add_argument(
+        "model",
+        help="Hugging Face folder or hub name, paceline:quickstart, run file (TOML) or example",
+    )
     serve.add_argument("--host", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8000)")
     serve.add_argument("--api-key", help="what clients must send; needed off loopback (env PACELINE_API_KEY)")
@@ -70,8 +73,16 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+SEARCHING = """
+examples:
+  paceline search-server                                   the small corpus of the package, at http://127.0.0.1:8100
+  paceline search-server --corpus documents.jsonl --index index --top-k 3
+  paceline train my-run.toml --env.0.url http://127.0.0.1:8100         a retrieval environment that asks it
+"""
+
+
 def add_search(commands: Commands) -> None:
-    search = commands.add("search-server", _search, "Serve a corpus to retrieval environments: POST /search.")
+    search = commands.add("search-server", _search, "Serve a corpus to retrieval environments.", SEARCHING)
     for flag, kind, text in (
         ("--corpus", str, "documents, .jsonl with `id`, `text` and perhaps `title` (those of the package)"),
         ("--index", str, "folder to keep the index in"),
@@ -79,18 +90,20 @@ def add_search(commands: Commands) -> None:
         ("--host", str, "address to listen on (127.0.0.1)"),
         ("--port", int, "port; 0 picks a free one (8100)"),
         ("--api-key", str, "what clients must send; needed off loopback (env PACELINE_SEARCH_API_KEY)"),
-        ("--embeddings-url", str, "base URL of an OpenAI-compatible endpoint, to search by meaning"),
+        ("--embeddings-endpoint", str, "base URL of an OpenAI-compatible endpoint, to search by meaning"),
         ("--embeddings-model", str, "its model"),
         ("--embeddings-api-key", str, "its key"),
     ):
         search.add_argument(flag, type=kind, help=text)
+    old_spelling(search, "--embeddings-url", "--embeddings-endpoint")
 
 
 def _search(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.config.env.retrieval import SEARCH_KEY_VARIABLE
     from paceline.envs.search.options import SearchOptions, load_options
 
-    flags = {name: getattr(known, name) for name in SearchOptions.model_fields}
+    flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}
+    flags["embeddings_url"] = known.embeddings_endpoint
     options = load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)})
     from paceline.envs.search.server import serve_search
 

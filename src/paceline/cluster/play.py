@@ -51,9 +51,9 @@ class PlayOptions:
 
     def __post_init__(self) -> None:
         if self.games is not None and self.games < 1:
-            raise PacelineError("there is nothing to play: give --games >= 1, or leave it out to play until you leave")
+            raise PacelineError("there is nothing to play: give -n >= 1, or leave it out to play until you leave")
         if self.api_key and self.url is None:
-            raise PacelineError("--api-key is about an endpoint: give its base URL with --url")
+            raise PacelineError("--api-key is about an endpoint: give its base URL with --endpoint")
 
 
 @dataclass(slots=True)

@@ -37,15 +37,18 @@ class Document:
     def merge(self, layer: dict[str, Any], origin: Origin) -> None:
         self._merge(self.table, layer, (), origin)
 
-    def put(self, path: KeyPath, value: Any, origin: Origin) -> None:
-        """Write one value, making the tables on the way. Lists on the way must exist."""
+    def put(self, path: KeyPath, value: Any, origin: Origin, *, whole: bool = False) -> None:
+        """Write one value, making the tables on the way. Lists on the way must exist. A table merges into the one that
+        is there, unless it is given `whole`."""
         node: Any = self.table
         for depth, key in enumerate(path[:-1], start=1):
             here = value_at((key,), node)
             if not isinstance(here, dict | list):
                 self._replace(node, path[:depth], {}, origin)
             node = node[key]
-        if isinstance(node, dict):
+        if whole:
+            self._replace(node, path, value, origin)
+        elif isinstance(node, dict):
             self._merge(node, {path[-1]: value}, path[:-1], origin)
         elif isinstance(value, dict) and isinstance(node[path[-1]], dict):
             self._merge(node[path[-1]], value, path, origin)

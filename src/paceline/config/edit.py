@@ -41,7 +41,9 @@ def apply(arguments: Sequence[str], document: Document) -> list[str]:
         except ConfigError as error:
             problems += error.problems
         else:
-            document.put(path, _value(override, spot_at(path, document.table)), override.origin)
+            spot = spot_at(path, document.table)
+            # A table of the user's own keys, such as `kwargs`, is given whole; sections merge key by key.
+            document.put(path, _value(override, spot), override.origin, whole=spot is not None and spot.is_open)
     return problems
 
 

@@ -114,7 +114,7 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Fixes row order and sampling noise."""
     steps: int | None = Field(default=None, ge=1)
-    """Batches to train; 100 when neither this nor `epochs` is given."""
+    """Batches to train in all, from the run's beginning; 100 when neither this nor `epochs` is given."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the rows, instead of `steps`."""
     batch_size: int = Field(default=128, ge=1)

@@ -129,6 +129,7 @@ class Optimizer(Section):
     """AdamW."""
 
     lr: float = Field(default=1e-5, ge=0)
+    """Learning rate."""
     # Not strict, since TOML has lists only; the numbers in it still are.
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)

@@ -48,8 +48,7 @@ class PlainLines(Monitor):
         self._print(f"note: {one_line(text)}")
 
     def end(self, outcome: RunOutcome) -> None:
-        message = f": {one_line(outcome.message)}" if outcome.message else ""
-        self._print(f"{outcome.status} at step {outcome.step}{message}")
+        self._print(f"{outcome.status} at step {outcome.step}")
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

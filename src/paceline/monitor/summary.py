@@ -28,7 +28,8 @@ def _reached(history: History, metrics: Sequence[Mapping[str, Any]], outcome: Ru
         results = f"{results}; no batch was trained" if results else "no batch was trained"
     if outcome.status == "finished":
         return results
-    cause = f": {outcome.message}" if outcome.message else ""
+    # Why a run failed is printed once, by the command that started it.
+    cause = f": {outcome.message}" if outcome.message and outcome.status != "failed" else ""
     return f"{results}; {outcome.status} at step {outcome.step}{cause}"
 
 

@@ -180,5 +180,4 @@ class View:
         if self.outcome is None:
             return self._spinner
         sign, style = _OUTCOMES[self.outcome.status]
-        message = f": {one_line(self.outcome.message)}" if self.outcome.message else ""
-        return Text(f"{sign} {self.outcome.status} at step {self.outcome.step}{message}", style)
+        return Text(f"{sign} {self.outcome.status} at step {self.outcome.step}", style)

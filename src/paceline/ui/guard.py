@@ -97,6 +97,6 @@ def _names_loopback(host: str) -> bool:
 
 
 _STRANGE_HOST = JSONResponse(
-    {"error": "without a key the page answers only to 127.0.0.1 and localhost: use that address, or start with --key"},
+    {"error": "without a key the page answers only to 127.0.0.1 and localhost: use those, or start with --api-key"},
     403,
 )

@@ -28,7 +28,7 @@ class UiOptions(Section):
     def _guarded(self) -> "UiOptions":
         if not self.key and not is_loopback(self.host):
             raise ValueError(
-                f"{self.host} can be reached from other machines: give a key (--key or {KEY_VARIABLE}), "
+                f"{self.host} can be reached from other machines: give a key (--api-key or {KEY_VARIABLE}), "
                 "or listen on 127.0.0.1"
             )
         if not Path(self.runs).is_dir():

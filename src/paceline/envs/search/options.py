@@ -46,10 +46,10 @@ class SearchOptions(Section):
     @model_validator(mode="after")
     def _both_or_none(self) -> "SearchOptions":
         if (self.embeddings_url is None) != (self.embeddings_model is None):
-            raise ValueError("search by meaning needs both --embeddings-url and --embeddings-model")
+            raise ValueError("search by meaning needs both --embeddings-endpoint and --embeddings-model")
         if told := in_address(self.embeddings_url or ""):
             raise ValueError(
-                f"--embeddings-url has {told}, where others may read it: give --embeddings-api-key instead"
+                f"--embeddings-endpoint has {told}, where others may read it: give --embeddings-api-key instead"
             )
         return self
 

@@ -1,0 +1,73 @@
+"""Files to begin with: an example's run file and all it names, copied side by side into a folder of the user's."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config.errors import ConfigError
+from paceline.config.examples import example_names, examples_folder, find_run_file
+from paceline.config.paths import files_of
+from paceline.config.run import FOLDER_NAME
+from paceline.config.wording import code, either
+
+KINDS = {
+    "quickstart": ("quickstart", "a tiny model learns to reverse words; nothing to write"),
+    "reward": ("environments/reward", "rows of a file and a Python reward function"),
+    "env": ("environments/echo", "an environment class: it makes the rows and scores the replies"),
+    "multi-turn": ("environments/second_try", "a function that talks for several turns, with a tool that checks"),
+    "self-play": ("arenas/kuhn_poker", "a game the model plays against itself"),
+    "sft": ("algorithms/demonstrations", "supervised fine-tuning on rows that hold the right reply"),
+    "distill": ("algorithms/opd", "on-policy distillation from a served teacher"),
+    "algorithm": ("algorithms/custom", "a credit function of your own"),
+}
+"""What `paceline init` writes by a short word: the example it comes from, and what that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What was written, and for which example."""
+
+    run_file: Path
+    files: list[Path]
+    """The run file first."""
+
+
+def write_starter(kind: str, folder: Path, name: str | None = None, force: bool = False) -> Starter:
+    """Copy an example, by its kind or its name, so that it stands on its own in `folder`."""
+    source = _source(kind)
+    name = name or kind.rpartition("/")[2]
+    if not re.fullmatch(FOLDER_NAME, name):
+        raise ConfigError([f"--name {name}: it names the run directory: use letters, digits, `.`, `_` and `-`"])
+    text = source.read_text(encoding="utf-8")
+    named = files_of(tomllib.loads(text), source.parent)
+    contents = {folder / f"{name}.toml": _standing_alone(text, source, name, named).encode()}
+    contents |= {folder / file.name: file.read_bytes() for file in named.values()}
+    existing = [path for path in contents if path.exists()]
+    if existing and not force:
+        files = either(map(str, existing), "and")
+        raise ConfigError([f"{files} would be replaced: add --force, or write elsewhere with --to FOLDER"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in contents.items():
+        path.write_bytes(content)
+    return Starter(next(iter(contents)), list(contents))
+
+
+def _source(kind: str) -> Path:
+    example = KINDS[kind][0] if kind in KINDS else kind
+    if example not in example_names():
+        raise ConfigError([f"init knows no kind `{kind}`: choose {either(code(KINDS))}, or any example of the package"])
+    return examples_folder() / f"{example}.toml"
+
+
+def _standing_alone(text: str, source: Path, name: str, named: dict[str, Path]) -> str:
+    """The run file as it reads in the new place: its own name, its files beside it, commands that name it."""
+    text = re.sub(r'^name = "[^"]*"', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
+    for words, file in named.items():
+        text = text.replace(f'"{words}', f'"{file.name}')
+
+    def command(match: re.Match[str]) -> str:
+        found = find_run_file(match[2])
+        return f"{match[1]}{name}.toml" if found == source else match[0]
+
+    return re.sub(r"^(#.*?paceline \w+ )(\S+)", command, text, flags=re.MULTILINE)
