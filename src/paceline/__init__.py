@@ -1,7 +1,7 @@
 """Paceline: reinforcement learning for language models, on a laptop as on a cluster.
 
     import paceline
-    result = paceline.train(paceline.load("examples/quickstart.toml").config)
+    result = paceline.train(paceline.load("quickstart").config)
 
 Names are imported when they are first used, so that `paceline.config` stays free of torch.
 """
