@@ -8,6 +8,7 @@ from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from paceline.cluster.dtypes import with_settled_dtype
 from paceline.cluster.duel import Duel
 from paceline.cluster.kits import Kit, kit_of
 from paceline.cluster.local import Placed, seated, share_cores
@@ -32,6 +33,7 @@ def compare(
     """Train both arms; each leaves a run directory like any other. With `until_real` they end as soon as the difference
     is beyond doubt. Answers with an exit code."""
     check(arms)
+    arms = {arm: with_settled_dtype(config) for arm, config in arms.items()}
     signals = Signals()
     duel = Duel({arm: Path(c.runs) / c.name for arm, c in arms.items()}, screen, signals if until_real else None)
     with _shared(arms) as house:

@@ -14,6 +14,7 @@ from paceline.inference.foreign import ForeignEngine
 from paceline.inference.launched import LaunchedVllm, VllmProcess, lora_rank
 from paceline.inference.sglang import SglangEngine
 from paceline.inference.vllm import VllmEngine
+from paceline.model.dtypes import dtype_name
 from paceline.model.naming import resolve
 from paceline.model.saving import write_tensors
 
@@ -52,7 +53,7 @@ def foreign(
 def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:
     engine, launch, lora = config.engine, config.engine.launch, config.model.lora
     assert launch is not None
-    arguments = ["--model", source, "--served-model-name", "policy", "--dtype", config.model.dtype]
+    arguments = ["--model", source, "--served-model-name", "policy", "--dtype", dtype_name(model.dtype)]
     arguments += ["--max-num-seqs", str(engine.max_running), "--logprobs-mode", "processed_logprobs"]
     arguments += ["--enable-scale-out", "--scheduling-policy", "priority", "--generation-config", "vllm"]
     arguments += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from paceline.cluster.dtypes import checkpoint_compute_dtype, with_settled_dtype
 from paceline.cluster.local import renderer_of
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
@@ -72,6 +73,7 @@ def open_house(
     """Tokens are exact with the model in this process, and with a `paceline serve` of that very model. Any other
     endpoint is asked in words. The model in this process may speak with the weights of one of the run's checkpoints."""
     recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+    config = with_settled_dtype(config, checkpoint)
     if address is None:
         room = config.engine.model_copy(update={"max_running": min(config.engine.max_running, concurrency)})
         with embedded(config.model_copy(update={"engine": room})) as (engine, ends):
@@ -94,10 +96,9 @@ def open_house(
 def saved_weights(folder: Path, model: Model, mlx: bool = False) -> WeightUpdate:
     """What a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
     version = read_state(folder)["version"]
-    if mlx:  # whose adapters are float32 whatever the base is
-        tensors = _mlx_masters(folder, "float32" if model.lora else model.dtype)
-    else:
-        tensors = _torch_masters(folder, model.dtype)
+    dtype = checkpoint_compute_dtype(folder) if model.dtype == "auto" else model.dtype
+    own = "float32" if mlx and model.lora else dtype  # mlx's adapters are float32 whatever the base is
+    tensors = _mlx_masters(folder, own) if mlx else _torch_masters(folder, own)
     if model.lora is None:
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.

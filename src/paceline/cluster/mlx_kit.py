@@ -25,11 +25,9 @@ class MlxKit:
     def __init__(self, config: RunConfig) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
             raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
-        import mlx.core as mx
+        from paceline.model.mlx.loading import load_model, mlx_device
 
-        from paceline.model.mlx.loading import load_model
-
-        self.device = "mlx-gpu" if mx.default_device() == mx.gpu else "mlx-cpu"
+        self.device = mlx_device()
         self.model = load_model(config.model)
         self.parameters = self.model.size
 

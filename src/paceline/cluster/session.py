@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.cluster.colocated.seat import refuse_torchrun
+from paceline.cluster.dtypes import with_settled_dtype
 from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
@@ -83,6 +84,7 @@ def train(
     """
     if on_mlx(config.backend) and (problems := "\n".join(refused(config))):
         raise PacelineError(problems)
+    config = with_settled_dtype(config)
     if config.placement == "colocated":
         from paceline.cluster.colocated.start import colocated
 

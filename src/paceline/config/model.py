@@ -38,8 +38,10 @@ class Model(Section):
     """The model's hub name or family in `renderers` (such as `qwen3`), for a local folder or a fine-tune."""
     keep_thoughts: bool = False
     """Go on from a reply with its thoughts where the template would drop them; needs `renderers`."""
-    dtype: Dtype = "float32"
-    """Compute type of trainer and engine. Masters and moments are always float32."""
+    dtype: Dtype | Literal["auto"] = "auto"
+    """Compute type of trainer and engine. `auto`: the checkpoint's own type where the machine that starts the run
+    multiplies it fast (CUDA, a Mac's GPU, a CPU with bfloat16 instructions), else float32. A run keeps what was chosen
+    when it began. Masters and moments are always float32."""
     fp32_head: bool = False
     """Compute logits in float32 whatever `dtype` says, alike in engine and trainer."""
     trust_remote_code: bool = False

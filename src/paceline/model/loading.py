@@ -10,7 +10,8 @@ from transformers.utils import logging as transformers_logging
 from paceline.config.model import Model
 from paceline.model.attention import ATTENTION, UnsupportedModel
 from paceline.model.cpu import warn_of_slow
-from paceline.model.naming import ModelError, first_line, resolve
+from paceline.model.dtypes import compute_dtype
+from paceline.model.naming import ModelError, base_name, first_line, resolve
 from paceline.model.support import check_supported, without_dropout
 
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
@@ -23,7 +24,7 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=getattr(torch, config.dtype),
+            dtype=getattr(torch, compute_dtype(config, str(device))),
             attn_implementation=ATTENTION,
             trust_remote_code=config.trust_remote_code,
         )
@@ -58,6 +59,7 @@ def attach_lora(model: PreTrainedModel, config: Model, seed: int) -> PreTrainedM
             lora_dropout=config.lora.dropout,
             target_modules=config.lora.targets,
             task_type="CAUSAL_LM",
+            base_model_name_or_path=base_name(model.name_or_path) if model.name_or_path else None,
         )
         inject_adapter_in_model(adapters, model)
     return model

@@ -24,6 +24,12 @@ def resolve(name: str) -> str:
     return str(path) if path.is_dir() else name
 
 
+def base_name(name: str) -> str:
+    """The model an adapter belongs to, as any library finds it: an absolute folder, or the hub name."""
+    source = resolve(name)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
 def first_line(error: Exception) -> str:
     """What went wrong, in short."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

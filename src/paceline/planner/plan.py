@@ -10,6 +10,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.monitor.files import plain, replace_file
 from paceline.planner.advice import Advice, advise, split, token_budget
+from paceline.planner.dtypes import with_planned_dtype
 from paceline.planner.hardware import Card, Hardware, found
 from paceline.planner.layout import Layout, layout_of
 from paceline.planner.measured import reach
@@ -56,6 +57,7 @@ class Plan:
 def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, shape: Shape | None = None) -> Plan:
     """The plan of a run file on given hardware, for given lengths or assumed ones."""
     shape = shape or shape_of(config.model.name)
+    config = with_planned_dtype(config, hardware)
     if config.device == "cpu" and hardware.kind == "cuda":
         raise PacelineError('the run file says device = "cpu": leave --hardware out, or add --device auto')
     work = work or assumed(config, shape)

@@ -93,7 +93,7 @@ class Shape:
 
 def shape_of(name: str) -> Shape:
     """The shape of the model a run file names: the package's own, a folder's, or one in the hub's local cache."""
-    return read_shape(json.loads(_config_file(name).read_text(encoding="utf-8")), name)
+    return read_shape(json.loads(config_file(name).read_text(encoding="utf-8")), name)
 
 
 def read_shape(config: Mapping[str, Any], name: str = "the model") -> Shape:
@@ -136,7 +136,8 @@ def _packed(quantization: Any) -> float | None:
     return quantization["bits"] / 8 + 4 / (quantization.get("group_size") or 64)
 
 
-def _config_file(name: str) -> Path:
+def config_file(name: str) -> Path:
+    """The `config.json` of a model that is on this machine."""
     if name == QUICKSTART:
         return Path(str(importlib.resources.files("paceline") / "quickstart")) / "config.json"
     folder = Path(name).expanduser()

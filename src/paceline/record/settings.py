@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from paceline.config import RunConfig
 
 Path = tuple[str | int, ...]
+FILLED_IN: dict[Path, Any] = {("model", "dtype"): "float32"}
+"""What a run writes down in the place of `auto`, where that is what any machine may choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ def understood(config: dict[str, Any]) -> dict[str, Any]:
 
 def _below(whole: dict[str, Any], table: Any, path: Path) -> Iterator[Changed]:
     value = table[path[-1]]
+    if FILLED_IN.get(path) == value:
+        return
     without = _resolved(_without(whole, path))
     if without == whole:
         return

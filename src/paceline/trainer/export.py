@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paceline.model.dtypes import dtype_name, export_dtype
+
 
 def export(
     model: PreTrainedModel,
@@ -18,7 +20,8 @@ def export(
 ) -> None:
     """Weights, config and tokenizer. Adapters are merged into the weights and also saved beside them in peft's form.
 
-    Of a sharded model the whole tensors must be given, with the type they are in."""
+    Of a sharded model the whole tensors must be given, with the type they are in. Weights are written in the type of
+    the checkpoint the model was loaded from, so that an export is as large as its source."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted = hasattr(model, "peft_config")
     state = model.state_dict() if state is None else state
@@ -27,14 +30,28 @@ def export(
     shell = copy.copy(model)
     shell.config = copy.deepcopy(model.config)
     shell._hf_peft_config_loaded = False
-    shell.save_pretrained(folder, state_dict={name: t.detach().cpu().contiguous() for name, t in state.items()})
-    if dtype not in (None, model.dtype):
-        shell.config.dtype = dtype
+    written = getattr(torch, export_dtype(model.name_or_path, dtype_name(dtype or model.dtype)))
+    shell.save_pretrained(folder, state_dict=_plain(state, written))
+    if written != model.dtype:  # which saving takes from the module
+        shell.config.dtype = written
         shell.config.save_pretrained(folder)
     if adapted:
         _save_adapter(model, folder / "adapter")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _plain(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors to write. What two names share stays shared, so that saving leaves the second one out."""
+    out: dict[str, Tensor] = {}
+    seen: dict[tuple, Tensor] = {}
+    for name, tensor in state.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in seen:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            seen[key] = tensor.detach().to("cpu", kind).contiguous()
+        out[name] = seen[key]
+    return out
 
 
 def merged_state(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

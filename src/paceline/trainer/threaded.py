@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
+from paceline.model.dtypes import dtype_name
 from paceline.model.saving import writing
 from paceline.model.weights import WeightUpdate
 from paceline.trainer.base import StepReport, TrainerError
@@ -135,8 +136,10 @@ class ThreadedTrainer(ABC, Generic[L]):
             return f"; the batch could not be written to {path}: {error}"
         return f"; the batch is in {path} (see it with `paceline replay {self._dumps.parent} --dump {step}`)"
 
-    def _state(self) -> dict:
-        return {"version": self.version, "bad_steps": self._bad_steps} | self.learner.state()
+    def _state(self, dtype: object) -> dict:
+        """Counters, and the type the model computes in: a run resumed on other hardware keeps it."""
+        counters = {"version": self.version, "bad_steps": self._bad_steps, "dtype": dtype_name(dtype)}
+        return counters | self.learner.state()
 
     def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
         """Go on from a checkpoint that was read."""

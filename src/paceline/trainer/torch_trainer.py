@@ -156,7 +156,7 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
     def _save(self, folder: Path) -> None:
         world = self.learner.ranks.all
         tensors = self.learner.tensors() | noise(self.learner.device, world.rank if world.group else None)
-        checkpoint.write(folder, tensors, self._state(), world.group)
+        checkpoint.write(folder, tensors, self._state(self.learner.layout.dtype), world.group)
 
     def _load(self, folder: Path) -> None:
         world = self.learner.ranks.all

@@ -6,7 +6,7 @@ model with another base runs on and talks nonsense.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from mlx_lm.utils import load_model as load_mlx
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from paceline.config.model import Model
-from paceline.model.naming import ModelError, first_line, resolve
+from paceline.model.dtypes import compute_dtype
+from paceline.model.naming import ModelError, base_name, first_line, resolve
 
 ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 
@@ -31,6 +32,8 @@ class MlxModel:
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
     folder: Path
+    base: str
+    """The model's hub name or absolute folder."""
     dtype: mx.Dtype
     """What it computes in; a quantised base keeps its packed weights."""
     fp32_head: bool = False
@@ -95,14 +98,18 @@ def load_model(config: Model) -> MlxModel:
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # mlx has the last for a damaged file
         raise ModelError(f"model `{config.name}` cannot be loaded with mlx: {first_line(error)}") from error
     _check_rope(net, asked, config.name)
-    dtype = getattr(mx, config.dtype)
+    dtype = getattr(mx, compute_dtype(config, mlx_device()))
     net.set_dtype(dtype)
     net.eval()
     generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-    model = MlxModel(net, described, generation, folder, dtype, config.fp32_head)
+    model = MlxModel(net, described, generation, folder, base_name(config.name), dtype, config.fp32_head)
     _check(model, config.name)
     mx.eval(net.parameters())
     return model
+
+
+def mlx_device() -> str:
+    return "mlx-gpu" if mx.default_device() == mx.gpu else "mlx-cpu"
 
 
 def find_folder(name: str) -> Path:
@@ -168,9 +175,7 @@ def _check(model: MlxModel, name: str) -> None:
 
 def twin(model: MlxModel) -> MlxModel:
     """A second module tree over the same arrays, which cost nothing to share: they never change, modules do."""
-    return MlxModel(
-        _cloned(model.net), model.config, model.generation_config, model.folder, model.dtype, model.fp32_head
-    )
+    return replace(model, net=_cloned(model.net))
 
 
 def _cloned(part: Any) -> Any:

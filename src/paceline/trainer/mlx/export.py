@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
+from paceline.model.dtypes import dtype_name, export_dtype
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import LoraLinear, adapted_layers
 from paceline.model.saving import write_tensors
@@ -23,12 +24,14 @@ def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | N
     """Weights, config and tokenizer. Adapters are merged into the weights, and also saved beside them as peft and as
     mlx-lm read them."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(merged(model), folder / "model.safetensors", {"format": "pt"})
+    dtype = export_dtype(model.base, dtype_name(model.dtype))
+    weights = {name: array.astype(getattr(mx, dtype)) for name, array in merged(model).items()}
+    write_tensors(weights, folder / "model.safetensors", {"format": "pt"})
     config = copy.deepcopy(model.config)
     for name in QUANTISED:
         if hasattr(config, name):
             delattr(config, name)
-    config.dtype = str(model.dtype).rpartition(".")[2]
+    config.dtype = dtype
     config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -67,7 +70,7 @@ def _save_for_peft(layers: Mapping[str, LoraLinear], model: MlxModel, folder: Pa
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model.config.name_or_path),
+        "base_model_name_or_path": model.base,
         "r": rank,
         "lora_alpha": scale * rank,
         "lora_dropout": dropout,

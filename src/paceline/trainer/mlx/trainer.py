@@ -40,7 +40,7 @@ class MlxTrainer(ThreadedTrainer[MlxLearner]):
         return WeightUpdate(self.version, settled(tensors), Adapter("", scale), canary=canary)
 
     def _save(self, folder: Path) -> None:
-        checkpoint.write(folder, self.learner.tensors(), self._state())
+        checkpoint.write(folder, self.learner.tensors(), self._state(self._model.dtype))
 
     def _load(self, folder: Path) -> None:
         self._take_up(folder, *checkpoint.read(folder))

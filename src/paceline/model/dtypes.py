@@ -1,0 +1,47 @@
+"""The compute type that `model.dtype = "auto"` stands for on a device of this machine."""
+
+from paceline.config.model import Dtype, Model
+from paceline.model.naming import resolve
+from paceline.planner.dtypes import HALVES, cpu_halves, fitting, stored_dtype
+
+
+def compute_dtype(model: Model, device: str) -> Dtype:
+    """The run file's type; under `auto` the checkpoint's own where `device` computes it fast, else float32."""
+    if model.dtype != "auto":
+        return model.dtype
+    return fitting(checkpoint_dtype(model.name), _fast(device))
+
+
+def checkpoint_dtype(name: str) -> Dtype | None:
+    """The type a model's weights are stored in; of a hub model that is not here yet its `config.json` is fetched."""
+    source = resolve(name)
+    found = stored_dtype(source)
+    if found is None and "/" in source and not source.startswith("/"):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            hf_hub_download(source, "config.json")
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+            return None  # loading the model says what is wrong
+        found = stored_dtype(source)
+    return found
+
+
+def export_dtype(name: str | None, computed: str) -> str:
+    """The type an export is written in: the checkpoint's own, unless the run computed in a narrower one."""
+    stored = checkpoint_dtype(name) if name else None
+    return computed if stored is None or (computed in HALVES and stored not in HALVES) else stored
+
+
+def dtype_name(dtype: object) -> str:
+    """`bfloat16` for torch's and mlx's objects of that name."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _fast(device: str) -> frozenset[Dtype]:
+    if device.startswith("cuda"):
+        import torch
+
+        return HALVES if torch.cuda.get_device_capability(device)[0] >= 8 else frozenset(("float16",))
+    return HALVES if device == "mlx-gpu" else frozenset() if device == "mlx-cpu" else cpu_halves()
