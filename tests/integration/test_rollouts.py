@@ -38,6 +38,7 @@ from paceline.envs.search.corpus import BUILT_IN
 from paceline.envs.search.server import build_app
 from paceline.errors import PacelineError
 from paceline.inference.server.run import listen
+from paceline.model import load_tokenizer
 from paceline.monitor.show_rollout import show_rollout, show_summary
 
 SEARCHING = re.compile(r"paceline: searching (\d+) documents at (http://\S+)/search")
@@ -443,6 +444,38 @@ def test_the_function_prints_episodes_and_answers_with_an_exit_code():
     assert re.search(r"^2 rollouts  reward \d\.\d{3}", text.splitlines()[-1])
 
 
+def test_json_is_one_object_a_rollout_and_raw_is_what_the_model_saw():
+    config = load_rollouts("calculator", ["--sampling.max-tokens", "4"]).config
+    out = io.StringIO()
+    rollouts(config, RolloutOptions(count=2, json=True, raw=True, ids=True), out)
+    played = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [record["env"] for record in played] == ["calculator"] * 2
+    tokenizer = load_tokenizer(config.model)
+    for record in played:
+        assert record["reward"] is not None
+        assert record["metrics"]["calls"] == 0
+        assert [tool["function"]["name"] for tool in record["tools"]] == ["calculator"]
+        (turn,) = record["turns"]
+        assert turn["prompt"] == tokenizer.decode(turn["prompt_ids"])
+        assert turn["prompt"].startswith("<|user|>What is ")
+        assert turn["prompt"].endswith("<|end|><|assistant|>")
+        assert turn["prompt_tokens"] == len(turn["prompt_ids"])
+        assert record["tokens"] == len(turn["completion_ids"]) == len(turn["logprobs"])
+        assert turn["completion"].startswith(record["messages"][-1]["content"])
+    shown = io.StringIO()
+    rollouts(config, RolloutOptions(count=1, raw=True), shown)
+    assert played[0]["turns"][0]["prompt"] in shown.getvalue(), "unbroken, at any width"
+
+
+def test_tools_are_shown_with_the_episode():
+    out = io.StringIO()
+    rollouts(load_rollouts("calculator", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
+    assert "tool calculator(expression): Works out an arithmetic expression" in out.getvalue()
+    out = io.StringIO()
+    rollouts(load_rollouts("reverse-text", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
+    assert "tool " not in out.getvalue()
+
+
 def test_what_cannot_be_played_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="reverse-txt"):
         load_target("reverse-txt", [])
@@ -459,6 +492,8 @@ def test_what_cannot_be_played_is_a_sentence(tmp_path):
         RolloutOptions(count=0)
     with pytest.raises(PacelineError, match="give its base URL with --endpoint"):
         RolloutOptions(api_key="secret")
+    with pytest.raises(PacelineError, match="give --json too"):
+        RolloutOptions(ids=True)
 
 
 SLOW = """

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from paceline.cli.commands import Commands
+from paceline.cli.eval import add_eval
+from paceline.cli.export import add_export
 from paceline.cli.initialising import add_init
 from paceline.cli.looking import add_diff, add_doctor, add_report, add_top, add_ui
 from paceline.cli.machines import add_down, add_status, add_up
@@ -35,6 +37,8 @@ examples:
   paceline ui                                              look at all runs in a browser, live
   paceline diff runs/a runs/b                              the first thing in which two runs differ
   paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two ways is better, and is it sure?
+  paceline eval runs/quickstart paceline:quickstart        a run and the model it began from, on held-out rows
+  paceline export runs/quickstart@20 -o my-model           a checkpoint as a Hugging Face folder
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
@@ -44,6 +48,8 @@ IN_ORDER = (
     add_train,
     add_ab,
     add_check,
+    add_eval,
+    add_export,
     add_serve,
     add_rollout,
     add_up,
@@ -62,7 +68,7 @@ IN_ORDER = (
     add_schema,
 )
 """As `paceline --help` lists them."""
-WITH_KEYS = ("train", "ab", "check", "serve", "rollout", "play", "replay")
+WITH_KEYS = ("train", "ab", "eval", "check", "serve", "rollout", "play", "replay")
 """Those whose other arguments are keys of the run file."""
 
 

@@ -14,6 +14,8 @@ examples:
   paceline rollout my-run.toml --env tools --split eval    an environment of a run file, on held-out rows
   paceline rollout gsm8k --dataset gsm8k/train.jsonl --endpoint http://127.0.0.1:8000/v1
   paceline rollout my-run.toml --row 3 -n 8                one row, as a group would play it
+  paceline rollout my-run.toml -n 1 --raw                  the prompt as the template renders it, special tokens and all
+  paceline rollout my-run.toml --json | jq .reward         one JSON object a rollout
 """
     + OVERRIDES
 )
@@ -47,13 +49,28 @@ def add_rollout(commands: Commands) -> None:
     rollout.add_argument("--endpoint-model", help="the model's name there (the first it lists)")
     rollout.add_argument("--api-key", help="what the endpoint wants to be sent")
     rollout.add_argument("--concurrency", type=int, default=8, help="episodes at once (8)")
+    rollout.add_argument("--json", action="store_true", help="print one JSON object a rollout, one line each")
+    rollout.add_argument("--raw", action="store_true", help="show each prompt exactly as the model sees it")
+    rollout.add_argument("--ids", action="store_true", help="with --json: token ids and log probabilities, too")
 
 
 def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.cluster.rollouts import RolloutOptions, rollouts
 
     loaded = load_target(known.target, overrides)
-    names = ("count", "env", "split", "row", "endpoint", "endpoint_model", "api_key", "concurrency")
+    names = (
+        "count",
+        "env",
+        "split",
+        "row",
+        "endpoint",
+        "endpoint_model",
+        "api_key",
+        "concurrency",
+        "json",
+        "raw",
+        "ids",
+    )
     return rollouts(loaded.config, RolloutOptions(**{name: getattr(known, name) for name in names}))
 
 

@@ -10,6 +10,7 @@ SERVING = """
 examples:
   paceline serve paceline:quickstart                       the tiny model of the package, at http://127.0.0.1:8000/v1
   paceline serve ./my-model --name mine --port 9000        a Hugging Face folder, under a name of your choice
+  paceline serve runs/quickstart                           what that run exported
   paceline serve runs/quickstart/config.toml --engine.max_running 64
   paceline serve ./my-model --host 0.0.0.0 --api-key KEY   for other machines; the key may stand in PACELINE_API_KEY
   paceline serve ./my-model --allow runs                   POST /weights/load may read below runs/
@@ -27,7 +28,7 @@ def add_serve(commands: Commands) -> None:
     serve = commands.add("serve", _serve, "Serve a model with the OpenAI API.", SERVING)
     serve.add_argument(
         "model",
-        help="Hugging Face folder or hub name, paceline:quickstart, run file (TOML) or example",
+        help="Hugging Face folder or hub name, paceline:quickstart, a run directory, a run file (TOML) or an example",
     )
     serve.add_argument("--host", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8000)")
@@ -61,7 +62,9 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
         isolate=known.isolate,
         scores_only=known.scores_only,
     )
-    loaded = load_served(known.model, overrides)
+    from paceline.cluster.targets import served_model
+
+    loaded = load_served(served_model(known.model), overrides)
     from paceline.cluster.serving import serve_model
     from paceline.inference import EngineError
 

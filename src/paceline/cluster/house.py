@@ -43,6 +43,8 @@ class House:
     close: Callable[[], Coroutine[Any, Any, None]]
     spell: Callable[[Sequence[int]], str]
     """A prompt that was given as tokens, for people."""
+    voice: Voice | None = None
+    """What the seats speak through, where their tokens are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def _exact(
     def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> Table:
         return Table(voice, noise, 0, actors, guests)
 
-    return House(table, recorder, close, spell)
+    return House(table, recorder, close, spell, voice)
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from paceline.data import Row, Ticket, order_of
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, Overloaded, RequestError
+from paceline.monitor.files import plain
 from paceline.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import RealClock
 from paceline.orchestrator.episodes import assigned, fault
@@ -52,6 +54,12 @@ class RolloutOptions:
     api_key: str | None = field(default=None, repr=False)
     concurrency: int = 8
     """Episodes played at once."""
+    json: bool = False
+    """Print one JSON object a rollout and nothing else."""
+    raw: bool = False
+    """Show each turn's prompt exactly as the model sees it, with special tokens."""
+    ids: bool = False
+    """Add each turn's token ids and log probabilities to the JSON."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.concurrency < 1:
@@ -62,20 +70,30 @@ class RolloutOptions:
             raise PacelineError(
                 "--endpoint-model and --api-key are about an endpoint: give its base URL with --endpoint"
             )
+        if self.ids and not self.json:
+            raise PacelineError("--ids adds token ids to the JSON: give --json too")
 
 
 def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None = None) -> int:
     """Play and print; answers with an exit code: 1 if any episode failed. Ctrl-C raises KeyboardInterrupt."""
-    console = Console(file=stream)
+    console = Console(file=stream, quiet=options.json)
     section = pick_section(config, options.env)
     environment = build_environment(section)
     console.print(Text(f"{section.name}, played by {options.endpoint or config.model.name}", "dim"))
+
+    def show(record: Record) -> None:
+        show_rollout(record, console)
+        if options.json:
+            print(json.dumps(plain(record), ensure_ascii=False), file=stream, flush=True)
+
     address = Address(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
     with open_house(config, sampling_on(config, options.split), address, options.concurrency) as house:
-        playing = play_some(
-            section, options, house, environment, seed=config.seed, show=lambda record: show_rollout(record, console)
-        )
-        played = asyncio.run(playing)
+        if house.voice is None and (options.raw or options.ids):
+            raise PacelineError(
+                f"{options.endpoint} is asked in words, so nobody here sees its tokens: leave --raw and --ids out, or "
+                "let the model of the run file play in this process or behind `paceline serve`"
+            )
+        played = asyncio.run(play_some(section, options, house, environment, seed=config.seed, show=show))
     show_summary(played, console)
     return int(any(record["error"] for record in played))
 
@@ -118,7 +136,8 @@ async def play_some(
             if ticket.number not in prepared:
                 row = ready(environment, options.split, rows[ticket.row], ticket, seed)
                 prepared[ticket.number] = asyncio.ensure_future(row)
-            return records(await episode(section, environment, house, prepared[ticket.number], ticket, member, seed))
+            played = await episode(section, environment, house, prepared[ticket.number], ticket, member, seed)
+            return records(played, raw=options.raw, ids=options.ids)
 
     drawn = islice(draws(section, options.split, options.row, rows, seed), options.count)
     tasks = [asyncio.create_task(one(*draw)) for draw in drawn]
@@ -235,8 +254,8 @@ def _place(error: BaseException) -> str:
 # -- telling ----------------------------------------------------------------------------------------------------------
 
 
-def records(played: Played) -> list[Record]:
-    """A record for each seat that spoke."""
+def records(played: Played, *, raw: bool = False, ids: bool = False) -> list[Record]:
+    """A record for each seat that spoke; with what each turn's prompt was, as text or as token ids, where asked."""
     outcome = played.outcome
     spoke = {name: seat for name, seat in played.table.items() if seat.turns} or dict(list(played.table.items())[:1])
     metrics = outcome.metrics if outcome else {}
@@ -258,6 +277,7 @@ def records(played: Played) -> list[Record]:
             played.house,
         )
         | {"seconds": played.seconds}
+        | ({"turns": [_turn(turn, played.house, raw, ids) for turn in seat.turns]} if raw or ids else {})
         for name, seat in spoke.items()
     ]
 
@@ -267,11 +287,20 @@ def _record(rollout: Rollout, seat: Seat, house: House) -> Record:
     conversations = told(rollout.turns, house.spell)
     last = conversations[-1] if conversations else {"messages": [], "sampled": []}
     record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}
+    if tools := next((turn.tools for turn in reversed(rollout.turns) if turn.tools), None):
+        record["tools"] = tools
     if len(conversations) > 1:
         record["conversations"] = conversations
     if isinstance(seat, WordSeat):
         return record | {"tokens": seat.tokens}
     return record | {"context": rollout.trajectory_length, "samples": len(assemble(rollout))}
+
+
+def _turn(turn: Turn, house: House, raw: bool, ids: bool) -> Record:
+    """One call of the model, exactly: what it was given and what it sampled."""
+    text = {"prompt": house.spell(turn.prompt_ids), "completion": house.spell(turn.completion_ids)} if raw else {}
+    tokens = {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logprobs": turn.logprobs}
+    return text | {"finish": turn.finish, "prompt_tokens": len(turn.prompt_ids)} | (tokens if ids else {})
 
 
 def told(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:

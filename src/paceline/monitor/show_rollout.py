@@ -8,6 +8,8 @@ A record is a plain dict, as `Rollout.record()` gives it. Keys, all of them opti
     reward, metrics, error             how it ended
     tokens, context, samples           sampled tokens, tokens of the longest prompt with its reply, training samples
     versions, finish, seconds
+    tools                              what the prompt offered, in OpenAI's form
+    turns                              each call's `prompt` and `completion` as exact text, shown in place of messages
 """
 
 import json
@@ -35,7 +37,14 @@ def show_rollout(record: Record, console: Console | None = None) -> None:
     console = console or Console()
     width = min(console.width, MAX_WIDTH)
     console.print(Rule(_heading(record), style="bright_black", align="left"), width=width)
-    conversations = record.get("conversations") or [{"messages": record.get("messages") or []} | _sampled(record)]
+    for line in _tools(record.get("tools") or ()):
+        console.print(line, soft_wrap=True)
+    turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
+    for number, turn in enumerate(turns, start=1):
+        _show_exactly(turn, number, console)
+    conversations = (
+        [] if turns else record.get("conversations") or [{"messages": record.get("messages") or []} | _sampled(record)]
+    )
     for number, conversation in enumerate(conversations, start=1):
         if len(conversations) > 1:
             console.print(Text(f"conversation {number} of {len(conversations)}", "dim"))
@@ -75,6 +84,23 @@ def _heading(record: Record) -> Text:
     if record.get("trained") is False:
         parts.append("not trained")
     return Text(" · ".join(parts), "bold cyan")
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """`tool calculator(expression): what it does` for each."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        names = ", ".join((function.get("parameters") or {}).get("properties") or {})
+        line = Text(_plain(f"tool {function.get('name')}({names})"), "magenta")
+        yield line.append(_plain(f": {function['description']}") if function.get("description") else "", "dim")
+
+
+def _show_exactly(turn: Mapping[str, Any], number: int, console: Console) -> None:
+    """A prompt and what was sampled from it, letter by letter: no frame, no wrapping."""
+    console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
+    console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
+    console.print(Text(f"sampled in turn {number}", "bold green"))
+    console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
 
 
 def _sampled(record: Record) -> dict[str, Any]:

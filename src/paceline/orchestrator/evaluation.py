@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import comb
+from math import comb, sqrt
 
 from paceline.config import Eval
 from paceline.data import Row, Ticket
@@ -13,6 +13,8 @@ from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import EpisodeLost, Player
 from paceline.rollout import Rollout
 
+SURE = 1.96
+"""Standard errors on either side of a 95% interval."""
 PASS = 0.5
 """A reward of at least this counts as a pass."""
 
@@ -67,28 +69,29 @@ async def _course(
 
     actors = list(course.environment.actors)
     mine = actors[0] if actors else POLICY
-    by_actor: dict[str, list[Rollout]] = {}
     tried = await asyncio.gather(*map(tries, range(len(rows))))
-    told([rollout for played in tried for rollout in played])
-    for rollout in (rollout for played in tried for rollout in played):
-        by_actor.setdefault(rollout.actor, []).append(rollout)
-    if lost := _all_lost(by_actor):
-        raise RunStopped(f"every evaluation episode failed; the first cause: {lost}")
-    metrics: dict[str, float] = {}
-    for actor, rollouts in by_actor.items():
-        # Whoever an episode opens a seat for besides the environment's one actor is told apart by name.
-        prefix = f"eval/{course.name}" if actors == [actor] else f"eval/{course.name}/{actor}"
-        metrics |= {f"{prefix}/{key}": value for key, value in _summary(rollouts, config.samples).items()}
-    return metrics
+    rollouts = [rollout for played in tried for rollout in played]
+    told(rollouts)
+    if all(rollout.reward is None for rollout in rollouts):
+        raise RunStopped(f"every evaluation episode failed; the first cause: {rollouts[0].error}")
+    return {
+        f"eval/{name}/{key}": value
+        for name, played in by_actor(course, rollouts).items()
+        for key, value in summarise(played, config.samples).items()
+    }
 
 
-def _all_lost(by_actor: dict[str, list[Rollout]]) -> str | None:
-    """The first cause, if no episode of any actor was finished."""
-    rollouts = [rollout for played in by_actor.values() for rollout in played]
-    return rollouts[0].error if all(rollout.reward is None for rollout in rollouts) else None
+def by_actor(course: Course, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Rollouts of an environment under its name, or under `name/actor` for actors beside its only one."""
+    actors, found = list(course.environment.actors), {}
+    for rollout in rollouts:
+        name = course.name if actors == [rollout.actor] else f"{course.name}/{rollout.actor}"
+        found.setdefault(name, []).append(rollout)
+    return found
 
 
-def _summary(rollouts: list[Rollout], samples: int) -> dict[str, float]:
+def summarise(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
+    """What an evaluation reports of one actor's rollouts."""
     finished = [r for r in rollouts if r.reward is not None]
     if not finished:
         return {"failed": float(len(rollouts))}
@@ -97,13 +100,42 @@ def _summary(rollouts: list[Rollout], samples: int) -> dict[str, float]:
         out[name] = _mean([r.metrics[name] for r in finished if name in r.metrics])
     out["length"] = _mean([float(r.completion_length) for r in finished])
     out["truncated_ratio"] = _mean([float(r.truncated) for r in finished])
-    if samples > 1:
-        tries = Counter(rollout.ticket for rollout in rollouts)
-        passes = Counter(rollout.ticket for rollout in rollouts if (rollout.reward or 0.0) >= PASS)
-        for k in sorted({1, samples} | {2**i for i in range(1, samples.bit_length()) if 2**i < samples}):
-            # An actor may sit in several seats of one episode, and then has more tries than there are samples.
-            out[f"pass@{k}"] = _mean([pass_at(max(samples, n), passes[ticket], k) for ticket, n in tries.items()])
-    return out
+    return out | {name: _mean(values) for name, values in _passes(rollouts, samples).items()}
+
+
+def _passes(rollouts: Sequence[Rollout], samples: int) -> dict[str, list[float]]:
+    """pass@k of each row, where rows are tried more than once."""
+    if samples == 1:
+        return {}
+    tries = Counter(rollout.ticket for rollout in rollouts)
+    passes = Counter(rollout.ticket for rollout in rollouts if (rollout.reward or 0.0) >= PASS)
+    # An actor may sit in several seats of one episode, and then has more tries than there are samples.
+    return {
+        f"pass@{k}": [pass_at(max(samples, n), passes[ticket], k) for ticket, n in tries.items()]
+        for k in sorted({1, samples} | {2**i for i in range(1, samples.bit_length()) if 2**i < samples})
+    }
+
+
+def intervals(rollouts: Sequence[Rollout], samples: int) -> dict[str, tuple[float, float]]:
+    """95% intervals of an evaluation's means, over rows: tries of one row are no independent evidence."""
+    finished = [r for r in rollouts if r.reward is not None]
+    values: dict[str, dict[Ticket, list[float]]] = {}
+    for r in finished:
+        own = {"reward": r.reward or 0.0, "length": float(r.completion_length), "truncated_ratio": float(r.truncated)}
+        for name, value in (r.metrics | own).items():
+            values.setdefault(name, {}).setdefault(r.ticket, []).append(value)
+    rows = {name: [_mean(tried) for tried in found.values()] for name, found in values.items()}
+    return {name: _interval(found) for name, found in (rows | _passes(rollouts, samples)).items()}
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Of a mean: Wilson's for shares, which stays honest where all rows agree; else the normal one."""
+    n, mean = len(values), _mean(values)
+    if all(value in (0.0, 1.0) for value in values):
+        centre, spread = mean + SURE**2 / (2 * n), SURE * sqrt(mean * (1 - mean) / n + (SURE / (2 * n)) ** 2)
+        return max(0.0, (centre - spread) / (1 + SURE**2 / n)), min(1.0, (centre + spread) / (1 + SURE**2 / n))
+    half = SURE * sqrt(sum((value - mean) ** 2 for value in values) / (n * max(1, n - 1)))
+    return mean - half, mean + half
 
 
 def pass_at(n: int, correct: int, k: int) -> float:
@@ -115,5 +147,5 @@ def pass_at(n: int, correct: int, k: int) -> float:
     return 1.0 if n - correct < k else 1.0 - comb(n - correct, k) / comb(n, k)
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

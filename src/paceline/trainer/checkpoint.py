@@ -14,11 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from paceline.model.loading import trainable
 from paceline.model.saving import write_tensors, writing
 from paceline.trainer.base import TrainerError
 from paceline.trainer.files import FILE, FOLDER, read_state, write_state
@@ -71,6 +72,16 @@ def masters(folder: Path) -> dict[str, Tensor]:
     else:
         tensors, _ = read(folder, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), None)
     return {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+
+
+def put_masters(model: nn.Module, folder: Path) -> None:
+    """Give a model the weights of a checkpoint, rounded to the types it computes in."""
+    saved, own = masters(folder), trainable(model)
+    if saved.keys() != own.keys():
+        raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(saved.pop(name))
 
 
 @contextmanager

@@ -17,11 +17,14 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     state: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    written: torch.dtype | None = None,
+    adapter: bool = True,
 ) -> None:
     """Weights, config and tokenizer. Adapters are merged into the weights and also saved beside them in peft's form.
 
-    Of a sharded model the whole tensors must be given, with the type they are in. Weights are written in the type of
-    the checkpoint the model was loaded from, so that an export is as large as its source."""
+    Of a sharded model the whole tensors must be given, with the type they are in. Weights are `written` in the type of
+    the checkpoint the model was loaded from unless another is given, so that an export is as large as its source."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted = hasattr(model, "peft_config")
     state = model.state_dict() if state is None else state
@@ -30,13 +33,13 @@ def export(
     shell = copy.copy(model)
     shell.config = copy.deepcopy(model.config)
     shell._hf_peft_config_loaded = False
-    written = getattr(torch, export_dtype(model.name_or_path, dtype_name(dtype or model.dtype)))
+    written = written or getattr(torch, export_dtype(model.name_or_path, dtype_name(dtype or model.dtype)))
     shell.save_pretrained(folder, state_dict=_plain(state, written))
     if written != model.dtype:  # which saving takes from the module
         shell.config.dtype = written
         shell.config.save_pretrained(folder)
-    if adapted:
-        _save_adapter(model, folder / "adapter")
+    if adapted and adapter:
+        save_adapter(model, folder / "adapter")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -70,7 +73,8 @@ def merged_state(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> dict[st
     return state
 
 
-def _save_adapter(model: PreTrainedModel, folder: Path) -> None:
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """The adapter alone, in peft's form."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
