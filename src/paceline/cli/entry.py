@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from paceline.cli.commands import Commands
+from paceline.cli.config import add_config
 from paceline.cli.eval import add_eval
 from paceline.cli.export import add_export
 from paceline.cli.initialising import add_init
@@ -40,6 +41,7 @@ examples:
   paceline eval runs/quickstart paceline:quickstart        a run and the model it began from, on held-out rows
   paceline export runs/quickstart@20 -o my-model           a checkpoint as a Hugging Face folder
   paceline serve paceline:quickstart                       a model behind the OpenAI API
+  paceline config trainer.optimizer                        keys of the run file: default, type, meaning
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
 
@@ -65,6 +67,7 @@ IN_ORDER = (
     add_ui,
     add_data,
     add_search,
+    add_config,
     add_schema,
 )
 """As `paceline --help` lists them."""

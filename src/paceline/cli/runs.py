@@ -108,7 +108,7 @@ def _check(known: argparse.Namespace, overrides: list[str]) -> int:
         return _compare(known)
     loaded = load_target(known.file, overrides)
     if not known.json:
-        print(dump(loaded.config), end="", flush=True)
+        print(dump(loaded.config, unset=True), end="", flush=True)
     show_warnings(loaded)
     _show_plan(loaded, known)
     print(f"paceline: {known.file} is valid", file=sys.stderr)

@@ -16,6 +16,7 @@ class Sampling(Section):
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion of one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
     """0 keeps the whole vocabulary."""
     stop_token_ids: list[int] = Field(default_factory=list)

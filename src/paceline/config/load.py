@@ -1,6 +1,9 @@
 """Reading and writing the run file."""
 
+import re
+import tomllib
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from paceline.config import edit
+from paceline.config.base import Section
 from paceline.config.document import Document, Origin
 from paceline.config.errors import ConfigError, explain
 from paceline.config.examples import find_run_file
@@ -68,9 +72,47 @@ def _validate(table: dict[str, Any]) -> Loaded:
     return Loaded(config, ours)
 
 
-def dump(config: RunConfig) -> str:
-    """The resolved run file. Loading it gives an equal config."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+def dump(config: RunConfig, *, unset: bool = False) -> str:
+    """The resolved run file. Loading it gives an equal config. With `unset`, comments name the keys without a value."""
+    text = tomli_w.dumps(config.model_dump(exclude_none=True))
+    return _with_unset(text, config) if unset else text
+
+
+def _with_unset(text: str, config: RunConfig) -> str:
+    """Each table of a dump, followed by the keys that it leaves out."""
+    blocks = re.split(r"(?m)^(?=\[)", text)  # a line within an array is indented
+    counted: Counter[str] = Counter()
+    out = []
+    for block in blocks:
+        section: Any = config
+        if block.startswith("["):
+            header = block.splitlines()[0]
+            section = _at_header(header, config, counted)
+            if header.startswith("[["):
+                counted[header] += 1
+                for below in [known for known in counted if known.startswith(f"{header[:-2]}.")]:
+                    del counted[below]  # lists within an element begin anew
+        missing = [name for name, value in section if value is None] if isinstance(section, Section) else []
+        out.append(block.rstrip("\n") + "".join(f"\n# {name} = (unset)" for name in missing) + "\n")
+    return "\n".join(out)
+
+
+def _at_header(header: str, config: RunConfig, counted: Counter[str]) -> Any:
+    """The section under a header such as `[env.algo]`, which is about the newest `[[env]]`."""
+    node: Any = config
+    table: Any = tomllib.loads(header)
+    trail = ""
+    while table:
+        table = table[0] if isinstance(table, list) else table
+        if not table:
+            break
+        ((key, table),) = table.items()
+        trail = f"{trail}.{key}" if trail else key
+        node = node.get(key) if isinstance(node, dict) else getattr(node, key, None)
+        if isinstance(node, list):
+            seen = counted[f"[[{trail}]]"]
+            node = node[seen if header == f"[[{trail}]]" else seen - 1]
+    return node
 
 
 def dump_with_absolute_paths(config: RunConfig) -> str:

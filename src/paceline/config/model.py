@@ -15,9 +15,11 @@ class Lora(Section):
     """Train low-rank adapters and leave the base frozen."""
 
     rank: int = Field(default=16, ge=1)
+    """Rows of the low-rank factors."""
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that training sets to zero."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Module names that get an adapter."""
 

@@ -161,7 +161,9 @@ class RunConfig(Section):
     trainer: Trainer = Trainer()
     cluster: Cluster = Cluster()
     algo: AlgorithmConfig = GRPO()
+    """The algorithm of all environments that name none of their own, by `type`."""
     env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseText()]
+    """The environments that rollouts come from, by `type`."""
     filters: Filters = Filters()
     length: Length = Length()
     replay: Replay = Replay()

@@ -30,7 +30,9 @@ class PPO(Section):
 
     type: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Clip a token's ratio below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
+    """Clip a token's ratio above at 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound the loss of negative advantages at this ratio; off when left out."""
 
@@ -129,12 +131,16 @@ class Optimizer(Section):
     """AdamW."""
 
     lr: float = Field(default=1e-5, ge=0)
-    """Learning rate."""
+    """Learning rate after warm-up."""
     # Not strict, since TOML has lists only; the numbers in it still are.
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of an update."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, times the learning rate."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Longer gradients are scaled down to this norm."""
     offload: bool = False
     """Keep masters, moments and gradient sums in the host's memory and step there: slower, and 16 bytes a parameter
     less on the GPU."""
@@ -151,6 +157,7 @@ class Trainer(Section):
 
     optimizer: Optimizer = Optimizer()
     loss: LossConfig = DPPO()
+    """The policy loss, by `type`."""
     normalise: Literal["token", "sample", "fixed"] = "token"
     """Divide a component's sum by its tokens, its samples' own lengths, or samples times `fixed_length`."""
     fixed_length: int = Field(default=1024, ge=1)

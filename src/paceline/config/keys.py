@@ -1,0 +1,228 @@
+"""Lists every key of the run file with type, default and meaning, read off the sections themselves."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from paceline.config.base import Section
+from paceline.config.errors import ConfigError
+from paceline.config.fields import ROOT, Spot
+from paceline.config.load import schema
+from paceline.config.wording import either, expected
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """One key of a table."""
+
+    name: str
+    kind: str
+    """What may be written, in words."""
+    default: str
+    """As TOML has it; `unset` where leaving it out means something else, `required` where it cannot be left out."""
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigTable:
+    """A table of the run file, or what one `type` of it has besides the keys of all types."""
+
+    path: str
+    """Dotted, without the places of list elements; empty for the top of the file."""
+    type: str
+    listed: bool
+    """It stands in double brackets, once for each element."""
+    meaning: str
+    keys: tuple[ConfigKey, ...]
+
+    @property
+    def header(self) -> str:
+        """As the run file writes it."""
+        brackets = f"[[{self.path}]]" if self.listed else f"[{self.path}]" if self.path else "top of the file"
+        return f'{brackets} type = "{self.type}"' if self.type else brackets
+
+
+def tables() -> list[ConfigTable]:
+    """All tables, each once: where another key takes the same table, its meaning says which."""
+    return list(_tables(ROOT, "", False, {}))
+
+
+def find_tables(asked: str) -> list[ConfigTable]:
+    """The tables at or below a dotted key such as `trainer.optimizer`, `env.gsm8k` or `trainer.optimizer.lr`."""
+    seen: dict[tuple, str] = {}
+    whole = list(_tables(ROOT, "", False, seen))
+    path = _canonical(asked, seen)
+    below = [table for table in whole if f"{_address(table)}.".startswith(f"{path}.")]
+    if below:
+        return below
+    parent, _, name = path.rpartition(".")
+    found = [
+        ConfigTable(table.path, table.type, table.listed, table.meaning, (key,))
+        for table in whole
+        for key in table.keys
+        if key.name == name and parent in (table.path, _address(table))
+    ]
+    if not found:
+        known = {_address(table) for table in whole} | {_joined(t.path, key.name) for t in whole for key in t.keys}
+        similar = [f"`{near}`" for near in get_close_matches(path, known, n=3)]
+        hint = f"; did you mean {either(similar)}?" if similar else ": `paceline config` lists them all"
+        raise ConfigError([f"the run file has no key `{asked}`{hint}"])
+    return found
+
+
+def key_schema(asked: str) -> dict[str, Any]:
+    """The JSON schema of what may stand at a dotted key; of the whole run file where none is given."""
+    if not asked:
+        return schema()
+    find_tables(asked)  # or say that there is no such key
+    *parents, last = _parts(asked)
+    spots = [ROOT]
+    for part in parents:
+        spots = [child for spot in spots for child in _children(spot, part)]
+    found = [fragment for spot in spots for fragment in _fragments(spot, last)]
+    once = [fragment for place, fragment in enumerate(found) if fragment not in found[:place]]
+    return once[0] if len(once) == 1 else {"anyOf": once}
+
+
+def _parts(asked: str) -> list[str]:
+    return [part for part in asked.replace("-", "_").split(".") if not part.isdecimal()]
+
+
+def _children(spot: Spot, part: str) -> Iterator[Spot]:
+    """What stands under a key, or under a type."""
+    for section in _sections(spot):
+        if part in section.model_fields:
+            yield Spot.of_field(section.model_fields[part])
+    yield from (Spot.of(section) for section in _of_type(spot, part))
+
+
+def _fragments(spot: Spot, part: str) -> Iterator[dict[str, Any]]:
+    """The schemas of the same."""
+    for section in _sections(spot):
+        if part in section.model_fields:
+            whole = section.model_json_schema()
+            yield _used(whole["properties"][part], whole.get("$defs", {}))
+    yield from (section.model_json_schema() for section in _of_type(spot, part))
+
+
+def _of_type(spot: Spot, part: str) -> list[type[Section]]:
+    return [section for type_, section in _element(spot).sections.items() if type_ and type_.replace("-", "_") == part]
+
+
+def _canonical(asked: str, seen: dict[tuple, str]) -> str:
+    """The place under which a key is listed: `env.algo.std` is a key of `[algo]`."""
+    spots, path = [ROOT], ""
+    for part in _parts(asked):
+        spots = [child for spot in spots for child in _children(spot, part)]
+        below = next(filter(None, map(_sections, spots)), ())
+        path = seen.get(below, _joined(path, part)) if below else _joined(path, part)
+    return path
+
+
+def _used(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema with the definitions it refers to, and no others."""
+    needed: dict[str, Any] = {}
+    rest = [fragment]
+    while rest:
+        text = json.dumps(rest.pop())
+        for name in defined:
+            if name not in needed and f'"#/$defs/{name}"' in text:
+                needed[name] = defined[name]
+                rest.append(defined[name])
+    return fragment | ({"$defs": needed} if needed else {})
+
+
+def _tables(spot: Spot, path: str, listed: bool, seen: dict[tuple, str]) -> Iterator[ConfigTable]:
+    sections = _sections(spot)
+    seen[sections] = path
+    shared = [name for name in sections[0].model_fields if _shared(name, sections)]
+    keys = [_key(sections[0], name, path, seen) for name in shared]
+    choice = _element(spot).is_choice
+    if choice:
+        types = [f'"{type_}"' for type_ in _element(spot).sections]
+        named = _element(spot).default_type() or spot.default_type()
+        keys = [
+            ConfigKey(
+                "type",
+                f"one of {either(types)}",
+                f'"{named}"' if named else "required",
+                "Which kind; each has keys of its own.",
+            ),
+            *keys,
+        ]
+    meaning = "" if choice else _doc(sections[0])
+    yield ConfigTable(path, "", listed, meaning, tuple(keys))
+    nested = [(sections[0], name) for name in shared]
+    for section in sections if choice else ():
+        own = [name for name in section.model_fields if name not in (*shared, "type")]
+        type_ = next(word for word, kind in _element(spot).sections.items() if kind is section)
+        yield ConfigTable(path, type_, listed, _doc(section), tuple(_key(section, n, path, seen) for n in own))
+        nested += [(section, name) for name in own]
+    for section, name in nested:
+        child = Spot.of_field(section.model_fields[name])
+        if _sections(child) and _sections(child) not in seen:
+            yield from _tables(child, _joined(path, name), child.is_list, seen)
+
+
+def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -> ConfigKey:
+    field = section.model_fields[name]
+    spot = Spot.of_field(field)
+    below = _sections(spot)
+    meaning = spot.help or (_doc(below[0]) if len(below) == 1 else "")
+    if below:
+        place = seen.get(below, _joined(path, name))
+        meaning = f"{meaning} Keys: `{'[[' if spot.is_list else '['}{place}{']]' if spot.is_list else ']'}`.".strip()
+    if field.is_required():
+        default = "required"
+    elif isinstance(spot.default, Section) or (spot.is_list and below):
+        default = "its own defaults"
+    else:
+        default = "unset" if spot.default is None else _toml(spot.default)
+    return ConfigKey(name, expected(spot), default, " ".join(meaning.split()))
+
+
+def _sections(spot: Spot) -> tuple[type[Section], ...]:
+    """The tables that may stand here, or in the list that does."""
+    spot = _element(spot)
+    among = [section for option in spot.options for section in option.sections.values()]
+    return (*spot.sections.values(), *among)
+
+
+def _element(spot: Spot) -> Spot:
+    return Spot.of(get_args(spot.annotation)[0]) if spot.is_list else spot
+
+
+def _shared(name: str, sections: tuple[type[Section], ...]) -> bool:
+    """Whether all of these have the same key."""
+    if name == "type" and len(sections) > 1:
+        return False
+    fields = [section.model_fields.get(name) for section in sections]
+    first = fields[0]
+    return first is not None and all(
+        field is not None
+        and (field.annotation, field.metadata, field.default, field.description)
+        == (first.annotation, first.metadata, first.default, first.description)
+        for field in fields
+    )
+
+
+def _toml(value: Any) -> str:
+    """As the run file would have it, on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def _doc(section: type[Section]) -> str:
+    return " ".join(inspect.cleandoc(section.__doc__ or "").split())
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _address(table: ConfigTable) -> str:
+    return _joined(table.path, table.type.replace("-", "_")) if table.type else table.path
