@@ -120,6 +120,7 @@ def test_an_export_is_as_large_as_its_source(tmp_path: Path, halved: Path, plain
 def test_an_export_is_never_wider_than_what_was_trained():
     assert export_dtype(QUICKSTART, "float32") == "float32"
     assert export_dtype(QUICKSTART, "bfloat16") == "bfloat16"
+    assert export_dtype("./nowhere", "bfloat16") == "bfloat16", "a source that is gone has no say"
     assert export_dtype("", "float32") == export_dtype(None, "float32") == "float32"
 
 

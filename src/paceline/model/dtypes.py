@@ -1,7 +1,7 @@
 """The compute type that `model.dtype = "auto"` stands for on a device of this machine."""
 
 from paceline.config.model import Dtype, Model
-from paceline.model.naming import resolve
+from paceline.model.naming import ModelError, resolve
 from paceline.planner.dtypes import HALVES, cpu_halves, fitting, stored_dtype
 
 
@@ -14,7 +14,10 @@ def compute_dtype(model: Model, device: str) -> Dtype:
 
 def checkpoint_dtype(name: str) -> Dtype | None:
     """The type a model's weights are stored in; of a hub model that is not here yet its `config.json` is fetched."""
-    source = resolve(name)
+    try:
+        source = resolve(name)
+    except ModelError:
+        return None  # loading the model says what is wrong
     found = stored_dtype(source)
     if found is None and "/" in source and not source.startswith("/"):
         from huggingface_hub import hf_hub_download
@@ -23,7 +26,7 @@ def checkpoint_dtype(name: str) -> Dtype | None:
         try:
             hf_hub_download(source, "config.json")
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
-            return None  # loading the model says what is wrong
+            return None  # likewise
         found = stored_dtype(source)
     return found
 
