@@ -69,8 +69,8 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
 @contextmanager
 def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     """An engine in this process."""
+    tokenizer = load_tokenizer(config.model)  # first: a missing one is found before weights are read
     kit = kit_of(config)
-    tokenizer = load_tokenizer(config.model)
     ends = kit.ends(tokenizer)
     lora = config.model.lora
     changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}

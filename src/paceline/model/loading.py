@@ -1,18 +1,21 @@
 """Hugging Face models for torch, from a folder, a hub name, or the package itself."""
 
 import copy
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.config.model import Model
-from paceline.model.attention import ATTENTION, UnsupportedModel
+from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import compute_dtype
-from paceline.model.naming import ModelError, base_name, first_line, resolve
-from paceline.model.support import check_supported, without_dropout
+from paceline.model.naming import ModelError, base_name, resolve, unloadable
+from paceline.model.source import source_problems
+from paceline.model.support import build, check_supported, refusals_name, without_dropout
 
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
 transformers_logging.disable_progress_bar()
@@ -21,27 +24,33 @@ transformers_logging.disable_progress_bar()
 def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The causal LM with Paceline's attention, ready for `attach_lora` or full fine-tuning."""
     source = resolve(config.name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=getattr(torch, compute_dtype(config, str(device))),
-            attn_implementation=ATTENTION,
-            trust_remote_code=config.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model `{config.name}` cannot be loaded: {first_line(error)}") from error
-    except KeyError as error:
-        if error.args != (ATTENTION,):
-            raise
-        # Old model code picks a class by the attention's name while it is being built.
-        raise UnsupportedModel(f"model `{config.name}`: transformers offers no attention interface for it") from error
-    model = model.to(device).eval()
-    if model.device.type == "cpu" and model.dtype != torch.float32:
-        warn_of_slow(model.dtype)
-    without_dropout(model)
-    check_supported(model)
+    if Path(source).is_dir():
+        for problem in source_problems(Path(source), trust_remote_code=config.trust_remote_code):
+            raise ModelError(problem)
+    with refusals_name(config.name):
+        model = _read(config, source, str(device)).to(device).eval()
+        if model.device.type == "cpu" and model.dtype != torch.float32:
+            warn_of_slow(model.dtype)
+        without_dropout(model)
+        check_supported(model)
     model.generation_config = copy.deepcopy(model.generation_config)
     return model
+
+
+def _read(config: Model, source: str, device: str) -> PreTrainedModel:
+    try:
+        return build(
+            lambda: AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=getattr(torch, compute_dtype(config, device)),
+                attn_implementation=ATTENTION,
+                trust_remote_code=config.trust_remote_code,
+            )
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelError(unloadable("model", config.name, error)) from error
 
 
 def attach_lora(model: PreTrainedModel, config: Model, seed: int) -> PreTrainedModel:

@@ -19,6 +19,10 @@ def resolve(name: str) -> str:
         raise ModelError(f"model `{name}`: the only model in the package is `{QUICKSTART}`")
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        raise ModelError(gguf_problem(path))
+    if path.is_file():
+        raise ModelError(f"model `{name}` is a file: give the Hugging Face folder it belongs to ({path.parent})")
     if looks_local and not path.is_dir():
         raise ModelError(f"model `{name}`: no such folder; give a Hugging Face folder, a hub name or `{QUICKSTART}`")
     return str(path) if path.is_dir() else name
@@ -30,6 +34,25 @@ def base_name(name: str) -> str:
     return str(Path(source).resolve()) if Path(source).is_dir() else source
 
 
+def gguf_problem(file: Path) -> str:
+    """How to make a folder that can be trained from llama.cpp's format."""
+    if not file.is_file():
+        return f"model `{file}`: no such file, and GGUF files must be converted before training (docs/models.md)"
+    return (
+        f"model `{file}` is a GGUF file, made for llama.cpp, and Paceline needs a Hugging Face folder: use the model "
+        "it was made from, or convert it once (pip install gguf): AutoModelForCausalLM.from_pretrained("
+        f"'{file.parent}', gguf_file='{file.name}', dtype='float32', quantization_config=GgufConfig(dequantize=True)), "
+        "then save_pretrained(FOLDER); docs/models.md has all the lines"
+    )
+
+
 def first_line(error: Exception) -> str:
     """What went wrong, in short."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def unloadable(what: str, name: str, error: Exception) -> str:
+    """The sentence for what transformers could not load."""
+    local = name.startswith("paceline:") or Path(name).expanduser().is_dir()
+    where = "" if local else " (there is no such folder, so it was looked up on the hub)"
+    return f"{what} `{name}` cannot be loaded{where}: {first_line(error)}"

@@ -5,12 +5,13 @@ attention function does not do? Does every layer attend through it, once, and al
 yet: does a rehearsal give what transformers' own attention gives?
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.model.attention import ATTENTION, PLAN, NoPlan, UnsupportedModel, sdpa, window_mask
 from paceline.model.head import Head
@@ -31,6 +32,37 @@ VERIFIED = frozenset((
 """Model types that `scripts/check_families.py` has compared with transformers; they need no rehearsal."""
 
 
+def check_family(config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+    """What `check_supported` says of the model that a config describes, without its weights: the module tree is built
+    on the meta device, where tensors have shapes and no memory. Only the rehearsal waits for the weights."""
+    with torch.device("meta"):
+        model = build(
+            lambda: AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
+            )
+        )
+    check_supported(model.eval())
+
+
+@contextmanager
+def refusals_name(name: str) -> Generator[None]:
+    """A model class that is refused inside, told with the name the user gave."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"model `{name}`: {error}. docs/models.md lists the families that are") from error
+
+
+def build(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """A model with Paceline's attention. Old model code picks a class by the attention's name while it is built."""
+    try:
+        return make()
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise UnsupportedModel("transformers offers no attention interface for it; not supported") from error
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse by name what would run but compute something else."""
     kind = type(model).__name__
@@ -42,7 +74,7 @@ def check_supported(model: PreTrainedModel) -> None:
         for layer, (asked, window) in enumerate(zip(typed, shape.windows, strict=False)):
             if asked == "sliding_attention" and window is None:
                 raise UnsupportedModel(f"{kind}: layer {layer} keeps its sliding window from the attention function")
-        if model.config.model_type not in VERIFIED:
+        if model.config.model_type not in VERIFIED and model.device.type != "meta":
             rehearse(model)
     except torch.OutOfMemoryError:
         raise

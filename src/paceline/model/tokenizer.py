@@ -8,17 +8,23 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paceline.config.model import Model
-from paceline.model.naming import ModelError, first_line, resolve
+from paceline.model.naming import ModelError, resolve, unloadable
+from paceline.model.source import tokenizer_problem
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     """The tokenizer, with the run's chat template if it names one."""
     source = resolve(config.tokenizer or config.name)
+    if Path(source).is_dir() and (problem := tokenizer_problem(Path(source))):
+        raise ModelError(problem)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ModelError(f"tokenizer `{source}` cannot be loaded: {first_line(error)}") from error
+        raise ModelError(unloadable("tokenizer", source, error)) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if not tokenizer.encode("text", add_special_tokens=False):
+        # transformers makes an empty tokenizer of a family's class where the vocabulary's file is missing.
+        raise ModelError(f"the tokenizer of `{source}` has no vocabulary: set model.tokenizer to one that has")
     if config.chat_template:
         path = Path(config.chat_template)
         if not path.is_file():

@@ -93,7 +93,12 @@ class Shape:
 
 def shape_of(name: str) -> Shape:
     """The shape of the model a run file names: the package's own, a folder's, or one in the hub's local cache."""
-    return read_shape(json.loads(config_file(name).read_text(encoding="utf-8")), name)
+    file = config_file(name)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnknownShape(f"{file} is not valid JSON: {error}") from error
+    return read_shape(config, name)
 
 
 def read_shape(config: Mapping[str, Any], name: str = "the model") -> Shape:

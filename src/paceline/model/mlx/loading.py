@@ -20,6 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from paceline.config.model import Model
 from paceline.model.dtypes import compute_dtype
 from paceline.model.naming import ModelError, base_name, first_line, resolve
+from paceline.model.source import source_problems
 
 ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 
@@ -91,6 +92,8 @@ class MlxModel:
 def load_model(config: Model) -> MlxModel:
     """The model in the run's type, computed and at rest."""
     folder = find_folder(config.name)
+    for problem in source_problems(folder, trust_remote_code=config.trust_remote_code, mlx=True):
+        raise ModelError(problem)
     try:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         asked = rope_settings(described)

@@ -1,0 +1,241 @@
+"""Checks a model folder by its file names and JSON files, before any weights are read.
+
+transformers finds most of these problems late and words them for the developer of a model class. Here each is one
+sentence that names the folder, what is wrong in it, and what to use instead.
+"""
+
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.model.naming import ModelError, gguf_problem
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The files transformers looks for; each may be cut into parts, which `FILE.index.json` then names."""
+VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
+"""What a tokenizer's vocabulary is kept in, by the name its family gives it."""
+TRAINABLE_QUANTISED = ("bitnet",)
+"""Quantised in the forward pass only: the checkpoint holds plain weights."""
+TEXT_MODELS = "use a text model, such as Qwen2.5, Qwen3, Llama 3 or SmolLM2"
+LISTED = 4
+"""File names in a sentence."""
+
+
+def source_problems(folder: Path, *, trust_remote_code: bool = False, mlx: bool = False) -> Iterator[str]:
+    """What keeps the model in a local folder from being loaded and trained, one sentence each."""
+    if problem := folder_problem(folder):
+        yield problem
+        return
+    try:
+        config = read_config(folder)
+    except ModelError as error:
+        yield str(error)
+        return
+    yield from config_problems(config, str(folder), trust_remote_code=trust_remote_code, mlx=mlx)
+    yield from weight_problems(folder, mlx)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; a truncated or damaged one is an error with its place."""
+    return _json(folder / "config.json")
+
+
+def config_problems(
+    config: Mapping[str, Any], name: str, *, trust_remote_code: bool = False, mlx: bool = False
+) -> Iterator[str]:
+    """What config.json alone says against training the model."""
+    if not mlx and (problem := _quantised(config, name)):
+        yield problem
+    if not isinstance(config.get("model_type"), str):
+        yield f"model `{name}`: its config.json has no `model_type`, so it is no Hugging Face language model"
+    elif problem := _other_kind(config, name, trust_remote_code):
+        yield problem
+
+
+def tokenizer_problem(folder: Path) -> str | None:
+    """What to do about a folder without a tokenizer's vocabulary."""
+    if any(_present(folder, *VOCABULARIES)) or _names_code(folder / "tokenizer_config.json"):
+        return None  # code may keep its vocabulary anywhere
+    files = "tokenizer.json, tokenizer.model or vocab.json"
+    return (
+        f"there is no tokenizer in {folder} (no {files}): set model.tokenizer to the folder or hub name of the model "
+        "it was trained from, or copy that model's tokenizer files there"
+    )
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Folders that hold something else than a model."""
+    if (folder / "config.json").is_file():
+        return None
+    if (folder / "adapter_config.json").is_file():
+        base = _base_of(folder / "adapter_config.json")
+        named = f"`{base}`" if base else "its base"
+        return (
+            f"model `{folder}`: it holds a LoRA adapter and no model: set model.name to {named} to train a new one; to "
+            f"go on from this one, merge it first: PeftModel.from_pretrained(BASE, '{folder}').merge_and_unload()"
+            ".save_pretrained(FOLDER)"
+        )
+    if files := list(_present(folder, "*.gguf")):
+        return gguf_problem(files[0])
+    exported = folder / "export"
+    if (exported / "config.json").is_file():
+        return f"model `{folder}`: this is a run directory; the model it trained is in {exported}"
+    return f"model `{folder}`: there is no config.json in it, so it is no Hugging Face model folder{_holds(folder)}"
+
+
+def _quantised(config: Mapping[str, Any], name: str) -> str | None:
+    """Packed weights have no gradient."""
+    original = "use the checkpoint it was made from, in float32, bfloat16 or float16"
+    settings = config.get("quantization_config")
+    if isinstance(config.get("quantization"), Mapping):
+        return f'model `{name}`: its weights are quantised for mlx: set backend = "mlx" on a Mac, or {original}'
+    if not isinstance(settings, Mapping) or settings.get("quant_method") in TRAINABLE_QUANTISED:
+        return None
+    method = settings.get("quant_method") or "an unnamed method"
+    return f"model `{name}`: its weights are quantised ({method}), and quantised weights cannot be trained: {original}"
+
+
+def _other_kind(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> str | None:
+    """Model types that are no causal language models, by what they are instead."""
+    if importlib.util.find_spec("torch") is None:  # without it transformers cannot say which model types are what
+        return None
+    from transformers import __version__
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind, own_code = config["model_type"], "auto_map" in config
+    called = _called(config, kind)
+    if own_code and trust_remote_code:
+        return None
+    if kind not in CONFIG_MAPPING_NAMES:
+        if own_code:
+            return (
+                f"model `{name}`: {called} comes with Python code of its own: set model.trust_remote_code = true if "
+                "you trust where it comes from"
+            )
+        return (
+            f"model `{name}`: transformers {__version__} does not know the model type `{kind}`: a newer one may "
+            "(pip install -U transformers)"
+        )
+    causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not causal and (kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or "vision_config" in config):
+        return (
+            f"model `{name}`: {called} reads images beside text, and Paceline trains text-only causal language models: "
+            f"{TEXT_MODELS}"
+        )
+    if not causal and (config.get("is_encoder_decoder") or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES):
+        return f"model `{name}`: {called} is an encoder-decoder; Paceline trains decoder-only models: {TEXT_MODELS}"
+    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder")
+    if masked and not config.get("is_encoder_decoder"):
+        return f"model `{name}`: {called} is an encoder: it fills in masked words and writes no text: {TEXT_MODELS}"
+    return None if causal else f"model `{name}`: {called} is no causal language model: {TEXT_MODELS}"
+
+
+def _called(config: Mapping[str, Any], kind: str) -> str:
+    named = config.get("architectures")
+    return f"{named[0]} (model type `{kind}`)" if isinstance(named, list) and named else f"a model of type `{kind}`"
+
+
+def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
+    """Missing, partial or damaged weight files."""
+    parts = sorted(_present(folder, "model*.safetensors"))
+    for name in WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            break
+        if index.is_file():
+            try:
+                named = sorted({str(file) for file in _json(index).get("weight_map", {}).values()})
+            except (ModelError, AttributeError) as error:
+                yield str(error) if isinstance(error, ModelError) else f"{index} holds no table `weight_map`"
+                return
+            if missing := [file for file in named if not (folder / file).is_file()]:
+                yield f"{index} names {_several(missing)}, which {_is(missing)} not there: download the model again"
+            break
+    else:
+        if not parts or not mlx:  # mlx-lm reads every part it finds, without an index
+            yield _none_found(folder, parts)
+            return
+    for file in parts:
+        if problem := _damage(file):
+            yield problem
+
+
+def _none_found(folder: Path, parts: list[Path]) -> str:
+    if parts:
+        return (
+            f"{folder}/model.safetensors.index.json, which says what is in {parts[0].name} and the others, is missing"
+        )
+    if files := list(_present(folder, "*.gguf")):
+        return gguf_problem(files[0])
+    return f"model `{folder}`: there are no weights in it: model.safetensors is missing{_holds(folder)}"
+
+
+def _damage(file: Path) -> str | None:
+    """A safetensors file says in its first bytes how long it is."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        if start.startswith(b"version "):
+            return f"{file} is a pointer of Git LFS, not the weights themselves: run `git lfs pull` in that folder"
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        try:
+            header = json.loads(opened.read(length)) if 0 < length <= size - 8 else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        return f"{file} is no safetensors file, or only the beginning of one: download it again"
+    offsets = [entry.get("data_offsets", [0, 0]) for name, entry in header.items() if name != "__metadata__"]
+    whole = 8 + length + max((end for _, end in offsets), default=0)
+    return f"{file} is cut off: {size} of {whole} bytes are there; download it again" if size < whole else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(
+            f"{file} is cut off or damaged: not valid JSON at line {error.lineno} ({error.msg}); download it again"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ModelError(f"{file} must hold an object, not {type(read).__name__}")
+    return read
+
+
+def _base_of(file: Path) -> str | None:
+    try:
+        return _json(file).get("base_model_name_or_path")
+    except ModelError:  # what matters is that there is no model
+        return None
+
+
+def has_code(folder: Path) -> bool:
+    """Whether the model or its tokenizer comes with Python code of its own, which loading it would run."""
+    return any(_names_code(folder / name) for name in ("config.json", "tokenizer_config.json"))
+
+
+def _names_code(file: Path) -> bool:
+    return file.is_file() and "auto_map" in _json(file)
+
+
+def _present(folder: Path, *patterns: str) -> Iterator[Path]:
+    return (file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+
+
+def _holds(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return f" (it holds {_several(names)})" if names else " (it is empty)"
+
+
+def _several(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
