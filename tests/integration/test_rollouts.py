@@ -392,7 +392,7 @@ def test_an_episode_that_takes_too_long_is_ended():
     late.pause = 1000
     section = ReverseText(name="troubled", timeout=0.2)
     (record,) = played(late, RolloutOptions(count=1, row=3), section=section)
-    assert "an episode of `troubled` took longer than 0.2 s" in record["error"]
+    assert "an episode of `troubled` took longer than 0.2 s: raise `timeout` in [[env]] (now 0.2)" in record["error"]
 
 
 def test_episodes_on_one_row_are_a_group_with_what_it_has_in_common():

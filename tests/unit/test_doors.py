@@ -279,7 +279,11 @@ def test_state_under_the_conversations_id_lives_as_long_as_its_episode(stage, mo
     [
         ("raise", "yes", r"task\.py: interact raised KeyError: 'lost'"),
         ("exit", "yes", r"task\.py: interact raised EnvError: `interact` tried to end the process \(SystemExit: 1\)"),
-        ("hang", "yes", r"task\.py: interact raised TimeoutError: `interact` took longer than 1 s"),
+        (
+            "hang",
+            "yes",
+            r"interact raised TimeoutError: `interact` took longer than 1 s: raise `call_timeout` in \[\[env\]\]",
+        ),
         ("nonsense", "yes", r"task\.py: interact returned 'more': return a list of messages"),
         ("half", "yes", r"task\.py: interact returned .*no role.*: each message is an object"),
         ("stop", "word", r"task\.py: reward_fn returned 'word': return a number"),

@@ -461,7 +461,10 @@ def test_what_an_agent_makes_of_a_lost_engine_is_the_engines_failure():
 
 # --- episodes
 
-FOREVER = 'coins: an episode of `coins` took longer than 120 s (failures.timeout = "drop")'
+FOREVER = (
+    "coins: an episode of `coins` took longer than 120 s: raise env.0.timeout (now 120) if it needs longer "
+    '(failures.timeout = "drop")'
+)
 
 
 async def forever():

@@ -29,6 +29,7 @@ from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
 from paceline.rollout.endpoint import WordSeat
 from paceline.rollout.history import meaning
 from paceline.rollout.table import Guests
+from paceline.waits import DeadlineError
 
 LOOKING = 2
 """Domain of sampling noise, beside training's and evaluation's."""
@@ -219,6 +220,8 @@ async def episode(
         outcome = await RealClock().within(section.timeout, f"an episode of `{section.name}`", play())
         spoke = {name: seat for name, seat in table.items() if seat.turns and seat.trained}
         error = "dropped by the environment" if outcome is None else fault(spoke, outcome)
+    except DeadlineError as failure:
+        error = f"{failure}: {section.to_raise('timeout')}"
     except EngineError as failure:
         if not isinstance(failure, RequestError | Overloaded):
             raise

@@ -191,7 +191,8 @@ class RunConfig(Section):
         """Fill in what was left out, so that nobody looks twice later; then check what spans several keys."""
         if self.steps is None and self.epochs is None:
             self.steps = DEFAULT_STEPS
-        for env in self.env:
+        for place, env in enumerate(self.env):
+            env.placed(place)
             self._resolve_environment(env)
         if self.max_inflight is None:
             self.max_inflight = (self.staleness + 1) * self.batch_size + self.extra

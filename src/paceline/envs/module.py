@@ -12,6 +12,9 @@ from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 
+REQUIRED = ("messages", "answer")
+"""What no row may lack."""
+
 
 class ModuleEnvironment(Environment):
     """The policy speaks, `interact` answers, and so on; `reward_fn` judges the whole conversation.
@@ -33,7 +36,7 @@ class ModuleEnvironment(Environment):
         self._tools = _tools(getattr(module, "tools", None), f"{config.module}: `tools`")
 
     def examples(self, split: Split) -> Sequence[Row]:
-        return dataset_rows(self._config, split, require=("messages", "answer"))
+        return dataset_rows(self._config, split, require=REQUIRED)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages: list[Message] = example["messages"]
@@ -72,7 +75,8 @@ class ModuleEnvironment(Environment):
         """A user's function, whose every error says where it comes from."""
         where = f"{self._config.module}: {name}"
         try:
-            return await run_user_code(self._functions[name], *args, timeout=self._config.call_timeout)
+            advice = self._config.to_raise("call_timeout")
+            return await run_user_code(self._functions[name], *args, timeout=self._config.call_timeout, advice=advice)
         except Exception as error:
             raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
 

@@ -30,11 +30,13 @@ IDLE_SECONDS = 10.0
 """A thread without work ends after this long."""
 
 
-async def run_user_code(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+async def run_user_code(
+    function: Callable[..., Any], *args: Any, timeout: float | None = None, advice: str = ""
+) -> Any:
     """What `function(*args)` returns, wherever it runs. Context variables are those of the caller.
 
     Raises what the function raises, except that an attempt to end the process is an `EnvError`; `TimeoutError` when it
-    takes longer than `timeout` seconds.
+    takes longer than `timeout` seconds, with `advice` on what to change.
     """
     try:
         async with asyncio.timeout(timeout) as deadline:
@@ -42,7 +44,7 @@ async def run_user_code(function: Callable[..., Any], *args: Any, timeout: float
     except TimeoutError as error:
         if not deadline.expired():
             raise  # the function's own
-        raise TimeoutError(f"`{name_of(function)}` took longer than {timeout:g} s") from error
+        raise TimeoutError(f"`{name_of(function)}` took longer than {timeout:g} s{advice and f': {advice}'}") from error
 
 
 def name_of(function: Callable[..., Any]) -> str:

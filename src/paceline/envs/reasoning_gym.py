@@ -50,7 +50,10 @@ class ReasoningGym(Environment):
         metrics = {"answered": float(given is not None), "unscorable": 0.0}
         try:
             score = self._scorers[task].score_answer
-            said = await run_user_code(score, given, example["entry"], timeout=self._config.score_timeout)
+            advice = self._config.to_raise("score_timeout")
+            said = await run_user_code(
+                score, given, example["entry"], timeout=self._config.score_timeout, advice=advice
+            )
             reward = number(said, f"reasoning-gym task `{task}`")
         except UNSCORABLE:
             # Some rules trip over answers that are no answers. To drop those episodes would spare the policy its worst.

@@ -46,7 +46,13 @@ class Retrieval(Environment):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._searcher: Searcher = (
-            SearchClient(config.url, config.top_k, config.search_timeout, config.api_key_variable)
+            SearchClient(
+                config.url,
+                config.top_k,
+                config.search_timeout,
+                config.api_key_variable,
+                config.to_raise("search_timeout"),
+            )
             if config.url is not None
             else LocalSearch(open_index(config.corpus), config.top_k)
         )

@@ -13,6 +13,9 @@ from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Seat
 
+REQUIRED = ("input_token_ids",)
+"""What no row may lack, whoever scores the reply."""
+
 
 class TokenIn(Environment):
     """The policy continues a row's `input_token_ids`; no chat template touches them."""
@@ -27,8 +30,8 @@ class TokenIn(Environment):
 
     def examples(self, split: Split) -> Sequence[Row]:
         if self._scorer is not None:
-            return dataset_rows(self._config, split, require=("input_token_ids",))
-        return dataset_rows(self._config, split, _with_answers, require=("input_token_ids", "answer"))
+            return dataset_rows(self._config, split, require=REQUIRED)
+        return dataset_rows(self._config, split, _with_answers, require=(*REQUIRED, "answer"))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].complete(example["input_token_ids"])

@@ -170,7 +170,7 @@ class Pool:
             if deadline is None or not limit.expired():
                 raise
             cause = f" ({errand.trouble})" if errand.trouble else ""
-            raise EngineError(f"no completion within {deadline} s{cause}: raise the environment's timeout") from None
+            raise EngineError(f"no completion within {deadline:g} s{cause}: give it a longer deadline") from None
         finally:
             self._unanswered -= 1
 

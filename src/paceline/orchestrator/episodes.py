@@ -158,7 +158,8 @@ class Player:
             # Who waited for an engine all that time is not to blame for it.
             trouble = voice.pool.trouble
             if trouble is None:
-                raise EpisodeLost(f"{course.name}: {error}", "timeout") from error
+                advice = course.config.to_raise("timeout")
+                raise EpisodeLost(f"{course.name}: {error}: {advice}", "timeout") from error
             raise EpisodeLost(f"{course.name}: {error}, and {trouble}", "engine") from error
         except asyncio.CancelledError as error:
             # Ours to pass on only if we were cancelled; otherwise something inside the environment was.

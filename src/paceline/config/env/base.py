@@ -1,6 +1,6 @@
 """What every environment's section has."""
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from paceline.config.advice import AdvisoryName
 from paceline.config.algorithm import AlgorithmConfig
@@ -39,6 +39,20 @@ class EnvBase(Section):
     """Seconds an episode may take before it counts as failed; one that is played again has them again."""
     pause: list[AdvisoryName] | None = None
     """Advisories at which nothing more is drawn from this environment for a while; `advice.pause` when left out."""
+
+    _place: int | None = PrivateAttr(default=None)
+
+    def key(self, name: str) -> str:
+        """A key of this section by its path in the run file, `env.0.timeout`, as the command line takes it."""
+        return f"env.{self._place}.{name}" if self._place is not None else f"`{name}` in [[env]]"
+
+    def to_raise(self, name: str) -> str:
+        """Advice on a limit that was too low."""
+        return f"raise {self.key(name)} (now {getattr(self, name):g}) if it needs longer"
+
+    def placed(self, place: int) -> None:
+        """Note which of the run file's environments this is."""
+        self._place = place
 
     @property
     def credits(self) -> list[tuple[str, AlgorithmConfig]]:

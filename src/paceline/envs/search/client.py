@@ -42,7 +42,12 @@ class SearchClient:
     is set, what it holds is sent as the service's API key."""
 
     def __init__(
-        self, url: str, top_k: int | None = None, timeout: float = 30.0, key_variable: str = SEARCH_KEY_VARIABLE
+        self,
+        url: str,
+        top_k: int | None = None,
+        timeout: float = 30.0,
+        key_variable: str = SEARCH_KEY_VARIABLE,
+        advice: str = "raise its timeout",
     ) -> None:
         self.url = f"{url.rstrip('/').removesuffix('/search')}/search"
         self._key_variable, key = key_variable, os.environ.get(key_variable, "").strip()
@@ -50,13 +55,17 @@ class SearchClient:
             raise EnvError(f"{key_variable} holds no usable API key: it must be one line of ASCII")
         self._key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._top_k, self._timeout = top_k, timeout
+        self._top_k, self._timeout, self._advice = top_k, timeout, advice
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
     async def search(self, query: str) -> list[Found]:
         body = {"query": query[:MOST_QUERY]} | ({"top_k": self._top_k} if self._top_k else {})
         try:
             response = await self._client().post(self.url, json=body)
+        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            raise EnvError(
+                f"the search service at {self.url} did not answer within {self._timeout:g} s: {self._advice}"
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise EnvError(
                 f"the search service at {self.url} does not answer: {str(error) or type(error).__name__}; start it "
