@@ -251,6 +251,7 @@ def test_the_runs_settings_win_and_only_differences_are_counted(house):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 JSON = {"Content-Type": "application/json"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 BAD = [
     ("chat/completions", b"{", JSON, 400, "not JSON"),
     ("chat/completions", b"[]", JSON, 400, ""),
@@ -264,6 +265,7 @@ BAD = [
     ("chat/completions", {"messages": ASK, "stream_options": {}}, JSON, 400, "stream"),
     ("chat/completions", {"messages": [{"role": "user", "content": "a" * 2000}]}, JSON, 400, "tokens"),
     ("chat/completions", {"messages": ASK}, {"Content-Type": "text/plain"}, 415, "JSON"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, JSON, 400, "images are not supported"),
     ("completions", {"prompt": "a"}, JSON, 404, "/v1/chat/completions"),
 ]
 

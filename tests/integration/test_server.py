@@ -278,6 +278,23 @@ def test_bad_requests_get_openais_error_and_the_right_status(server, path, body,
         assert error["param"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "images are not supported"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "type `input_audio` are not"),
+    ],
+)
+def test_parts_that_are_no_text_are_refused_by_name(server, client, part, sentence):
+    """A model that reads text must not answer as if it had seen the image, nor complain of a string."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}]
+    error = server.post("/v1/chat/completions", {"messages": messages}).json()["error"]
+    assert sentence in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "messages.0.content")
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        client.chat.completions.create(model="policy", messages=messages)
+
+
 def test_bodies_that_are_no_json_or_too_long_are_refused(server):
     def post(data: bytes | Iterable[bytes], kind: str = "application/json") -> int:
         headers = {"Content-Type": kind}

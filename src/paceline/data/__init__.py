@@ -6,7 +6,7 @@ from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
 from paceline.data.cutting import Cut, cuts
 from paceline.data.draws import Draws, learn, order_of
-from paceline.data.fields import BadRow
+from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
@@ -59,5 +59,6 @@ __all__ = [
     "order_of",
     "pack",
     "parse_address",
+    "part_problem",
     "register_scheme",
 ]

@@ -116,6 +116,18 @@ def _message(message: Any, where: str) -> dict:
     return said
 
 
+def part_problem(content: Any) -> str | None:
+    """Why a text model cannot read a message's content: the first part of it that is no text; None for all else."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if isinstance(kind, str) and kind != "text":
+            what = "images are" if "image" in kind else f"parts of type `{kind}` are"
+            return (
+                f'{what} not supported, the model reads text only: write {{"type": "text", "text": "..."}} or a string'
+            )
+    return None
+
+
 def _token_ids(value: Any) -> list[int]:
     ids = _parsed(value, "input_token_ids") if isinstance(value, str) else value
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:

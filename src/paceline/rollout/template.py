@@ -6,6 +6,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from paceline.data import part_problem
 from paceline.errors import PacelineError
 from paceline.inference.tools import for_template, with_calls_as_text
 from paceline.rollout.recent import Recent
@@ -74,6 +75,8 @@ class ChatTemplate:
             return (message if message["role"] != "developer" else for_template(message)), True
         known = self._given.get(key := repr(message))
         if known is None:
+            if problem := part_problem(message.get("content")):
+                raise RenderError(problem)
             expressed = self._expressible(for_template(copied(message)))
             known = expressed, _KNOWN.issuperset(expressed) and is_plain(expressed)
             self._given.put(key, known, len(key))

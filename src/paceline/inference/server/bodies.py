@@ -4,8 +4,10 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from paceline.data import part_problem
 
 INT64 = (1 << 63) - 1
 MOST_PROMPTS = 2048
@@ -97,6 +99,13 @@ class Sampled(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+def text_only(content: Any) -> Any:
+    """Refuse parts that are no text by name, before each type that content may have complains for itself."""
+    if problem := part_problem(content):
+        raise ValueError(problem)
+    return content
+
+
 class TextPart(Body):
     """A piece of a message; text is the only kind this server takes."""
 
@@ -124,7 +133,7 @@ class Message(Body):
     """One message of a conversation, of the client or as an earlier answer of this server."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(text_only)] = None
     name: str | None = None
     tool_calls: list[ToolCallPart] | None = None
     tool_call_id: str | None = None
