@@ -118,9 +118,8 @@ def test_the_same_bits_as_local_whoever_is_killed(run_file, forked):
 
 
 def test_what_cannot_start_is_said_at_once(run_file, capfd):
-    run = train(config_of(run_file, "--name", "bad", "--placement", "processes", "--model.name", "./nowhere"))
-    assert run.outcome.status == "failed"
-    assert "no such folder" in run.outcome.message
+    with pytest.raises(PacelineError, match="no such folder"):
+        train(config_of(run_file, "--name", "bad", "--placement", "processes", "--model.name", "./nowhere"))
 
 
 def test_objects_do_not_travel(run_file):

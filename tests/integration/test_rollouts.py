@@ -445,7 +445,7 @@ def test_the_function_prints_episodes_and_answers_with_an_exit_code():
 
 
 def test_json_is_one_object_a_rollout_and_raw_is_what_the_model_saw():
-    config = load_rollouts("calculator", ["--sampling.max-tokens", "4"]).config
+    config = load_target("calculator", ["--sampling.max-tokens", "4"]).config
     out = io.StringIO()
     rollouts(config, RolloutOptions(count=2, json=True, raw=True, ids=True), out)
     played = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -469,10 +469,10 @@ def test_json_is_one_object_a_rollout_and_raw_is_what_the_model_saw():
 
 def test_tools_are_shown_with_the_episode():
     out = io.StringIO()
-    rollouts(load_rollouts("calculator", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
+    rollouts(load_target("calculator", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
     assert "tool calculator(expression): Works out an arithmetic expression" in out.getvalue()
     out = io.StringIO()
-    rollouts(load_rollouts("reverse-text", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
+    rollouts(load_target("reverse-text", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
     assert "tool " not in out.getvalue()
 
 

@@ -110,7 +110,7 @@ def test_a_second_run_into_the_same_directory_is_refused(tmp_path, here):
     assert "already holds a run" in refused.stderr
     # An overwrite that cannot even load its model must not cost the old run.
     broken = here(*arguments, "--overwrite", "--model.name", "./nowhere")
-    assert broken.returncode == 1
+    assert broken.returncode == 2
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text() == before
     assert here(*arguments, "--overwrite").returncode == 0
 

@@ -26,7 +26,8 @@ keys behind --a. or --b. are one arm's alone; any other is set for both:
 
 CHECK = (
     """
-Prints the run file with every key (standard output), then a plan of memory and time (standard error). Loads no weights.
+Prints the run file with every key (standard output), then a plan of memory and time (standard error), then whatever
+`train` would refuse: models, tokenizers, datasets, import paths, packages. Loads no weights and runs no user code.
 
 examples:
   paceline check my-run.toml                               does it fit this machine, and who waits for whom?
@@ -111,6 +112,13 @@ def _check(known: argparse.Namespace, overrides: list[str]) -> int:
         print(dump(loaded.config, unset=True), end="", flush=True)
     show_warnings(loaded)
     _show_plan(loaded, known)
+    from paceline.cluster.preflight import PreflightError, preflight
+
+    found = preflight(loaded.config, elsewhere=known.hardware is not None)
+    for note in found.notes:
+        print(f"paceline: note: {note}", file=sys.stderr)
+    if found.problems:
+        raise PreflightError(found.problems)
     print(f"paceline: {known.file} is valid", file=sys.stderr)
     return 0
 

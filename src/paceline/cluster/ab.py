@@ -12,6 +12,7 @@ from paceline.cluster.dtypes import with_settled_dtype
 from paceline.cluster.duel import Duel
 from paceline.cluster.kits import Kit, kit_of
 from paceline.cluster.local import Placed, seated, share_cores
+from paceline.cluster.preflight import refuse_unready
 from paceline.cluster.session import Given, Led, Placement, conduct_all
 from paceline.cluster.signals import USER, Signals
 from paceline.config import RunConfig
@@ -33,6 +34,8 @@ def compare(
     """Train both arms; each leaves a run directory like any other. With `until_real` they end as soon as the difference
     is beyond doubt. Answers with an exit code."""
     check(arms)
+    for config in arms.values():
+        refuse_unready(config)
     arms = {arm: with_settled_dtype(config) for arm, config in arms.items()}
     signals = Signals()
     duel = Duel({arm: Path(c.runs) / c.name for arm, c in arms.items()}, screen, signals if until_real else None)

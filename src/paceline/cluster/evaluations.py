@@ -9,10 +9,11 @@ from time import perf_counter
 from typing import Any
 
 from paceline.cluster.house import open_house
-from paceline.cluster.rollouts import load_rollouts, sampling_on
+from paceline.cluster.rollouts import sampling_on
 from paceline.cluster.targets import RunTarget, find_run
 from paceline.config import RunConfig, load
 from paceline.config.model import Model
+from paceline.config.target import load_target
 from paceline.errors import PacelineError
 from paceline.orchestrator import Course, RealClock, lay_out
 from paceline.orchestrator.episodes import EVAL, Player
@@ -74,7 +75,7 @@ def find_targets(
     """
     if env is not None and file is not None:
         raise PacelineError("--env and --file both say where the rows come from: leave one of them out")
-    given = _loaded(lambda more: load_rollouts(file or env or "", more).config, overrides) if file or env else None
+    given = _loaded(lambda more: load_target(file or env or "", more).config, overrides) if file or env else None
     runs = {name: find_run(name) for name in names}
     rows = given or next((_own(name, runs[name], overrides) for name in names if _brings_rows(name, runs[name])), None)
     return [_target(name, runs[name], overrides, given, rows) for name in names]

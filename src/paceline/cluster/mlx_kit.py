@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from paceline.trainer.mlx.trainer import MlxTrainer
 
 
+def require_mlx() -> None:
+    """Raise a sentence unless mlx is installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
+        raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
+
+
 class MlxKit:
     """A model of mlx-lm on this machine's unified memory."""
 
     def __init__(self, config: RunConfig) -> None:
-        if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
-            raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
+        require_mlx()
         from paceline.model.mlx.loading import load_model, mlx_device
 
         self.device = mlx_device()

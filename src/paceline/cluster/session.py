@@ -16,9 +16,9 @@ from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
+from paceline.cluster.preflight import NEEDS_RAY, refuse_unready
 from paceline.cluster.signals import Signals
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx, refused
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
 from paceline.errors import PacelineError
@@ -82,8 +82,7 @@ def train(
 
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     """
-    if on_mlx(config.backend) and (problems := "\n".join(refused(config))):
-        raise PacelineError(problems)
+    refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
     if config.placement == "colocated":
         from paceline.cluster.colocated.start import colocated
@@ -129,7 +128,7 @@ def _ray() -> Placement:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise PacelineError('placement = "ray" needs Ray: pip install "paceline[ray]"') from None
+        raise PacelineError(NEEDS_RAY) from None
     return on_ray
 
 

@@ -1,11 +1,19 @@
 """Datasets of the Hugging Face hub: `split@owner/name`, or `split@owner/name:config`."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from paceline.data.fields import Shape
 from paceline.data.formats import Listed
 from paceline.data.rows import DataError
+
+
+def hub_name(uri: str) -> str | None:
+    """The dataset a URI names on the hub (or the folder it names instead); None for files and schemes."""
+    if "@" not in uri.partition("?")[0] or Path(uri).exists():
+        return None
+    return uri.partition("@")[2].partition(":")[0]
 
 
 def open_hub(uri: str, shape: Shape, limit: int | None) -> Listed:

@@ -12,6 +12,9 @@ from paceline.envs.dataset import dataset_rows
 from paceline.envs.handmade import take_over
 from paceline.rollout import Rollout, Seat
 
+ASYNC_ONLY = "{}: an environment function must be `async def rollout(row, seat)`"
+NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
+
 
 class FunctionEnvironment(Environment):
     """`async def rollout(row, seat)` over the rows of a dataset. It answers with a reward, an `Outcome`, a `Rollout` it
@@ -19,9 +22,9 @@ class FunctionEnvironment(Environment):
 
     def __init__(self, play: Callable[..., Awaitable[Any]], config: Config) -> None:
         if not inspect.iscoroutinefunction(play):
-            raise EnvError(f"{config.import_path}: an environment function must be `async def rollout(row, seat)`")
+            raise EnvError(ASYNC_ONLY.format(config.import_path))
         if config.dataset is None:
-            raise EnvError(f"environment `{config.name}`: a function needs rows, name them with `dataset`")
+            raise EnvError(NEEDS_ROWS.format(config.name))
         self._play = play
         self._config = config
 

@@ -1,10 +1,24 @@
 """The one door through which environments read their datasets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from paceline.config.env import CustomEnv, DatasetEnv, Retrieval
 from paceline.data import Row, open_dataset
 from paceline.envs.base import Split
+
+_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
+
+
+@contextmanager
+def first_rows(count: int) -> Generator[None]:
+    """Inside, environments open only the first rows of their datasets: enough to see that their fields are right."""
+    token = _LIMIT.set(count)
+    try:
+        yield
+    finally:
+        _LIMIT.reset(token)
 
 
 def dataset_rows(
@@ -22,4 +36,4 @@ def dataset_rows(
     source = config.dataset if split == "train" else config.eval_dataset
     if source is None:
         return []
-    return open_dataset(source, config.fields, require=require, prompted=prompted, refine=refine)
+    return open_dataset(source, config.fields, limit=_LIMIT.get(), require=require, prompted=prompted, refine=refine)
