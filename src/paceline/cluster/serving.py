@@ -30,6 +30,7 @@ from paceline.inference.host import EngineHost
 from paceline.inference.link import EngineLink
 from paceline.inference.server import build_app, listen, quick_loop, serve
 from paceline.model import end_tokens, load_tokenizer, quick_handover
+from paceline.model.tokenizer import find_tokenizer
 
 if TYPE_CHECKING:
     from paceline.cluster.scorer import Scorer
@@ -69,8 +70,9 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
 @contextmanager
 def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     """An engine in this process."""
-    tokenizer = load_tokenizer(config.model)  # first: a missing one is found before weights are read
+    find_tokenizer(config.model)  # a missing one is found before weights are read
     kit = kit_of(config)
+    tokenizer = load_tokenizer(config.model)
     ends = kit.ends(tokenizer)
     lora = config.model.lora
     changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}

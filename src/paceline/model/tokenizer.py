@@ -12,11 +12,17 @@ from paceline.model.naming import ModelError, resolve, unloadable
 from paceline.model.source import tokenizer_problem
 
 
-def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the run's chat template if it names one."""
+def find_tokenizer(config: Model) -> str:
+    """The folder or hub name of the run's tokenizer; raises a sentence for a folder that has none."""
     source = resolve(config.tokenizer or config.name)
     if Path(source).is_dir() and (problem := tokenizer_problem(Path(source))):
         raise ModelError(problem)
+    return source
+
+
+def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the run's chat template if it names one."""
+    source = find_tokenizer(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
