@@ -12,12 +12,16 @@ import torch
 from backends import PAGES, SlotCache, engine_of, inverse_cdf, keep_top, paged, sample, uniform
 from conftest import VOCABULARY, tiny_model
 from paceline.config.inference import Engine as EngineConfig
+from paceline.config.trainer import Trainer as TrainerConfig
+from paceline.data import Ticket
 from paceline.inference import Completion, EngineError, GenerateRequest, RequestError, noise_key
 from paceline.inference.engine.catalog import POLICY
 from paceline.inference.engine.sampler import Draw
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 from paceline.model.shape import attention_shape
+from paceline.rollout import Rollout, Turn, assemble
+from trainers import trainer_of
 
 
 def requests(groups: int = 5, members: int = 3, seed: int = 0, **settings) -> list[GenerateRequest]:
@@ -163,9 +167,12 @@ def test_a_common_prompt_is_computed_once(model):
     assert sum(computed) == len(prompt) + 15 + 16 * 3  # the leader's prompt, one token per follower, three steps each
 
 
+ASKED = GenerateRequest(prompt_ids=(1, 2, 3, 4), max_tokens=20, noise=5)
+
+
 def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequest, Completion]:
     """One request whose weights change after `when` sampled tokens, exactly between two steps."""
-    request = GenerateRequest(prompt_ids=(1, 2, 3, 4), max_tokens=20, noise=5)
+    request = ASKED
 
     async def work(engine):
         step = engine._step
@@ -194,6 +201,43 @@ def test_a_swap_shows_in_the_next_token_and_never_in_an_earlier_one(on_swap):
     assert completion.recomputed == (on_swap == "recompute")
     # Recomputed, the tokens after the swap are exactly the new policy's; kept, they still see the old cache.
     assert (np.abs(after - logprobs)[6:].max() < 1e-4) == (on_swap == "recompute")
+
+
+@pytest.mark.parametrize("on_swap", ["keep", "recompute"])
+def test_numerics_is_other_kernels_alone_and_kept_keys_have_a_metric_of_their_own(on_swap):
+    old, new = tiny_model(0), tiny_model(1)
+    turns = []
+    for said in (swap_midway(old, new, on_swap)[1], complete(new, [ASKED])[0]):
+        turns.append(
+            Turn(
+                prompt_ids=list(ASKED.prompt_ids),
+                completion_ids=said.token_ids,
+                logprobs=said.logprobs,
+                versions=said.versions if len(set(said.versions)) > 1 else [1] * len(said.versions),
+                finish=said.finish,
+                temperature=ASKED.temperature,
+                recomputed=said.recomputed,
+            )
+        )
+    samples = [
+        sample.with_streams(advantages=sample.loss_mask)
+        for member, turn in enumerate(turns)
+        for sample in assemble(Rollout(ticket=Ticket(0, "toy", 0, 0, 0), member=member, turns=[turn]))
+    ]
+
+    async def step():
+        trainer = trainer_of(tiny_model(1), TrainerConfig(optimizer={"lr": 0.0}))
+        trainer.version = 1  # the weights that sampled last
+        try:
+            return (await trainer.step(samples)).metrics
+        finally:
+            trainer.close()
+
+    metrics = asyncio.run(step())
+    assert metrics["mismatch/numerics"] == metrics["mismatch_kl"] < 1e-8
+    assert ("mismatch/kv_kept" in metrics) == (on_swap == "keep")
+    assert metrics.get("mismatch/kv_kept", 1.0) > 1e-4
+    assert metrics["mismatch/staleness"] > 1e-2, "six tokens are of the old weights, whatever became of their keys"
 
 
 def test_a_prompt_is_never_shared_across_versions(model):

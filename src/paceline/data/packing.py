@@ -43,6 +43,8 @@ class MicroBatch:
     ce_scale: NDArray
     ref_kl_scale: NDArray
     policy_scale: NDArray
+    kv_kept: NDArray
+    """True where keys and values of older weights were sampled on."""
 
     def __post_init__(self) -> None:
         total = int(self.lengths.sum())
@@ -194,4 +196,5 @@ def lay(
         ce_scale=np.concatenate([scales[i].ce for i in members]),
         ref_kl_scale=np.concatenate([scales[i].ref_kl for i in members]),
         policy_scale=np.concatenate([scales[i].policy for i in members]),
+        kv_kept=np.concatenate([np.zeros(len(s), np.bool_) if s.kv_kept is None else s.kv_kept for s in chosen]),
     )

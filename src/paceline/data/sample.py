@@ -22,6 +22,7 @@ STREAM_DTYPES: Mapping[str, type] = {
     "ref_kl_weights": np.float32,
     "ref_logprobs": np.float32,
     "base_logprobs": np.float32,
+    "kv_kept": np.bool_,
 }
 WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 FIRST_IS_ZERO = {"loss_mask", *WEIGHT_STREAMS}
@@ -46,6 +47,8 @@ class Sample:
     `loss_mask` marks the tokens the policy sampled. `logprobs` are as sampled, at the sampling temperature, 0.0 off the
     mask; absent, the sampler was frozen and the ratio is 1. `versions` are -1 off the mask. Absent weight streams mean
     rl weight 1.0 on the loss mask. The first token has nothing before it to be predicted from, so it never trains.
+    `kv_kept` marks tokens that were sampled on keys and values which older weights than the token's own had computed;
+    absent, there are none.
     """
 
     token_ids: NDArray
@@ -60,6 +63,7 @@ class Sample:
     ref_kl_weights: NDArray | None = None
     ref_logprobs: NDArray | None = None
     base_logprobs: NDArray | None = None
+    kv_kept: NDArray | None = None
 
     ended: Ended = "terminated"
     env: str = ""

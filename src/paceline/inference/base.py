@@ -104,7 +104,8 @@ class Completion:
     """Log of the probability mass that top-p and top-k kept, per token; None when nothing was cut."""
     top: list[TopLogprobs] | None = None
     recomputed: bool = False
-    """Whether the KV cache was recomputed when the weights changed under this request."""
+    """Whether the KV cache was recomputed each time the weights changed under this request. Otherwise tokens of later
+    versions than the first were sampled on keys and values of older weights."""
     weights: Mapping[int, str] = field(default_factory=dict)
     """Fingerprint of what the engine really held, for each version these tokens were drawn from. Shared by all
     completions of the same weights; empty where the engine does not check its updates."""

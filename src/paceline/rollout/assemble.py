@@ -105,12 +105,17 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
             versions[start:end] = turn.versions
     for stream in (tokens, logprobs, temperatures):
         stream.flags.writeable = False
+    kept = np.zeros(length, np.bool_)
+    for turn, (start, end) in spoken:
+        if not turn.recomputed:  # the weights changed under it, and its cache stayed as it was
+            kept[start:end] = versions[start:end] != versions[start : start + 1]
     return Sample(
         token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
         temperatures=temperatures,
+        kv_kept=kept if kept.any() else None,
         ended="truncated" if thread.turns[-1].finish == "length" else "terminated",
         env=rollout.env,
         ticket=rollout.ticket,

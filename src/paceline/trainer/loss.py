@@ -104,8 +104,8 @@ class Judged:
 
 NAMES = (
     *(f"loss_{part}" for part in ("rl", "ce", "ref_kl", "kl", "entropy")),
-    *("rl", "ce", "ref_kl", "based", "fresh", "stale", "skipped"),
-    *("ratio", "ppo_kl", "clipped", "entropy", "mismatch", "drift", "nll", "pull", "ref_kl_clipped", "kl"),
+    *("rl", "ce", "ref_kl", "based", "fresh", "kept", "stale", "skipped"),
+    *("ratio", "ppo_kl", "clipped", "entropy", "mismatch", "kv_kept", "drift", "nll", "pull", "ref_kl_clipped", "kl"),
 )
 
 
@@ -128,7 +128,9 @@ class Sums:
         rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
         based = rl & ~isnan(tokens.base_logprobs)
         started = rl & (~isnan(tokens.prox_logprobs) | first)
-        fresh = started & (tokens.versions == version)
+        present = started & (tokens.versions == version)
+        kept = zeros_like(rl) if tokens.kv_kept is None else present & tokens.kv_kept
+        fresh = present & ~kept
         stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.behaviour)
         apart = Ratio.of(tokens.start, tokens.sampler).divergence()
         means = {
@@ -137,13 +139,14 @@ class Sums:
             "clipped": (rl, left["rl"]),
             "entropy": (rl, tokens.entropy),
             "mismatch": (fresh, apart),
+            "kv_kept": (kept, apart),
             "drift": (stale, apart),
             "nll": (ce, -tokens.logprobs),
             "pull": (ref, tokens.logprobs - tokens.ref_logprobs),
             "ref_kl_clipped": (ref, left["ref_kl"]),
             "kl": (based, k3(tokens.logprobs, tokens.base)),
         }
-        masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "stale": stale}
+        masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "kept": kept, "stale": stale}
         values = {f"loss_{name}": total(part) for name, part in parts.items()}
         values |= {name: total(mask) for name, mask in masks.items()}
         values |= {n: total(where(mask, x, 0.0)) for n, (mask, x) in means.items()}
@@ -179,6 +182,8 @@ def metrics(totals: NDArray, steps: int) -> dict[str, float]:
         out |= {f"loss/{part}": loss[part] for part in ("kl", "entropy") if loss[part]}
     if s["fresh"]:
         out |= means("fresh", mismatch_kl="mismatch", mismatch__numerics="mismatch")
+    if s["kept"]:
+        out |= means("kept", mismatch__kv_kept="kv_kept")
     if s["rl"]:
         out["mismatch/staleness"] = _drift(s)
     if s["based"]:

@@ -17,7 +17,7 @@ from paceline.trainer.norms import Norms, Outcome
 from paceline.trainer.stream import Stream
 from paceline.trainer.tokens import Tokens
 
-STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs")
+STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs", "kv_kept")
 SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
 
 

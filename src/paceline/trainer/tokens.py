@@ -51,6 +51,8 @@ class Tokens:
     """Which sequence each token belongs to."""
     names: tuple[str, ...]
     """What each sequence is called in an error."""
+    kv_kept: Array | None = None
+    """Where the sampler's keys and values were partly those of older weights; nowhere when None."""
 
     @property
     def rl(self) -> Array:

@@ -203,6 +203,8 @@ class Scheduler:
         """One model has new weights, or the base and so all (None). Older prefixes are never shared again; running
         sequences keep their mixed caches or compute them anew."""
         touched = [s for s in self.running.values() if model is None or s.request.model == model]
+        for sequence in touched:
+            sequence.kept = sequence.kept or (bool(sequence.sampled) and not recompute)
         # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
         self.requeue(s for s in touched if recompute or not s.sampled)
         for sequence in (*touched, *self._leaving):

@@ -76,6 +76,8 @@ class Sequence:
     told: int = 0
     """How many of its sampled tokens its listener has heard of."""
     recomputed: bool = False
+    kept: bool = False
+    """Weights changed under it while its cache stayed as it was."""
     requeue: bool = False
     broken: bool = False
     """Its keys and values may hold NaN, which no mask hides from whoever gets the memory next."""
@@ -112,7 +114,7 @@ class Sequence:
         del self.tokens[len(self.request.prompt_ids) :]
         for stream in (self.logprobs, self.log_z, self.top, self.versions):
             stream.clear()
-        self.weights, self.recomputed = None, False
+        self.weights, self.recomputed, self.kept = None, False, False
 
     def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
         """All of it, its last token drawn from these weights."""
@@ -123,7 +125,7 @@ class Sequence:
             finish=finish,
             log_z=self.log_z or None,
             top=self.top or None,
-            recomputed=self.recomputed,
+            recomputed=self.recomputed and not self.kept,
             cached=self.cached or 0,
             weights=weights if self.weights is None else self.weights | weights,
         )
