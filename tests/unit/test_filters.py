@@ -22,6 +22,7 @@ from paceline.envs import Outcome
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.filters import FINE, FilterError, Filters
 from paceline.rollout import Group
+from paceline.user_code import UserCodeError
 
 laws = settings(max_examples=30, deadline=None)
 REF = ModelRef(name="big", base_url="http://there/v1")
@@ -75,7 +76,7 @@ def test_a_filter_that_keeps_nothing_is_told_as_what_it_is(tmp_path, hook):
     ("name", "error", "sentence"),
     [
         ("vague", FilterError, r"mine.py:vague, env `coins`, ticket \d+: gave None: answer True to keep"),
-        ("broken", FilterError, "mine.py:broken, env `coins`.* AttributeError: .*nonsense"),
+        ("broken", UserCodeError, "mine.py:broken, env `coins`.* AttributeError: .*nonsense.*, in broken"),
         ("NUMBER", FilterError, "mine.py:NUMBER is no function: name one"),
         ("nobody", HookError, "has no `nobody`"),
     ],

@@ -19,6 +19,7 @@ from paceline.data import encode
 from paceline.model import WeightUpdate
 from paceline.socket_dir import socket_parent
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
+from paceline.user_code import UserCodeError
 from samples import PLAIN, make_batch
 
 SETTINGS = config.Trainer(threads=1, optimizer=config.Optimizer(lr=1e-3))
@@ -185,7 +186,7 @@ def test_errors_keep_what_they_say(folder, monkeypatch):
             for error, kind, words in (
                 (OSError(errno.ENOSPC, "No space left on device"), OSError, "No space left"),
                 (TrainerError("lower the learning rate"), TrainerError, "^lower the learning rate$"),
-                (ZeroDivisionError("oops"), TrainerError, "ZeroDivisionError: oops"),
+                (ZeroDivisionError("oops"), UserCodeError, "ZeroDivisionError: oops, at .*, in fails"),
             ):
 
                 async def fails(folder, error=error):

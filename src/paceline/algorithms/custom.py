@@ -3,11 +3,17 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 from paceline.algorithms.base import Algorithm, AlgorithmError, spread
 from paceline.config.algorithm import Custom as Config
 from paceline.data.importing import import_object
 from paceline.rollout import Group, Rollout
+from paceline.user_code import user_code, user_frames
+
+CALLED, AWAITED = ("stage", "observe", "assign", "state", "load"), ("begin", "score")
+"""Hooks of an `Algorithm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class CustomCredit(Algorithm):
         self._config = config
 
     def assign(self, group: Group) -> None:
-        streams = self._function(CreditInputs(group.rollouts), **self._config.kwargs)
+        with user_code(f"the credit function `{self._config.import_path}` (algo)", about(group)):
+            streams = self._function(CreditInputs(group.rollouts), **self._config.kwargs)
         if not isinstance(streams, Sized) or len(streams) != len(group.rollouts):
             given = f"{len(streams)} lists" if isinstance(streams, Sized) else repr(streams)
             raise AlgorithmError(f"{self._config.import_path}: gave {given} for {len(group.rollouts)} rollouts")
@@ -51,23 +58,68 @@ class CustomCredit(Algorithm):
             spread(rollout, stream)
 
 
+def _made(found: type[Algorithm], config: Config) -> Algorithm:
+    try:
+        return found(**config.kwargs)
+    except TypeError as error:
+        if user_frames(error):
+            raise
+        # A hook that is missing, or arguments that do not fit: nothing of the user's has run yet.
+        raise AlgorithmError(f"{config.import_path}: {error}") from error
+
+
+def guarded(algorithm: Algorithm, path: str) -> Algorithm:
+    """The same object, whose hooks name themselves when they raise."""
+
+    def called(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def call(*args: Any) -> Any:
+            with user_code(f"`{name}` of the algorithm `{path}` (algo)", about(*args)):
+                return hook(*args)
+
+        return call
+
+    def awaited(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        async def call(*args: Any) -> Any:
+            with user_code(f"`{name}` of the algorithm `{path}` (algo)", about(*args)):
+                return await hook(*args)
+
+        return call
+
+    for names, guard in ((CALLED, called), (AWAITED, awaited)):
+        for name in names:
+            setattr(algorithm, name, guard(name, getattr(algorithm, name)))
+    return algorithm
+
+
+def about(*args: Any) -> str:
+    """The environment, row and ticket that a hook was called for, where it was called for one."""
+    first = args[0] if args else None
+    groups = first if isinstance(first, Sequence) else [first]
+    tickets = [one.ticket for one in groups if isinstance(one, Group | Rollout)]
+    if not tickets:
+        return ""
+    if len(tickets) > 1:
+        return f"environment `{tickets[0].env}`, {len(tickets)} groups from ticket {tickets[0].number}"
+    return f"environment `{tickets[0].env}`, row {tickets[0].row}, ticket {tickets[0].number}"
+
+
 def custom_algorithm(config: Config) -> Algorithm:
     """What the import path names."""
     found = import_object(config.import_path)
     if inspect.isclass(found):
         if not issubclass(found, Algorithm):
             raise AlgorithmError(f"{config.import_path}: a class must derive from paceline.Algorithm")
-        try:
-            algorithm = found(**config.kwargs)
-        except TypeError as error:  # a hook that is missing, or arguments that do not fit
-            raise AlgorithmError(f"{config.import_path}: {error}") from error
-        for name in ("stage", "observe", "assign", "state", "load"):
+        with user_code(f"the algorithm `{config.import_path}` (algo)"):
+            algorithm = _made(found, config)
+        for name in CALLED:
             if inspect.iscoroutinefunction(getattr(algorithm, name)):
                 raise AlgorithmError(f"{config.import_path}: `{name}` is called, not awaited: write it without `async`")
-        for name in ("begin", "score"):
+        for name in AWAITED:
             if not inspect.iscoroutinefunction(getattr(algorithm, name)):
                 raise AlgorithmError(f"{config.import_path}: `{name}` is awaited: write `async def {name}`")
-        return algorithm
+        return guarded(algorithm, config.import_path)
     if not callable(found):
         raise AlgorithmError(f"{config.import_path}: neither a credit function nor an Algorithm class")
     return CustomCredit(found, config)

@@ -13,6 +13,7 @@ from paceline.data.importing import import_object
 from paceline.rollout import Message, RenderError, Rollout, Turn, threads
 from paceline.rollout.bodies import Bodies
 from paceline.rollout.history import Chain
+from paceline.user_code import user_code
 
 OPENINGS: dict[str, list[Message]] = {
     "system": [],
@@ -95,8 +96,9 @@ class Echo(GRPO):
         """The user's choice among a turn's tokens, by turn; None if there is none to make."""
         if self._filter is None or self._hook is None:
             return None
-        masks = self._filter(rollout, **self._hook.kwargs)
         who = f"env `{rollout.env}`, ticket {rollout.ticket.number}, rollout {rollout.member}"
+        with user_code(f"the filter `{self._hook.import_path}` (algo.filter)", who):
+            masks = self._filter(rollout, **self._hook.kwargs)
         where = f"{who}: {self._hook.import_path}"
         if not isinstance(masks, Sequence) or len(masks) != len(rollout.turns):
             given = len(masks) if isinstance(masks, Sequence) else repr(masks)

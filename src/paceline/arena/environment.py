@@ -14,6 +14,7 @@ from paceline.data import Row
 from paceline.data.importing import import_object
 from paceline.envs import Environment, Outcome, Split
 from paceline.rollout import Seat, Table
+from paceline.user_code import user_code
 
 
 class ArenaEnvironment(Environment):
@@ -127,7 +128,8 @@ def outcome(result: EpisodeResult) -> Outcome:
 def arena_environment(config: Config) -> ArenaEnvironment:
     """The arena an import path names: an Arena class, or a function that makes one."""
     found = import_object(config.import_path)
-    arena = found(**config.kwargs) if callable(found) else found
+    with user_code(f"the arena `{config.import_path}` ([[env]] `{config.name}`)"):
+        arena = found(**config.kwargs) if callable(found) else found
     if not isinstance(arena, Arena):
         raise ArenaError(f"{config.import_path}: gave {arena!r}, not a paceline.arena.Arena")
     league = None if config.league is None else League(config.league, config.name)

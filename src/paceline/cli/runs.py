@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cli.commands import FILE, OVERRIDES, Commands, common_keys, show_warnings
 from paceline.config import Loaded, dump, schema
 from paceline.config.target import load_target
+from paceline.user_code import to_show
 
 COMPARING = """
 Trains two adapters on one engine, over the same draws with the same noise, and says when their difference is real:
@@ -66,6 +67,8 @@ def _train(known: argparse.Namespace, overrides: list[str]) -> int:
         print("\n".join(result.summary))
     if result.outcome.status == "failed":
         print(f"paceline: {result.outcome.message}", file=sys.stderr)
+        if shown := to_show(result.outcome.frames, result.outcome.trace):
+            print(shown, file=sys.stderr)
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 

@@ -14,7 +14,7 @@ from paceline.cluster.ranks import spread
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.balance import Cost
-from paceline.trainer import StepReport, Trainer, TrainerError
+from paceline.trainer import StepReport, Trainer
 from paceline.waits import beat
 
 PULSE_SECONDS = 5.0
@@ -151,5 +151,5 @@ class Crew(ABC):
 async def _done(answer: Awaitable[Done | Failed]) -> Done:
     said = await answer  # bounded: by the rank's life
     if isinstance(said, Failed):
-        raise TrainerError(said.message) if said.errno is None else OSError(said.errno, said.message)
+        raise said.error()
     return said

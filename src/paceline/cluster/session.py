@@ -50,6 +50,7 @@ from paceline.planner import keep_plan
 from paceline.record import Keeper
 from paceline.rollout import Voice
 from paceline.trainer import TrainerLost
+from paceline.user_code import UserCodeError, failure_traces, unexpected
 
 MOST_RETURNS = 8
 """Times in a row that a run may go back to the same checkpoint."""
@@ -78,7 +79,7 @@ def train(
     overwrite: bool = False,
     screen: TextIO | None = None,
 ) -> RunResult:
-    """Run to the end and answer with what happened. Errors that are not the user's to mend are raised.
+    """Run to the end and answer with what happened.
 
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     """
@@ -192,16 +193,18 @@ class _Desk:
         return cls(run, directory, monitor)
 
     async def lead(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
-        """To the end, or to an error that the user can mend."""
+        """To the end, or to an error: of the user's code, of the machine, or a bug. Each is the outcome of its run."""
         config, root = self.run.config, self.directory.root
         try:
             return await _train(self, environments, signals), None
         except PacelineError as failure:
             error: PacelineError = failure
-        except OSError as failure:
-            if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            error = PacelineError(f"{root} cannot be written ({failure.strerror}): make room, then add --resume latest")
+        except Exception as failure:
+            if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
+                full = f"{root} cannot be written ({failure.strerror}): make room, then add --resume latest"
+                error = PacelineError(full)
+            else:
+                error = unexpected(failure, self.directory.events_file)
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
@@ -227,7 +230,8 @@ async def _all(
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
     """What a run that another process led has left behind."""
-    return _result(outcome, directory.root, _metrics(directory), PacelineError(outcome.message))
+    failed = UserCodeError(outcome.message, outcome.frames, outcome.trace) if outcome.frames else None
+    return _result(outcome, directory.root, _metrics(directory), failed or PacelineError(outcome.message))
 
 
 def _metrics(directory: RunDirectory) -> list[dict[str, Any]]:
@@ -364,8 +368,10 @@ def _overheard(monitor: Monitor) -> Generator[None]:
 
 
 def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) -> RunOutcome:
+    frames, trace = failure_traces(error)
     if not directory.begun:
-        return RunOutcome("failed", 0, str(error))
+        return RunOutcome("failed", 0, str(error), frames=frames, trace=trace)
     saved = next(reversed(Checkpoints(directory.checkpoints, config.checkpoint.keep).all()), None)
     metrics = _metrics(directory)
-    return RunOutcome("failed", metrics[-1]["step"] if metrics else 0, str(error), saved)
+    step = metrics[-1]["step"] if metrics else 0
+    return RunOutcome("failed", step, str(error), saved, frames=frames, trace=trace)

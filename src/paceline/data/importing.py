@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.user_code import described
 
 PREFIX = "paceline_user_"
 
@@ -43,7 +44,7 @@ def _from_file(file: Path, path: str) -> Any:
     try:
         return importlib.import_module(_USER_MODULES.name_of(file))
     except Exception as error:
-        raise HookError(f"import path `{path}`: {file} raised {type(error).__name__}: {error}") from error
+        raise HookError(f"import path `{path}`: {file} raised {described(error)}") from error
 
 
 def _from_package(name: str, path: str) -> Any:
@@ -52,7 +53,7 @@ def _from_package(name: str, path: str) -> Any:
     except ImportError as error:
         raise HookError(f"import path `{path}`: {error}") from error
     except Exception as error:
-        raise HookError(f"import path `{path}`: {name} raised {type(error).__name__}: {error}") from error
+        raise HookError(f"import path `{path}`: {name} raised {described(error)}") from error
 
 
 class _UserModules(MetaPathFinder):

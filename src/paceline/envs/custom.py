@@ -11,6 +11,7 @@ from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, nu
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.handmade import take_over
 from paceline.rollout import Rollout, Seat
+from paceline.user_code import user_code
 
 ASYNC_ONLY = "{}: an environment function must be `async def rollout(row, seat)`"
 NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
@@ -44,7 +45,8 @@ def custom_environment(config: Config) -> Environment:
     """What the import path names, ready to play."""
     found = import_object(config.import_path)
     if inspect.isclass(found) and issubclass(found, Environment):
-        return found(**config.kwargs)
+        with user_code(f"the environment `{config.import_path}` ([[env]] `{config.name}`)"):
+            return found(**config.kwargs)
     if callable(found) and not inspect.isclass(found):
         return FunctionEnvironment(found, config)
     raise EnvError(f"{config.import_path}: neither a paceline.Environment class nor an async function")

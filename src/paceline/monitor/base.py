@@ -34,6 +34,10 @@ class RunOutcome:
     message: str = ""
     checkpoint: Path | None = None
     export: Path | None = None
+    frames: str = ""
+    """Of a failure in user code: the traceback, cut to the user's frames."""
+    trace: str = ""
+    """Of a failure in user code or by a bug: the whole traceback."""
 
 
 class Monitor:

@@ -75,6 +75,8 @@ class Recorder(Monitor):
             message=outcome.message,
             checkpoint=outcome.checkpoint,
             export=outcome.export,
+            **({"frames": outcome.frames} if outcome.frames else {}),
+            **({"traceback": outcome.trace} if outcome.trace else {}),
         )
 
     def _event(self, event: str, **fields: Any) -> None:

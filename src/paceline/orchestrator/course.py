@@ -15,6 +15,7 @@ from paceline.failures import USUAL, Policy, policy
 from paceline.inference.frozen import FrozenPool, attach
 from paceline.orchestrator.failures import Policies, policies
 from paceline.rollout import Voice
+from paceline.user_code import user_code
 
 
 @dataclass(slots=True)
@@ -103,7 +104,8 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
     environment = given or build_environment(env)
     algorithm = credit_for(env, environment.actors)
     environment = algorithm.stage(environment)
-    rows, eval_rows, note = environment.examples("train"), environment.examples("eval"), ""
+    with user_code(f"`examples` of environment `{env.name}`"):
+        rows, eval_rows, note = environment.examples("train"), environment.examples("eval"), ""
     if not rows:
         raise EnvError(f"environment `{env.name}` has no training rows")
     if env.contamination:

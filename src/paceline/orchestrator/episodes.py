@@ -12,7 +12,7 @@ from paceline.envs import Environment, Outcome
 from paceline.failures import Fail, Retry
 from paceline.inference import NobodyLeft
 from paceline.inference.base import Mismatch
-from paceline.orchestrator.breaker import RunStopped
+from paceline.orchestrator.breaker import stopped
 from paceline.orchestrator.clock import Clock, DeadlineError
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.failures import Kind, kind_of, told
@@ -68,7 +68,7 @@ class Player:
                 course, lambda: assigned(course.environment, course.rows[ticket.row], ticket, self._seed)
             )
         except EpisodeLost as lost:
-            failed = [Rollout(ticket=ticket, member=0, error=str(lost))]
+            failed = [Rollout(ticket=ticket, member=0, error=str(lost), cause=lost.__cause__)]
             return Group(ticket=ticket, rollouts=[], places=course.group_size, failed=failed)
         members = range(course.group_size)
         tasks = [asyncio.ensure_future(self.episode(course, row, ticket, m, ticket.number)) for m in members]
@@ -117,7 +117,7 @@ class Player:
             try:
                 await self._once_more(course, losses)
             except EpisodeLost as lost:
-                return [failure(ticket, member, seats, str(lost))]
+                return [failure(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
     async def _prepared(self, course: Course, work: Callable[[], Awaitable[Row]]) -> Row:
         losses: list[EpisodeLost] = []
@@ -136,7 +136,8 @@ class Player:
         first, last, failed = losses[0], losses[-1], len(losses)
         match policy := course.policies[last.kind]:
             case Fail():
-                raise RunStopped(f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry")
+                text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
+                raise stopped(text, first.__cause__)
             case Retry() if policy.again(failed):
                 pause = policy.pause(failed)
                 self.retried[last.kind] += 1
@@ -146,7 +147,8 @@ class Player:
             case _:
                 self.lost[first.kind] += 1
                 more = f"; at last: {last}" if str(last) != str(first) else ""
-                raise EpisodeLost(f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}", first.kind)
+                text = f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}"
+                raise EpisodeLost(text, first.kind) from first.__cause__
 
     async def _users(self, course: Course, voice: Voice, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """What a user's code answers within its time; whatever it raises is the loss of its episode."""
@@ -216,9 +218,16 @@ def fault(spoke: Mapping[str, Seat], outcome: Outcome) -> str | None:
     return None
 
 
-def failure(ticket: Ticket, member: int, seats: Mapping[str, Seat], error: str, dropped: bool = False) -> Rollout:
+def failure(
+    ticket: Ticket,
+    member: int,
+    seats: Mapping[str, Seat],
+    error: str,
+    dropped: bool = False,
+    cause: BaseException | None = None,
+) -> Rollout:
     """What is left of an episode that gives no rollout."""
-    rollout = Rollout(ticket=ticket, member=member, error=error, dropped=dropped)
+    rollout = Rollout(ticket=ticket, member=member, error=error, dropped=dropped, cause=cause)
     spoke = [seat for seat in seats.values() if seat.turns]
     for seat in [*spoke, *seats.values()][:1]:
         rollout.actor, rollout.turns = seat.actor, seat.turns

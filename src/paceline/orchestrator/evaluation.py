@@ -8,7 +8,7 @@ from math import comb, sqrt
 from paceline.config import Eval
 from paceline.data import Row, Ticket
 from paceline.envs import POLICY
-from paceline.orchestrator.breaker import RunStopped
+from paceline.orchestrator.breaker import stopped
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.episodes import EpisodeLost, Player
 from paceline.rollout import Rollout
@@ -55,7 +55,9 @@ async def _course(
             async with places:  # bounded: each episode before it has a timeout
                 row = await player.prepare(course, rows[index])
         except EpisodeLost as lost:
-            return [Rollout(ticket=ticket, member=k, actor=mine, error=str(lost)) for k in range(config.samples)]
+            error, cause = str(lost), lost.__cause__
+            members = range(config.samples)
+            return [Rollout(ticket=ticket, member=k, actor=mine, error=error, cause=cause) for k in members]
         played = await asyncio.gather(*(one(row, ticket, member) for member in range(config.samples)))
         return [rollout for rollouts in played for rollout in rollouts]
 
@@ -73,7 +75,7 @@ async def _course(
     rollouts = [rollout for played in tried for rollout in played]
     told(rollouts)
     if all(rollout.reward is None for rollout in rollouts):
-        raise RunStopped(f"every evaluation episode failed; the first cause: {rollouts[0].error}")
+        raise stopped(f"every evaluation episode failed; the first cause: {rollouts[0].error}", rollouts[0].cause)
     return {
         f"eval/{name}/{key}": value
         for name, played in by_actor(course, rollouts).items()

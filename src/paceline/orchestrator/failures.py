@@ -9,6 +9,7 @@ from paceline.envs.workers import WorkerFailed
 from paceline.failures import Policy, policy
 from paceline.inference import EngineError, RequestError
 from paceline.orchestrator.clock import DeadlineError
+from paceline.user_code import described
 
 Kind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
 KINDS: tuple[Kind, ...] = ("episode", "timeout", "worker", "engine", "request", "judge")
@@ -46,7 +47,7 @@ def told(error: BaseException) -> str:
         return f"a worker process {error}"
     if isinstance(error, EngineError | DeadlineError | JudgeFailed):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    return described(error)
 
 
 def _known(error: BaseException) -> Kind | None:

@@ -14,6 +14,7 @@ from paceline.data import Sample
 from paceline.data.importing import import_object
 from paceline.errors import PacelineError
 from paceline.rollout import Group, Rollout
+from paceline.user_code import user_code
 
 FINE = "length/penalty"
 """The metric of a rollout that says what its length cost it: `reward` is what is left."""
@@ -52,10 +53,8 @@ class Filters:
         if self._users is None or self._hook is None:
             return True
         where = f"filters.group: {self._hook.import_path}, env `{group.ticket.env}`, ticket {group.ticket.number}"
-        try:
+        with user_code(where):
             kept = self._users(group, **self._hook.kwargs)
-        except Exception as error:
-            raise FilterError(f"{where}: {type(error).__name__}: {error}") from error
         if not isinstance(kept, bool | np.bool_):
             raise FilterError(f"{where}: gave {kept!r}: answer True to keep the group, False to drop it")
         return bool(kept)

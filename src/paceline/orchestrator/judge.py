@@ -83,7 +83,8 @@ class Judge:
             if rollout.error is None:
                 self._breaker.success()
             elif not rollout.dropped:
-                self._breaker.failure(rollout.error)
+                where = f" (row {rollout.ticket.row}, ticket {rollout.ticket.number})"
+                self._breaker.failure(rollout.error + where, rollout.cause)
 
     def _count_drop(self, reason: str) -> None:
         """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""

@@ -97,6 +97,8 @@ class Rollout:
     error: str | None = None
     dropped: bool = False
     """The environment gave this draw up on purpose: no failure, and no rollout either."""
+    cause: BaseException | None = field(default=None, repr=False, compare=False)
+    """What was raised, where the episode failed so in this process. Never written down."""
     samples: list[Sample] = field(default_factory=list)
 
     @property

@@ -30,6 +30,7 @@ from paceline.trainer.ops import (
     zeros_like,
 )
 from paceline.trainer.tokens import Ratio, Tokens
+from paceline.user_code import user_code
 
 RLTerm = Callable[[Ratio, Tokens], tuple[Array, Array]]
 
@@ -134,7 +135,9 @@ def custom(c: config.CustomLoss) -> RLTerm:
         for number, name in enumerate(tokens.names):
             at = places(tokens.rl & (tokens.segments == number))
             if len(at):
-                given = fn(Streams(*(x[at] for x in (*columns, tokens.versions))), **c.kwargs)
+                streams = Streams(*(x[at] for x in (*columns, tokens.versions)))
+                with user_code(f"the loss `{c.import_path}` (trainer.loss)", name):
+                    given = fn(streams, **c.kwargs)
                 loss = put(loss, at, _aligned(given, at, name, c.import_path))
         return loss, zeros_like(tokens.rl)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.cluster.processes.frames import Call, Done, Failed
 from paceline.errors import PacelineError
+from paceline.user_code import described, failure_traces, user_frames, whole
 
 
 async def answered(call: Call, doing: Awaitable[Done], log: Path | None = None) -> Done | Failed:
@@ -16,10 +17,11 @@ async def answered(call: Call, doing: Awaitable[Done], log: Path | None = None) 
     except OSError as error:
         return Failed(call.number, error.strerror or str(error), error.errno)
     except PacelineError as error:
-        return Failed(call.number, str(error))
+        frames, trace = failure_traces(error)
+        return Failed(call.number, str(error), None, frames, trace)
     except Exception as error:
         _keep_trace(log)
-        return Failed(call.number, f"{type(error).__name__}: {error}")
+        return Failed(call.number, described(error), None, user_frames(error), whole(error))
 
 
 def _keep_trace(log: Path | None) -> None:

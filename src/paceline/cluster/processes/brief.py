@@ -26,15 +26,17 @@ class Report(msgspec.Struct):
     message: str
     checkpoint: str | None
     export: str | None
+    frames: str = ""
+    trace: str = ""
 
     @classmethod
     def of(cls, outcome: RunOutcome) -> "Report":
         files = [str(file) if file else None for file in (outcome.checkpoint, outcome.export)]
-        return cls(outcome.status, outcome.step, outcome.message, *files)
+        return cls(outcome.status, outcome.step, outcome.message, *files, outcome.frames, outcome.trace)
 
     def outcome(self) -> RunOutcome:
         files = [Path(file) if file else None for file in (self.checkpoint, self.export)]
-        return RunOutcome(self.status, self.step, self.message, *files)
+        return RunOutcome(self.status, self.step, self.message, *files, self.frames, self.trace)
 
 
 class Brief(msgspec.Struct):

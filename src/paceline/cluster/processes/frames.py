@@ -6,7 +6,8 @@ import msgspec
 
 from paceline.inference.frames import HEAD
 from paceline.model.weights import Adapter, Canary
-from paceline.trainer import StepReport
+from paceline.trainer import StepReport, TrainerError
+from paceline.user_code import UserCodeError
 
 What = Literal["feed", "step", "weights", "save", "load", "export"]
 
@@ -70,6 +71,15 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
     message: str
     errno: int | None = None
     """Set where the system refused something, such as room on the disk."""
+    frames: str = ""
+    trace: str = ""
+    """Of user code that raised: its own frames, and the whole traceback."""
+
+    def error(self) -> Exception:
+        """What the caller is to raise."""
+        if self.errno is not None:
+            return OSError(self.errno, self.message)
+        return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
 
 
 FromTrainer = Hello | Alive | Done | Failed

@@ -16,7 +16,7 @@ from paceline.data import Sample, encode
 from paceline.inference.frames import HEAD
 from paceline.inference.stored import StoredTensors, open_delta
 from paceline.model.weights import WeightUpdate
-from paceline.trainer import StepReport, TrainerError, TrainerLost
+from paceline.trainer import StepReport, TrainerLost
 from paceline.waits import beat
 
 SILENT_SECONDS = 60.0
@@ -117,9 +117,7 @@ class RemoteTrainer:
         if isinstance(answer, Done):
             self.version = answer.version
             return answer
-        if answer.errno is not None:
-            raise OSError(answer.errno, answer.message)
-        raise TrainerError(answer.message)
+        raise answer.error()
 
     async def _ask(self, call: Call) -> Done | Failed:
         reader, writer = self._speaking or await self._connect()
