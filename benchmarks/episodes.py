@@ -115,7 +115,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="measured, after --warm")
     parser.add_argument("--warm", type=float, default=30)
     options = parser.parse_args()
-    section = CustomEnv(name="slow", import_path="benchmarks:none", timeout=300.0, group_size=1)
+    section = CustomEnv(
+        name="slow", import_path="benchmarks:none", timeout=300.0, group_size=1, algo={"type": "reward"}
+    )
     config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1, eval={"every": 0})
     slow = {"slow": SlowTools()}
     with tempfile.TemporaryDirectory() as folder, local(config, Path(folder), lambda text: None, slow) as here:

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from paceline.config import ConfigError, ConfigWarning, RunConfig, dump, load
+from paceline.config import ConfigError, RunConfig, dump, load
 from paceline.config.algorithm import GRPO, SFT, AlgorithmConfig, Echo
 from paceline.config.env import ReverseText
 from paceline.config.fields import type_of
@@ -105,8 +105,8 @@ def test_demonstrations_need_no_second_copy_and_a_critic_makes_gae_legal(tmp_pat
     assert read(tmp_path, algo('type = "gae"') + "[trainer.critic]\n").config.env[0].algo.type == "gae"
 
 
-def test_a_group_of_one_warns_only_where_it_is_compared_with_its_group():
-    with pytest.warns(ConfigWarning, match="grpo compares rollouts of one group"):
+def test_a_group_of_one_is_refused_only_where_it_is_compared_with_its_group():
+    with pytest.raises(ValueError, match="grpo compares the tries of one row"):
         RunConfig(group_size=1, env=[ReverseText(algo=GRPO())])
     ref = ModelRef(name="m", base_url="http://there/v1")
     quiet = [GRPO(baseline="batch"), SFT(teacher=ref), Echo(baseline="batch")]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from paceline.config import ConfigError, ConfigWarning, RunConfig, dump, load, schema
+from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
 from paceline.config.env import Arithmetic
 from paceline.config.fields import ROOT, Spot, dotted, is_union, places, spot_at
@@ -129,6 +129,8 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
         table.pop("oversample", None)
     if table.get("on_stale", "drop") != "drop":
         table.pop("cancel_stale", None)
+    if table.get("group_size") == 1:
+        del table["group_size"]
     settle_algorithm(table.get("algo", {}), table)
     for index, env in enumerate(table.get("env", [])):
         env["name"] = f"{env.get('name', '')}{index}"
@@ -139,6 +141,8 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
             settle_algorithm(seat["algo"], table)
         for key in TIED.get(env["type"], ()):
             env.pop(key, None)
+        if env.get("group_size") == 1:  # refused under most of the algorithms
+            del env["group_size"]
         if env["type"] == "reasoning-gym":
             env["task"] = "gcd"
     trainer = table.get("trainer", {})
@@ -615,13 +619,15 @@ def test_what_is_left_out_is_filled_in():
     RunConfig(eval={"sampling": {"temperature": 0}})
 
 
-def test_a_group_of_one_warns_where_rollouts_are_compared(recwarn):
-    loaded = load(None, ["--group-size", "1"])
-    assert ["nothing is learned" in warning for warning in loaded.warnings] == [True]
-    assert not recwarn.list, "captured, not printed"
+def test_a_group_of_one_is_refused_where_rollouts_are_compared(recwarn):
+    for algo, other in (("grpo", 'baseline = "batch"'), ("max_rl", 'type = "rae"')):
+        with pytest.raises(ConfigError, match=rf"{algo} compares .* Write group_size = 8, .*{other}"):
+            load(None, ["--group-size", "1", f"--algo.type={algo}"])
     assert load(None, ["--group-size=1", "--algo.type=reward"]).warnings == []
-    with pytest.warns(ConfigWarning):
-        RunConfig(group_size=1)
+    for taught in ({"algo.type": "echo"}, {"env.0.type": "arena", "env.0.import_path": "a.py:A"}):
+        loaded = load(None, ["--group-size=1", *(f"--{key}={value}" for key, value in taught.items())])
+        assert ["group_size is 1" in warning for warning in loaded.warnings] == [True], taught
+    assert not recwarn.list, "captured, not printed"
 
 
 # --- schema

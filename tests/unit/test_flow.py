@@ -4,6 +4,7 @@ A run in which everybody waits for something that nobody will do ends with `Noth
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from paceline.config.run import ConfigWarning
 from paceline.envs import Environment, Outcome
 from paceline.inference import Completion, GenerateRequest, Pool
 from paceline.model.weights import Policy, WeightUpdate
-from paceline.orchestrator import Checkpoints, Conductor, Course, Parts, lay_out
+from paceline.orchestrator import Checkpoints, Conductor, Course, Parts, RunStopped, lay_out
 from paceline.rollout import Voice
 from paceline.simulate import Lengths, SimulatedEngine, leap
 from paceline.simulate.clock import VirtualClock
@@ -76,6 +77,8 @@ class Timed(Environment):
     def __init__(self, seconds: Callable[[int], float], rows: int = 10_000, pays: bool = True, held_out: int = 0):
         self._seconds, self._rows, self.pays, self._held_out = seconds, rows, pays, held_out
         self.started: list[float] = []
+        self.reward = 1.0
+        """For everybody, where they must not."""
 
     def examples(self, split):
         return [{"row": i} for i in range(self._rows if split == "train" else self._held_out)]
@@ -87,7 +90,7 @@ class Timed(Environment):
         self.started.append(asyncio.get_running_loop().time())
         await seats["policy"].complete([int(example.get("seconds", 5)), 1])
         token = seats["policy"].turns[0].completion_ids[0]
-        return Outcome.solo(float(token) if self.pays else 1.0)
+        return Outcome.solo(float(token) if self.pays else self.reward)
 
 
 class Trainer:
@@ -349,9 +352,36 @@ def test_the_last_batch_may_be_short_and_every_row_comes_to_its_end(tmp_path, ke
     assert run.reasons == ({"stale": 2} if "oversample" in keys else {})
 
 
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_a_reward_that_never_varies_ends_the_run_with_its_evidence(tmp_path, reward):
+    """After twenty batches' worth of groups, and never before a hundred."""
+    for batch, groups in ((BATCH, 100), (10 * GROUP, 200)):
+        dull = Timed(lambda draw: 1, pays=False)
+        dull.reward = reward
+        with pytest.raises(RunStopped) as stopped:
+            lead(tmp_path, {"task": dull}, steps=5, stop_at=1000, breaker=Breaker(), batch_size=batch)
+        said = f"every reward of the last {groups} groups ({groups * GROUP} rollouts) was {reward:g}"
+        assert str(stopped.value).startswith(said)
+        assert "breaker.no_signal = 0" in str(stopped.value)
+        assert ("solves the task already" in str(stopped.value)) == bool(reward)
+
+
+def test_a_run_that_has_solved_its_task_finishes_and_says_so(tmp_path):
+    """It learned, and then all tries of all rows get the highest reward there is."""
+
+    class Solved(Timed):
+        async def play(self, example, seats):
+            said = (await super().play(example, seats)).rewards["policy"]
+            return Outcome.solo(1.0 if len(self.started) > 60 or said % 2 else 0.0)
+
+    run = lead(tmp_path, {"task": Solved(lambda draw: 1)}, steps=500, stop_at=1000, filters=Filters())
+    assert 0 < run.trainer.version < 20
+    assert re.match(r"solved: in \d+% of the last 100 groups every reward is 1, the highest", run.log.notes[-1])
+
+
 @pytest.mark.parametrize("keys", [{}, {"staleness": 0, "oversample": 0.5}])
 def test_where_every_group_is_filtered_the_run_goes_on_and_says_so(tmp_path, keys):
-    dull = Timed(lambda draw: 1, pays=False)
+    dull, keys = Timed(lambda draw: 1, pays=False), keys | {"breaker": Breaker(no_signal=0)}
     run = lead(tmp_path, {"task": dull}, steps=5, stop_at=100, **keys)
     assert run.trainer.version == 0
     assert len(dull.started) > 600

@@ -254,7 +254,7 @@ def test_what_the_h200_measured_is_what_is_planned_for_it(name):
     """Fitted to the first two kinds, so these are near; long prompts in groups and whole steps were not looked at."""
     engine, trainer, shape, hardware = stored("engine"), stored("trainer"), SHAPES[name], parse("h200")
     for requests in (1, 64, 256):
-        config = run_file(batch_size=requests, group_size=1)
+        config = run_file(batch_size=requests, group_size=1, **{"algo.type": "reward"})
         work = replace(WORK, rollouts=requests, group=1)
         seconds, _, running = speeds(config, shape, hardware).sample(work, look(config, shape, hardware))
         assert running == requests

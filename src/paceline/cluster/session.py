@@ -291,7 +291,7 @@ async def _conduct(
                     return RunOutcome("interrupted", conductor.step, conductor.halted, conductor.checkpoint)
                 monitor.phase("exporting the model")
                 await parts.trainer.export(directory.export, parts.tokenizer)
-                return RunOutcome("finished", conductor.step, "", conductor.checkpoint, directory.export)
+                return RunOutcome("finished", conductor.step, conductor.solved, conductor.checkpoint, directory.export)
             except (RollBack, TrainerLost) as cause:
                 newest = conductor.checkpoint if directory.begun else None
                 if directory.begun and newest is None:

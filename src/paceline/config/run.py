@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.config import apple, backends, cluster
 from paceline.config.advice import Advice
-from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig
+from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig, Echo, GroupCredit
 from paceline.config.base import PathKey, Section
 from paceline.config.cluster import Cluster
 from paceline.config.env import EnvConfig, ReverseText
@@ -94,12 +94,15 @@ class Recording(Section):
 
 
 class Breaker(Section):
-    """When failing rollouts stop the run instead of being dropped."""
+    """When failing rollouts, or groups without a signal, stop the run instead of being dropped."""
 
     consecutive: int = Field(default=5, ge=1)
     """Failures in a row."""
     window: int = Field(default=20, ge=1)
     """Or half of this many latest rollouts."""
+    no_signal: int = Field(default=20, ge=0)
+    """Batches' worth of groups in a row, at least 100 groups, in which no group's rewards differ, so that nothing
+    trains. The run then fails with what it saw, or ends as finished where the task is solved; 0 draws on for ever."""
 
 
 class RunConfig(Section):
@@ -252,6 +255,12 @@ class RunConfig(Section):
                 "remove them from [sampling], or set allow_truncated_sampling = true"
             )
 
+    @staticmethod
+    def _may_compare(env: EnvConfig, algo: AlgorithmConfig) -> bool:
+        """Whether a group of one may teach all the same: an arena's actor may sit in several seats of one episode, and
+        echo predicts what the policy is told."""
+        return env.type == "arena" or isinstance(algo, Echo)
+
     def _env_problems(self, env: EnvConfig) -> Iterator[str]:
         assert self.max_inflight is not None
         assert env.group_size is not None
@@ -272,6 +281,13 @@ class RunConfig(Section):
                 f"({env.group_size} rollouts): raise max_inflight or lower group_size"
             )
         for place, algo in env.credits:
+            if env.group_size == 1 and algo.group_relative and not self._may_compare(env, algo):
+                batch = 'baseline = "batch" beside it, or ' if isinstance(algo, GroupCredit) else ""
+                yield (
+                    f"environment `{env.name}`{place}: {algo.type} compares the tries of one row with one another, and "
+                    "group_size = 1 leaves nothing to compare: every advantage would be 0 and nothing would be "
+                    f'learned. Write group_size = 8, or any number from 2; or {batch}type = "rae"'
+                )
             if isinstance(algo, GAE) and self.trainer.critic is None:
                 yield (
                     f"environment `{env.name}`{place}: gae needs a critic that predicts the reward: "
@@ -321,8 +337,8 @@ class RunConfig(Section):
             for seat, algo in env.credits:
                 if algo.group_relative and env.group_size == 1:
                     warnings.warn(
-                        f"environment `{env.name}`{seat}: {algo.type} compares rollouts of one group, "
-                        "but group_size is 1, so every advantage is zero and nothing is learned",
+                        f"environment `{env.name}`{seat}: {algo.type} compares rollouts of one group, and group_size "
+                        "is 1: an actor with one rollout an episode gets no advantage; raise group_size",
                         ConfigWarning,
                         stacklevel=2,
                     )

@@ -27,7 +27,7 @@ def _reached(history: History, metrics: Sequence[Mapping[str, Any]], outcome: Ru
     else:
         results = f"{results}; no batch was trained" if results else "no batch was trained"
     if outcome.status == "finished":
-        return results
+        return f"{results}; {outcome.message}" if outcome.message else results
     # Why a run failed is printed once, by the command that started it.
     cause = f": {outcome.message}" if outcome.message and outcome.status != "failed" else ""
     return f"{results}; {outcome.status} at step {outcome.step}{cause}"

@@ -217,6 +217,8 @@ class Dispatcher:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
             self.let_go.append((group, verdict))
+            if self._judge.solved:
+                self.stop()
 
     # -- shipping ---------------------------------------------------------------------------------------------------
 
@@ -287,6 +289,11 @@ class Dispatcher:
     def tally(self) -> Tally:
         """What happened since the last batch was reported."""
         return self._judge.tally
+
+    @property
+    def solved(self) -> str:
+        """Why nothing is left to learn, once that is so: then nothing more is drawn."""
+        return self._judge.solved
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
         """What led to this batch: groups drawn after its last ticket are left for the next one."""

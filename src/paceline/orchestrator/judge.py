@@ -8,10 +8,12 @@ from paceline.orchestrator.breaker import Breaker
 from paceline.orchestrator.buffer import Finished
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.filters import USERS, Filters
+from paceline.orchestrator.no_signal import NoSignal
 from paceline.orchestrator.staleness import fresh_enough
 from paceline.orchestrator.tally import Tally
 from paceline.rollout import Group
 
+NO_SIGNAL = "zero_advantage"
 PATIENCE = 4
 """Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
 
@@ -26,7 +28,11 @@ class Judge:
         self._breaker = Breaker(config.breaker)
         self._filters = Filters(config)
         self._drops_in_a_row = 0
-        self._next_warning = PATIENCE * config.batch_size // min(course.group_size for course in courses.values())
+        smallest = min(course.group_size for course in courses.values())
+        self._next_warning = PATIENCE * config.batch_size // smallest
+        self._no_signal = NoSignal(config, smallest)
+        self.solved = ""
+        """Why nothing is left to learn, once that is so."""
         self.tally = Tally()
 
     def verdict(self, group: Group, version: int) -> Finished | str:
@@ -36,8 +42,11 @@ class Judge:
         verdict = self._credited(group) or self._fresh(group, version)
         if isinstance(verdict, str):
             self._count_drop(verdict)
+            if verdict == NO_SIGNAL or (not group.rollouts and all(rollout.dropped for rollout in group.failed)):
+                self.solved = self.solved or self._no_signal.none(group, version)
         else:
             self._drops_in_a_row = 0
+            self._no_signal.signal(group)
         return verdict
 
     def age(self, group: Group, version: int) -> bool:
@@ -64,7 +73,7 @@ class Judge:
         course.algorithm.assign(group)
         self._filters.after_credit(group)
         if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
-            return "zero_advantage"
+            return NO_SIGNAL
         return None if self._filters.keeps(group) else USERS
 
     def _fresh(self, group: Group, version: int) -> Finished | str:

@@ -92,6 +92,8 @@ class Conductor:
         self.step = 0
         self.halted = ""
         """Why the run stopped before its end, where advisories left it nothing to draw from."""
+        self.solved = ""
+        """Why the run ended before its last step, where nothing was left to learn."""
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or somebody asks to stop."""
@@ -114,7 +116,11 @@ class Conductor:
                     await self._publish(self.step + 1)
                 await self._settle(batch, samples, report)
             await self._save()
-            self.halted = "" if self._finished else self._pauses.halt()
+            if not self._finished and (solved := self._dispatcher.solved):
+                self.solved = solved
+                self._p.monitor.note(solved)
+            elif not self._finished:
+                self.halted = self._pauses.halt()
         finally:
             self._tell_dropped(self.step + 1)  # what ended the run is what somebody will want to look at
             self._pauses.close()

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Self
 
 from paceline.config import Checkpoint, Eval, Record, RunConfig
+from paceline.config.algorithm import GRPO, Reward
 from paceline.config.env import CustomEnv
 from paceline.config.inference import Sampling
 from paceline.errors import PacelineError
@@ -105,6 +106,7 @@ class Plan:
             steps=1_000_000,
             batch_size=self.batch // self.bundle,
             group_size=self.group,
+            algo=GRPO() if self.group > 1 else Reward(),
             staleness=self.staleness,
             max_inflight=None if self.max_inflight is None else self.max_inflight // self.bundle,
             sampling=Sampling(max_tokens=self.lengths.longest),
