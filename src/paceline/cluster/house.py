@@ -151,7 +151,7 @@ def _exact(
     recorder: Recorder,
 ) -> House:
     stops = frozenset((*ends, *sampling.stop_token_ids))
-    voice = Voice(Pool([engine]), renderer_of(tokenizer, ends, model), sampling, stops, recorder)
+    voice = Voice(Pool([engine]), renderer_of(tokenizer, ends, model, "warn"), sampling, stops, recorder)
 
     async def close() -> None:
         await voice.close()

@@ -23,6 +23,7 @@ from paceline.orchestrator import Course, lay_out
 from paceline.orchestrator.past import members
 from paceline.rollout import Recorder, Renderer, Voice
 from paceline.rollout.known import make_renderer
+from paceline.rollout.render import Dropped
 from paceline.trainer import Trainer
 
 SMALL_MODEL = 20_000_000
@@ -107,9 +108,14 @@ def seated(
         trainer.close()
 
 
-def renderer_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: Model) -> Renderer:
-    """Who turns conversations into the model's tokens."""
-    return make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
+def renderer_of(
+    tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: Model, dropped_tools: Dropped = "refuse"
+) -> Renderer:
+    """Who turns conversations into the model's tokens, and what follows where the template drops an environment's
+    tools."""
+    renderer = make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
+    renderer.on_dropped_tools = "allow" if model.allow_dropped_tools else dropped_tools
+    return renderer
 
 
 def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:

@@ -40,6 +40,9 @@ class Model(Section):
     """The model's hub name or family in `renderers` (such as `qwen3`), for a local folder or a fine-tune."""
     keep_thoughts: bool = False
     """Go on from a reply with its thoughts where the template would drop them; needs `renderers`."""
+    allow_dropped_tools: bool = False
+    """Play on where the chat template writes nothing of the tools an environment offers: for tools that the environment
+    describes in its messages. Otherwise such a run is refused."""
     dtype: Dtype | Literal["auto"] = "auto"
     """Compute type of trainer and engine. `auto`: the checkpoint's own type where the machine that starts the run
     multiplies it fast (CUDA, a Mac's GPU, a CPU with bfloat16 instructions), else float32. A run keeps what was chosen

@@ -17,6 +17,7 @@ from paceline.orchestrator.clock import Clock, DeadlineError
 from paceline.orchestrator.course import Course
 from paceline.orchestrator.failures import Kind, kind_of, told
 from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
+from paceline.rollout.template import ToolsDropped
 from paceline.rollout.types import own
 from paceline.seldom import Seldom
 
@@ -154,7 +155,7 @@ class Player:
         """What a user's code answers within its time; whatever it raises is the loss of its episode."""
         try:
             return await self._clock.within(course.config.timeout, f"{what} of `{course.name}`", work())
-        except (NobodyLeft, Mismatch):
+        except (NobodyLeft, Mismatch, ToolsDropped):
             raise  # no other episode would fare better, now or later
         except DeadlineError as error:
             # Who waited for an engine all that time is not to blame for it.
@@ -170,6 +171,8 @@ class Player:
                 raise
             raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
         except (Exception, SystemExit) as error:  # `sys.exit` in an environment ends its episode, not the run
+            if refused := getattr(voice.renderer, "refused_tools", None):
+                raise refused from error  # an agent behind a URL heard of it as an HTTP error like any other
             kind, trouble = kind_of(error), voice.pool.trouble
             if kind != "episode" or trouble is None:
                 raise EpisodeLost(f"{course.name}: {told(error)}", kind) from error

@@ -1,7 +1,8 @@
 """Conversations to exact tokens and back."""
 
+import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,11 +10,15 @@ from paceline.inference.tools import ToolReader
 from paceline.rollout.history import same
 from paceline.rollout.pieces import Pieces
 from paceline.rollout.recent import Recent
-from paceline.rollout.template import PROBE, ChatTemplate, RenderError, Tools
+from paceline.rollout.template import DROPPED, PROBE, ChatTemplate, RenderError, Tools, ToolsDropped, names_of
 from paceline.rollout.types import Message, Turn
 
 REMEMBERED = 1 << 20
 """Tokens of prompts kept rendered, so that a group renders its prompt once."""
+
+
+Dropped = Literal["allow", "warn", "refuse"]
+log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
@@ -38,6 +43,11 @@ class Renderer:
         self._decoded = tokenizer._decode if plainly else tokenizer.decode
         self._rendered: Recent[Prompt] = Recent(REMEMBERED)
         self._end_texts = {token: self.decode([token]) for token in self._ends}
+        self.on_dropped_tools: Dropped = "allow"
+        """What follows where the template writes nothing of the tools it is given: an error, or one warning."""
+        self.refused_tools: ToolsDropped | None = None
+        """The error, once it was raised: an agent behind a URL may make another of it."""
+        self._tools_written = False
 
     @property
     def vocabulary(self) -> int:
@@ -67,10 +77,24 @@ class Renderer:
         prompt = self._rendered.get(key)
         if prompt is None:
             text = self._text(messages, tools, reply=True)
+            if tools and not self._tools_written:
+                self._look_for(tools, messages, text)
             prompt = Prompt(self.encode(text), text)
             # A template may ignore long tools, which the key does not.
             self._rendered.put(key, prompt, max(len(prompt.ids), len(key) // 4))
         return prompt
+
+    def _look_for(self, tools: Tools, messages: Sequence[Message], text: str) -> None:
+        """Refuse tools that the model would not see, or warn of it, until a prompt has shown some."""
+        if self.on_dropped_tools == "allow" or text != self._text(messages, None, reply=True):
+            self._tools_written = True
+            return
+        sentence = DROPPED.format(names=names_of(tools))
+        if self.on_dropped_tools == "refuse":
+            self.refused_tools = ToolsDropped(sentence)
+            raise self.refused_tools
+        self._tools_written = True
+        log.warning(sentence)
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> list[int]:
         """A prompt that continues a recorded turn, or the whole conversation anew if it does not."""

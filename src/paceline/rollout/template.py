@@ -28,6 +28,31 @@ class RenderError(PacelineError):
     """A conversation the model's chat template cannot express, as a sentence for the user."""
 
 
+class ToolsDropped(RenderError):
+    """An environment offers tools of which the model would not see a word."""
+
+
+DROPPED = (
+    "the model's chat template ignores `tools`: the environment offers {names}, and the prompt is the same without. "
+    "Name a template that writes them with model.chat_template, choose another model (Qwen2.5, Qwen3 and Llama 3 write "
+    "them), or describe them in the messages yourself and set model.allow_dropped_tools = true"
+)
+_TOOL = {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object"}}}
+
+
+def dropped_tools(tokenizer: PreTrainedTokenizerBase, tools: Tools = (_TOOL,)) -> str:
+    """Why these tools cannot be offered, if the tokenizer's chat template writes nothing of them; else nothing."""
+    template, asked = ChatTemplate(tokenizer), [{"role": "user", "content": PROBE}]
+    if template.write(asked, tools, reply=True) != template.write(asked, None, reply=True):
+        return ""
+    return DROPPED.format(names=names_of(tools))
+
+
+def names_of(tools: Tools) -> str:
+    """Their names, for a sentence."""
+    return ", ".join(f"`{tool.get('function', tool).get('name', '?')}`" for tool in tools)
+
+
 class ChatTemplate:
     """Writes what `tokenizer.apply_chat_template` writes, to the letter, in about a third of its time.
 
