@@ -1,6 +1,7 @@
 """Laws of self-distillation: the demonstration stands before what was said, and length buys no influence."""
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -109,12 +110,14 @@ def test_a_demonstration_is_text_or_messages(renderer, demonstration, text):  # 
 
 
 @pytest.mark.parametrize("missing", [{}, {"demonstration": None}, {"demonstration": ""}, {"demonstration": []}])
-def test_a_missing_demonstration_is_an_error_that_names_row_and_key(renderer, missing):  # noqa: F811
-    rows = [*ROWS, {"question": "?"} | missing]
-    with pytest.raises(
-        AlgorithmError, match=r"`maze`, row 2: there is no demonstration under `demonstration`.*`question`"
-    ):
-        taught(None, renderer, rows=rows)
+def test_a_missing_demonstration_is_skipped_and_many_are_an_error_that_names_row_and_key(renderer, missing):  # noqa: F811
+    lacking, algorithm = {"question": "?"} | missing, build_algorithm(OPSD(block=SHORT))
+    sentence = r"`maze`, row 2: there is no demonstration under `demonstration`.*`question`"
+    asyncio.run(algorithm.begin(means(renderer, Oracle(), [*ROWS, lacking])))
+    assert algorithm.bad_rows.indices == {2}
+    assert re.search(sentence, str(algorithm.bad_rows))
+    with pytest.raises(AlgorithmError, match=sentence):
+        taught(None, renderer, rows=[*ROWS, lacking, lacking])
 
 
 def test_a_template_that_hides_the_demonstration_is_refused(load):

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.cluster.rollouts import draws
 from paceline.config.env import EnvConfig
-from paceline.data import DataError, Mixture, open_rows, order_of, register_scheme
+from paceline.data import DataError, Mixture, open_rows, order_of, register_scheme, skipped
 from paceline.envs import build_environment
 from paceline.envs.dataset import dataset_rows
 
@@ -126,7 +126,7 @@ def fits_a_column(change, good):
 
 @every_format
 @every_type
-def test_a_bad_row_is_named_by_file_and_place(tmp_path, type_, kind):
+def test_a_bad_row_is_skipped_and_named_by_file_and_place_and_many_are_an_error(tmp_path, type_, kind):
     good, wrong = TYPES[type_]
     good = {name: value.replace("\n", " ") if isinstance(value, str) else value for name, value in good.items()}
     fitting = [(change, why) for change, why in wrong if kind == "jsonl" or fits_a_column(change, good)]
@@ -134,10 +134,17 @@ def test_a_bad_row_is_named_by_file_and_place(tmp_path, type_, kind):
     for change, sentence in fitting:
         path = written(tmp_path, kind, [good, good, good | change, good])
         for split in ("train", "eval"):
-            with pytest.raises(DataError) as caught:
-                environment(tmp_path, type_, dataset=path, eval_dataset=path).examples(split)
-            assert str(caught.value).startswith(place(path, kind, 3) + sentence)
-            assert "\n" not in str(caught.value)
+            rows = environment(tmp_path, type_, dataset=path, eval_dataset=path).examples(split)
+            assert [row == rows[0] for row in rows] == [True] * 3
+            assert next(str(bad) for bad in skipped(rows)).startswith(
+                f"1 row is skipped, of 4: {place(path, kind, 3)}{sentence}"
+            )
+        path = written(tmp_path, kind, [good | change, good, good, good | change])
+        with pytest.raises(DataError) as caught:
+            environment(tmp_path, type_, dataset=path).examples("train")
+        assert str(caught.value).startswith(place(path, kind, 1) + sentence)
+        assert f"; 2 of the first 4 rows are bad; {place(path, kind, 4)}{sentence}" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @every_format
@@ -183,8 +190,8 @@ def test_a_scheme_is_a_dataset_like_any_other(tmp_path, type_):
     good, wrong = TYPES[type_]
     register_scheme("three-of", lambda address: [good, good, good | (wrong[-1][0] if address.name == "bad" else {})])
     assert len(environment(tmp_path, type_, dataset="three-of:good?limit=2").examples("train")) == 2
-    with pytest.raises(DataError, match=f"dataset three-of:bad, row 3: {re.escape(wrong[-1][1])}"):
-        environment(tmp_path, type_, dataset="three-of:bad").examples("train")
+    (bad,) = skipped(environment(tmp_path, type_, dataset="three-of:bad").examples("train"))
+    assert str(bad).startswith(f"1 row is skipped, of 3: dataset three-of:bad, row 3: {wrong[-1][1]}")
 
 
 @every_type

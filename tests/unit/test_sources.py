@@ -29,6 +29,7 @@ from paceline.data import (
     order_of,
     parse_address,
     register_scheme,
+    skipped,
 )
 from paceline.data.contamination import normalised
 from paceline.rollout import Renderer, RenderError
@@ -256,11 +257,37 @@ def test_a_bad_row_names_its_file_and_line(tmp_path, bad, sentence):
             path = tmp_path / f"rows.{kind}"
             WRITERS[kind](path, [*[GOOD] * before, bad, GOOD], 1)
             line = before + 1 + (before // 2 if kind == "jsonl" else 0)  # every third row has an empty line after it
-            with pytest.raises(DataError) as caught:
-                open_rows(str(path))
-            assert str(caught.value).startswith(f"{path}{place.format(line)}{sentence}"[:60])
-            assert sentence in str(caught.value)
-            assert "\n" not in str(caught.value)
+            if before:  # one of five is left out
+                (found,) = skipped(rows := open_rows(str(path)))
+                assert len(rows) == 4
+                told = str(found).removeprefix("1 row is skipped, of 5: ")
+            else:  # half of them are too many
+                with pytest.raises(DataError) as caught:
+                    open_rows(str(path))
+                told = str(caught.value)
+            assert told.startswith(f"{path}{place.format(line)}{sentence}"[:60])
+            assert sentence in told
+            assert "\n" not in told
+
+
+LIMITS = [(19, 60, False), (20, 60, True), (20, 2000, False), (21, 2000, True)]
+
+
+@pytest.mark.parametrize(("bad", "rows", "ends"), LIMITS)
+def test_bad_rows_are_too_many_from_twenty_on_and_above_one_in_a_hundred(tmp_path, bad, rows, ends):
+    path = jsonl(tmp_path / "rows.jsonl", *[GOOD] * (rows - bad), *[{}] * bad)
+    if not ends:
+        (found,) = skipped(opened := open_rows(path))
+        assert (len(opened), len(found)) == (rows - bad, bad)
+        return
+    with pytest.raises(DataError, match=f"rows.jsonl:{rows - bad + 1}: .*; {bad} of the first {rows} rows are bad"):
+        open_rows(path)
+
+
+def test_twenty_bad_rows_from_the_first_on_are_enough(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", *[{}] * 20, *[GOOD] * 9980)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*; 20 of the first 20 rows are bad; .*rows\.jsonl:2: "):
+        open_rows(path)
 
 
 @needs_pyarrow
@@ -268,8 +295,10 @@ def test_a_bad_row_names_its_file_and_line(tmp_path, bad, sentence):
 def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path, kind):
     path = tmp_path / f"rows.{kind}"
     TABLES[kind](path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": None}, {"prompt": "c"}], 2)
-    with pytest.raises(DataError, match=re.escape(f"{path}, row 3: a row needs `messages`")):
-        open_rows(str(path))
+    rows = open_rows(str(path))
+    assert [row["prompt"] for row in rows] == ["a", "b", "c"]
+    (found,) = skipped(rows)
+    assert str(found).startswith(f"1 row is skipped, of 4: {path}, row 3: a row needs `messages`")
     assert len(open_rows(str(path), limit=2)) == 2
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.reference import ModelRef
-from paceline.data import Row
+from paceline.data import BadRows, Row
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.failures import USUAL, Policy
@@ -50,6 +50,8 @@ class Algorithm(ABC):
 
     voice: Voice | None = None
     """Who speaks in training, where it is not the policy."""
+    bad_rows: BadRows = BadRows()
+    """Rows that `begin` found unusable: their draws are dropped."""
 
     def stage(self, environment: Environment) -> Environment:
         """The environment as it is to be played. Unchanged by default."""

@@ -9,7 +9,7 @@ from paceline.algorithms.base import Algorithm, AlgorithmError, Means
 from paceline.algorithms.opd import pulled
 from paceline.algorithms.references import Reference, Setting
 from paceline.config.algorithm import OPSD as Config
-from paceline.data import Row, Sample
+from paceline.data import Row, Sample, look_through
 from paceline.rollout import Group, Message, RenderError, Rollout, threads
 from paceline.rollout.history import message_text
 
@@ -40,8 +40,7 @@ class OPSD(Algorithm):
 
     async def begin(self, means: Means) -> None:
         self._means, config = means, self._config
-        for number in range(len(means.rows)):
-            self._demonstration(number)
+        self.bad_rows = look_through(means.rows, self._demonstration, AlgorithmError)
         self._teacher = await Reference.connect(config.teacher, means)
         asked: list[Message] = [{"role": "user", "content": "?"}]
         plain, mark = means.voice.renderer.text(asked), "The quick brown fox."

@@ -10,7 +10,7 @@ import numpy as np
 from paceline.algorithms.base import Algorithm, AlgorithmError, Means
 from paceline.config.algorithm import SFT as Config
 from paceline.config.reference import ModelRef
-from paceline.data import Row, Sample
+from paceline.data import Row, Sample, look_through
 from paceline.envs import POLICY, Environment, Outcome, Split
 from paceline.rollout import Group, Message, Seat, Voice
 from paceline.rollout.recite import recite
@@ -43,8 +43,11 @@ class SFT(Algorithm):
     async def begin(self, means: Means) -> None:
         if self._recital is not None:
             self._recital.voice = means.voice
-            for number, row in enumerate(means.rows):
-                self._recital.conversation(row, f"environment `{means.env}`, row {number}")
+            read = self._recital.conversation
+            where = f"environment `{means.env}`, row"
+            self.bad_rows = look_through(
+                means.rows, lambda number: read(means.rows[number], f"{where} {number}"), AlgorithmError
+            )
         if isinstance(self._config.teacher, ModelRef):
             self.voice = replace(means.voice, pool=await means.attach(self._config.teacher))
 

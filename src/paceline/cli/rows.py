@@ -1,6 +1,7 @@
 """Rows of a dataset."""
 
 import argparse
+import sys
 
 from paceline.cli.commands import Commands, old_spelling
 from paceline.errors import PacelineError
@@ -28,7 +29,7 @@ def _data(known: argparse.Namespace, overrides: list[str]) -> int:
 
     import paceline.envs  # noqa: F401 - they bring schemes of their own, such as `reasoning-gym:`
     from paceline.config.model import Model
-    from paceline.data import open_rows
+    from paceline.data import open_rows, skipped
     from paceline.model import load_tokenizer
     from paceline.rollout.show import show_rows
 
@@ -38,4 +39,6 @@ def _data(known: argparse.Namespace, overrides: list[str]) -> int:
     fields = dict(pair.split("=", 1) for pair in known.field)
     rows = open_rows(known.source, fields, demonstrations=known.demonstrations)
     show_rows(rows, load_tokenizer(Model(name=known.model)), known.count, Console())
+    for bad in skipped(rows):
+        print(f"paceline: {bad}", file=sys.stderr)
     return 0

@@ -1,5 +1,6 @@
 """Samples, packing, rows, and the books that account for them."""
 
+from paceline.data.bad_rows import BadRows, look_through
 from paceline.data.balance import Cost, balanced, imbalance, lockstep
 from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
@@ -8,7 +9,7 @@ from paceline.data.cutting import Cut, cuts
 from paceline.data.draws import Draws, learn, order_of
 from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
-from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture
+from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture, skipped
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
 from paceline.data.rows import DataError, Row
 from paceline.data.sample import Ended, Sample, Ticket
@@ -19,6 +20,7 @@ from paceline.data.wire import WireError, decode, encode
 __all__ = [
     "Address",
     "BadRow",
+    "BadRows",
     "ContaminationReport",
     "Cost",
     "Curriculum",
@@ -52,6 +54,7 @@ __all__ = [
     "lay",
     "learn",
     "lockstep",
+    "look_through",
     "minibatches",
     "open_dataset",
     "open_mixture",
@@ -61,4 +64,5 @@ __all__ = [
     "parse_address",
     "part_problem",
     "register_scheme",
+    "skipped",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.fields import Shape
-from paceline.data.formats import Stored
+from paceline.data.formats import Numbered
 from paceline.data.rows import DataError, Row, reading
 
 CACHE_BYTES = 256 * 2**20
@@ -24,7 +24,7 @@ Groups = tuple[Sequence[int], Callable[[int], Table]]
 """How many rows each group has, and how to decode one."""
 
 
-class Columns(Stored):
+class Columns(Numbered):
     """The rows of a table."""
 
     def __init__(self, source: str, groups: Groups, shape: Shape, limit: int | None) -> None:
@@ -36,16 +36,12 @@ class Columns(Stored):
         if limit is not None:
             self._length = min(limit, self._length)
         self._decoded: OrderedDict[int, Table] = OrderedDict()
-        for number, row in self._scan():
-            self._check(row, f"{source}, row {number}")
+        self._look_at((row, f"{source}, row {number}") for number, row in self._scan())
 
-    def __len__(self) -> int:
-        return self._length
-
-    def _raw(self, index: int) -> Row:
-        group = bisect_right(self._ends, index)
+    def _stored(self, number: int) -> Row:
+        group = bisect_right(self._ends, number)
         start = self._ends[group - 1] if group else 0
-        return self._group(group).slice(index - start, 1).to_pylist()[0]
+        return self._group(group).slice(number - start, 1).to_pylist()[0]
 
     def _scan(self) -> Iterator[tuple[int, Row]]:
         """All rows with their numbers, counted from one."""

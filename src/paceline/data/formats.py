@@ -10,15 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from paceline.data.bad_rows import BadRows
 from paceline.data.fields import BadRow, Shape
 from paceline.data.rows import DataError, Placed, Row, Rows, csv_rows, json_rows, parse_object, reading
 
 
 class Stored(Rows):
-    """Rows as they are stored, shaped into ours on the way out."""
+    """Rows as they are stored, shaped into ours on the way out. Bad ones are left out, and told of in `bad`."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
+        self.bad = BadRows(DataError)
 
     @abstractmethod
     def _raw(self, index: int) -> Row:
@@ -27,28 +29,54 @@ class Stored(Rows):
     def _row(self, index: int) -> Row:
         return self._shape(self._raw(index))
 
-    def _check(self, row: Row, place: str) -> None:
+    def _check(self, row: Row, place: str) -> bool:
+        """Whether the row can be used."""
         try:
             self._shape(row)
         except BadRow as error:
-            raise DataError(f"{place}: {error}") from error
+            self.bad.bad(f"{place}: {error}")
+            return False
+        self.bad.good()
+        return True
 
 
-class Listed(Stored):
+class Numbered(Stored):
+    """Stored rows that are found by their number."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self._used: Sequence[int] = ()
+
+    def _look_at(self, placed: Iterable[tuple[Row, str]]) -> None:
+        """Check all of them, in order."""
+        for row, place in placed:
+            self._check(row, place)
+        self.bad.settle()
+        numbers = range(self.bad.seen)
+        self._used = array("Q", (n for n in numbers if n not in self.bad.indices)) if self.bad else numbers
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def _raw(self, index: int) -> Row:
+        return self._stored(self._used[index])
+
+    @abstractmethod
+    def _stored(self, number: int) -> Row:
+        """The row at a number, counted with the bad ones."""
+
+
+class Listed(Numbered):
     """Rows that somebody else holds: a list in memory, a dataset of the hub, a generated task."""
 
     def __init__(self, rows: Sequence[Row], places: Iterable[str], shape: Shape, limit: int | None) -> None:
         super().__init__(shape)
         self._rows = rows
-        self._length = len(rows) if limit is None else min(limit, len(rows))
-        for row, place in zip(islice(rows, self._length), places, strict=False):
-            self._check(row, place)
+        length = len(rows) if limit is None else min(limit, len(rows))
+        self._look_at(zip(islice(rows, length), places, strict=False))
 
-    def __len__(self) -> int:
-        return self._length
-
-    def _raw(self, index: int) -> Row:
-        return copy.deepcopy(self._rows[index])
+    def _stored(self, number: int) -> Row:
+        return copy.deepcopy(self._rows[number])
 
 
 class JsonLines(Stored):
@@ -62,6 +90,7 @@ class JsonLines(Stored):
         with reading(source), self._path.open("rb") as lines:
             self._stamp = _stamp(lines)
             self._index(lines, limit)
+        self.bad.settle()
 
     def _index(self, lines: BinaryIO, limit: int | None) -> None:
         at = 0
@@ -70,8 +99,8 @@ class JsonLines(Stored):
                 return
             if line.removeprefix(codecs.BOM_UTF8).strip():
                 place = f"{self._source}:{number}"
-                self._check(_line(line, place), place)
-                self._offsets.append(at)
+                if self._check(_line(line, place), place):
+                    self._offsets.append(at)
             at += len(line)
 
     def __len__(self) -> int:

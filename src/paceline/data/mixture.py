@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from paceline.data.bad_rows import BadRows
 from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
+from paceline.data.formats import Stored
 from paceline.data.rows import DataError, Kept, Row, Rows
 from paceline.data.sources import open_rows
 
@@ -25,7 +27,7 @@ class Mixture(Rows):
                 raise DataError(f"dataset {name}: its weight must be a number above 0, not {weights.get(name)}")
         self.names = tuple(parts)
         self.weights = tuple(float(weights[name]) for name in parts)
-        self._parts = tuple(parts.values())
+        self._parts = self.parts = tuple(parts.values())
         self._ends = tuple(accumulate(len(part) for part in self._parts))
 
     def __len__(self) -> int:
@@ -55,6 +57,15 @@ class Mixture(Rows):
     def _locate(self, index: int) -> tuple[int, int]:
         part = bisect_right(self._ends, index)
         return part, index - self._ends[part] + len(self._parts[part])
+
+
+def skipped(rows: Sequence[Row]) -> list[BadRows]:
+    """The rows that were left out where these were opened, by dataset."""
+    if isinstance(rows, Mixture):
+        return [bad for part in rows.parts for bad in skipped(part)]
+    if isinstance(rows, Kept):
+        return skipped(rows.rows)
+    return [rows.bad] if isinstance(rows, Stored) and rows.bad else []
 
 
 def open_mixture(weights: Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any) -> Mixture:

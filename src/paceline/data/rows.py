@@ -44,14 +44,14 @@ class Kept(Rows):
     """Some rows of a sequence, in their order."""
 
     def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
-        self._rows = rows
+        self.rows = rows
         self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def _row(self, index: int) -> Row:
-        return self._rows[self.indices[index]]
+        return self.rows[self.indices[index]]
 
 
 @contextmanager

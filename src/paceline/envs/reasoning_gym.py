@@ -112,5 +112,10 @@ def _package() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise EnvError('reasoning-gym is not installed: pip install "paceline[tasks]"') from error
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "reasoning_gym"):
+            raise EnvError('reasoning-gym is not installed: pip install "paceline[tasks]"') from error
+        raise EnvError(
+            f"reasoning-gym needs `{missing}`, which is not installed: pip install {missing} ({error})"
+        ) from error
     return reasoning_gym

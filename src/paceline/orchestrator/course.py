@@ -9,7 +9,7 @@ from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
 from paceline.config.failures import Failures
 from paceline.config.reference import ModelRef
-from paceline.data import Draws, Row, Ticket, decontaminate, order_of
+from paceline.data import BadRows, Draws, Row, Ticket, decontaminate, order_of, skipped
 from paceline.envs import EnvError, Environment, build_environment
 from paceline.failures import USUAL, Policy, policy
 from paceline.inference.frozen import FrozenPool, attach
@@ -42,6 +42,17 @@ class Course:
     """What becomes of a failed episode, by kind of failure."""
     teacher: Policy = USUAL
     """What becomes of a sample that a reference could not score."""
+
+    bad_rows: frozenset[int] = frozenset()
+    """Rows that cannot train: their draws are dropped."""
+    skipped: int = 0
+    """Bad rows in all: those, and others that were left out when the datasets were opened."""
+
+    def skip(self, *found: BadRows) -> None:
+        """Take note of rows that cannot be used."""
+        for bad in filter(None, found):
+            self.note = "; ".join(filter(None, [self.note, f"{self.name}: {bad}"]))
+            self.skipped += len(bad)
 
     @property
     def name(self) -> str:
@@ -94,6 +105,8 @@ async def opened(
     try:
         for course in courses.values():
             await course.algorithm.begin(Means(course.name, course.rows, voice, connect, course.teacher))
+            course.skip(course.algorithm.bad_rows)
+            course.bad_rows = frozenset(course.algorithm.bad_rows.indices)
         yield
     finally:
         for pool in pools.values():
@@ -111,7 +124,7 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
     if env.contamination:
         rows, report = decontaminate(rows, eval_rows)
         note = f"{env.name}: {report}"
-    return Course(
+    course = Course(
         config=env,
         environment=environment,
         algorithm=algorithm,
@@ -123,3 +136,5 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
         policies=policies(config.failures),
         teacher=policy(config.failures.teacher, config.failures.tries),
     )
+    course.skip(*skipped(rows), *skipped(eval_rows))
+    return course

@@ -32,6 +32,7 @@ STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
 the slow ones would get less than their weight."""
 SHUNNED = "shunned"
+BAD_ROW = "bad_row"
 FAREWELL_SECONDS = 30.0
 """What cancelled episodes get to clean up in."""
 
@@ -101,6 +102,9 @@ class Dispatcher:
             ticket = self._ledger.start()
             if self.shunned and (ticket.env, ticket.draw) in self.shunned:
                 self._drop(ticket, SHUNNED)
+                continue
+            if ticket.row in course.bad_rows:
+                self._drop(ticket, BAD_ROW)
                 continue
             self._gate.start(course.group_size)
             task = asyncio.create_task(self._player.group(course, ticket), name=f"ticket {ticket.number}")

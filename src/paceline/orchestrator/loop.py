@@ -214,6 +214,8 @@ class Conductor:
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
         if report.memory:
             metrics["memory/trainer"] = report.memory
+        if bad := sum(course.skipped for course in self._p.courses.values()):
+            metrics["data/bad_rows"] = float(bad)
         if self._config.replay.share:
             metrics |= replay_metrics(batch, self._gate.version - 1)
         metrics |= self._player.metrics()
