@@ -12,7 +12,7 @@ import tomli_w
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
@@ -258,7 +258,7 @@ def test_values_survive_that_toml_could_bend():
 
 @pytest.mark.parametrize("value", [None, float("nan"), (1, 2), object(), "\ud800"])
 def test_kwargs_that_no_file_can_hold_are_refused(value):
-    with pytest.raises(ValidationError, match="TOML can hold"):
+    with pytest.raises(ConfigError, match="TOML can hold"):
         RunConfig(env=[{"type": "custom", "import_path": "m:f", "kwargs": {"x": value}}])
 
 
@@ -460,7 +460,7 @@ def test_command_line_errors(arguments, sentence):
         ("[[env]]\nweight = 1",
          'env.0: `type` is missing: add type = "reverse-text", "arithmetic", "alphabet-sort", "calculator", '
          '"equality", "math", "gsm8k", "code", "retrieval", "token-in", "module", "reasoning-gym", "textarena", '
-         '"verifiers", "arena" or "custom"'),
+         '"verifiers", "arena", "reward" or "custom"'),
         ("[env]\nweight = 1", "env: expected a list of tables, at least 1, got a table; "
          "write the header in double brackets, such as [[env]]"),
         # Values.
@@ -596,7 +596,7 @@ def test_a_key_with_a_letter_missing_is_recognised_wherever_it_stands():
             {"env": [{"type": "arithmetic", "min_group_size": 9}]},
             "min_group_size = 9 is larger than group_size = 8",
         ),
-        ({"env": []}, "at least 1 item"),
+        ({"env": []}, "a list of tables, at least 1"),
         ({"sampling": {"top_p": 0.9}}, "allow_truncated_sampling = true"),
         ({"sampling": {"top_k": 5}}, "allow_truncated_sampling = true"),
         ({"sampling": {"temperature": 0}, "allow_truncated_sampling": True}, "training at temperature 0"),
@@ -604,7 +604,7 @@ def test_a_key_with_a_letter_missing_is_recognised_wherever_it_stands():
     ],
 )
 def test_a_run_that_cannot_work_is_refused(keys, sentence):
-    with pytest.raises(ValidationError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         RunConfig(**keys)
 
 

@@ -24,6 +24,10 @@ ModelName = Annotated[str, PathKey("model")]
 FilePath = Annotated[str, PathKey("file")]
 
 
+FROM_PYTHON = "python"
+"""Stands before the `:` of an import path or a dataset that `paceline.train` was given as a Python object."""
+
+
 class Section(BaseModel):
     """A section of the run file. Unknown keys are errors; the docstring under a field is its help text.
 

@@ -1,11 +1,12 @@
 """The run file while it is put together: layers of tables, and who wrote each key."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from paceline.config.base import Section
 from paceline.config.fields import KeyPath, default_types, dotted, spot_at, value_at
 from paceline.config.paths import resolve_paths
 
@@ -25,6 +26,20 @@ class Origin:
 
 
 COMMAND_LINE = "command line"
+PYTHON = "paceline.train"
+"""Where keyword arguments come from."""
+
+
+def plain_value(value: Any) -> Any:
+    """A value as a run file would hold it: sections and paths that were given as objects become tables and text."""
+    if isinstance(value, Section):
+        named = value.model_fields_set | ({"type"} & type(value).model_fields.keys())
+        return {key: plain_value(getattr(value, key)) for key in type(value).model_fields if key in named}
+    if isinstance(value, Mapping):
+        return {key: plain_value(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [plain_value(entry) for entry in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 @dataclass

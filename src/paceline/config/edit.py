@@ -1,11 +1,11 @@
 """Overrides from the command line: `--trainer.optimizer.lr 1e-3`, `--env.0.group_size=4`, `--no-resume`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.base import Section
-from paceline.config.document import COMMAND_LINE, Document, Origin
+from paceline.config.document import COMMAND_LINE, PYTHON, Document, Origin, plain_value
 from paceline.config.errors import ConfigError
 from paceline.config.fields import ROOT, KeyPath, Spot, spot_at, value_at
 from paceline.config.wording import either, toml_value
@@ -44,6 +44,22 @@ def apply(arguments: Sequence[str], document: Document) -> list[str]:
             spot = spot_at(path, document.table)
             # A table of the user's own keys, such as `kwargs`, is given whole; sections merge key by key.
             document.put(path, _value(override, spot), override.origin, whole=spot is not None and spot.is_open)
+    return problems
+
+
+def apply_settings(settings: Mapping[str, Any], document: Document) -> list[str]:
+    """Write keyword arguments into the document: `steps=20`, `sampling={...}`, or `**{"sampling.max_tokens": 16}`."""
+    problems: list[str] = []
+    origin = Origin(PYTHON)
+    if settings:
+        document.origins.setdefault((), origin)
+    for key, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
+        try:
+            path = _address(Override(key, tuple(key.split("."))), document)
+        except ConfigError as error:
+            problems += [problem.replace(COMMAND_LINE, PYTHON) for problem in error.problems]
+        else:
+            document.put(path, plain_value(value), origin)
     return problems
 
 

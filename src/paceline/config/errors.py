@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config import wording
-from paceline.config.document import COMMAND_LINE, Document
+from paceline.config.document import COMMAND_LINE, Document, Origin, plain_value
 from paceline.config.fields import KeyPath, Spot, dotted, path_of, spot_at, value_at
 from paceline.config.suggest import nearest_keys
 from paceline.errors import PacelineError
@@ -44,6 +44,14 @@ def explain(error: ValidationError, document: Document) -> list[str]:
         sentences += EXPLAIN.get(detail["type"], _wrong_value)(detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
+
+
+def explain_values(error: ValidationError, values: Mapping[str, object], source: str) -> list[str]:
+    """The same sentences for values that come from Python; `source` is the call they were given to."""
+    origin = Origin(source)
+    document = Document(origins={(): origin})
+    document.merge(plain_value(values), origin)
+    return explain(error, document)
 
 
 def _deepest(details: list[ErrorDetails]) -> list[ErrorDetails]:

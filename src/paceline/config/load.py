@@ -4,7 +4,7 @@ import re
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from paceline.config import edit
 from paceline.config.base import Section
-from paceline.config.document import Document, Origin
+from paceline.config.document import PYTHON, Document, Origin, plain_value
 from paceline.config.errors import ConfigError, explain
 from paceline.config.examples import find_run_file
 from paceline.config.files import layers
@@ -30,20 +30,26 @@ class Loaded:
     warnings: list[str]
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a run file, all it includes, and overrides as the command line passes them.
+def load(
+    path: str | Path | RunConfig | None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> Loaded:
+    """Read a run file, all it includes, and overrides: as the command line passes them, or `settings` from Python,
+    nested (`{"sampling": {"max_tokens": 16}}`) or dotted (`{"sampling.max_tokens": 16}`).
 
     `path` may also be a run directory, or the name of an example of the package, such as `quickstart`; `path=None`
-    stands for an empty file. Every problem is reported at once, in one `ConfigError`.
+    stands for an empty file, and a config for the file that says what its maker said. Every problem is reported at once,
+    in one `ConfigError`.
     """
     document = Document()
-    if path is not None:
+    if isinstance(path, RunConfig):
+        document.merge(plain_value(path), Origin(PYTHON))
+    elif path is not None:
         stack = layers(find_run_file(path) or Path(path))
         # Rules that span several keys are reported under the file the user named.
         document.origins[()] = Origin(stack[-1].name)
         for layer in stack:
             document.merge(layer.table, Origin(layer.name, folder=layer.folder))
-    problems = edit.apply(overrides, document)
+    problems = edit.apply(overrides, document) + edit.apply_settings(settings or {}, document)
     try:
         loaded = _validate_document(document)
     except ValidationError as error:

@@ -5,9 +5,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from math import floor, gcd
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.config import apple, backends, cluster
 from paceline.config.advice import Advice
@@ -105,7 +105,19 @@ class Breaker(Section):
     trains. The run then fails with what it saw, or ends as finished where the task is solved; 0 draws on for ever."""
 
 
-class RunConfig(Section):
+class _Explained(type(Section)):
+    """Makes `RunConfig(**values)` raise the sentences of the command line in place of pydantic's report."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            from paceline.config.errors import ConfigError, explain_values  # which reads this module
+
+            raise ConfigError(explain_values(error, values, cls.__name__)) from None
+
+
+class RunConfig(Section, metaclass=_Explained):
     """A Paceline run. Every key has a default; a run file holds only what differs."""
 
     schema_version: Literal[1] = 1
@@ -192,6 +204,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _resolve(self) -> "RunConfig":
         """Fill in what was left out, so that nobody looks twice later; then check what spans several keys."""
+        given = set(self.model_fields_set)
         if self.steps is None and self.epochs is None:
             self.steps = DEFAULT_STEPS
         for place, env in enumerate(self.env):
@@ -199,6 +212,7 @@ class RunConfig(Section):
             self._resolve_environment(env)
         if self.max_inflight is None:
             self.max_inflight = (self.staleness + 1) * self.batch_size + self.extra
+        self.model_fields_set.intersection_update(given)
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
             raise ValueError("\n".join(problems))
@@ -213,6 +227,7 @@ class RunConfig(Section):
         return places - places % gcd(*sizes) if places >= min(sizes) else 0
 
     def _resolve_environment(self, env: EnvConfig) -> None:
+        given = set(env.model_fields_set)
         env.name = env.name or env.type
         env.algo = env.algo or self.algo.model_copy(deep=True)
         # A demonstration is the same however often it is read.
@@ -220,6 +235,7 @@ class RunConfig(Section):
         # A group of one says nothing only where everybody is compared with their group.
         relative = all(algo.group_relative for _, algo in env.credits)
         env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
+        env.model_fields_set.intersection_update(given)  # another config made from this one resolves them again
 
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())

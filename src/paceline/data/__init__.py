@@ -14,7 +14,7 @@ from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibat
 from paceline.data.rows import DataError, Row
 from paceline.data.sample import Ended, Sample, Ticket
 from paceline.data.scales import Normalise, Scales, count, fold
-from paceline.data.sources import Address, Scheme, open_rows, parse_address, register_scheme
+from paceline.data.sources import Address, Scheme, listed_rows, open_rows, parse_address, register_scheme
 from paceline.data.wire import WireError, decode, encode
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "imbalance",
     "lay",
     "learn",
+    "listed_rows",
     "lockstep",
     "look_through",
     "minibatches",

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from paceline.config.base import FROM_PYTHON
 from paceline.errors import PacelineError
 from paceline.user_code import described
 
@@ -32,6 +33,11 @@ def import_object(path: str) -> Any:
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise HookError(f"import path `{path}`: write `package.module:name` or `path/to/file.py:name`")
+    if place == FROM_PYTHON:
+        raise HookError(
+            f"import path `{path}` stands for an object that was given to paceline.train: call it again with the same "
+            'arguments and resume="latest", or write the import path of a file that holds the object'
+        )
     module = _from_file(Path(place), path) if place.endswith(".py") else _from_package(place, path)
     if not hasattr(module, name):
         raise HookError(f"import path `{path}`: {place} has no `{name}`")

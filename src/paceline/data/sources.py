@@ -11,9 +11,11 @@ is asked for, and belongs to the reader.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+from paceline.config.base import FROM_PYTHON
 from paceline.data.fields import Shape
 from paceline.data.formats import FORMATS, Listed, Stored
 from paceline.data.hub import open_hub
@@ -92,6 +94,28 @@ def open_rows(
     return rows
 
 
+def listed_rows(
+    rows: Sequence[Row],
+    name: str,
+    fields: Mapping[str, str] | None = None,
+    *,
+    prompted: bool = True,
+    refine: Callable[[Row], Row] | None = None,
+) -> Sequence[Row]:
+    """Rows that the caller holds, a list or a `datasets.Dataset`, checked and shaped like those of a file."""
+    if isinstance(rows, Mapping):
+        raise DataError(f"{name} is a dict of {', '.join(map(str, rows))}: choose one of them, or give a list of dicts")
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise DataError(f"{name} is of type {type(rows).__name__}: give a list of dicts, a datasets.Dataset or a path")
+    if not len(rows):
+        raise DataError(f"{name} holds no rows")
+    for number, row in enumerate(rows if isinstance(rows, list) else islice(rows, 1), start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{name}, row {number} is {row!r:.80}: give a list of dicts, one for each row")
+    places = (f"{name}, row {number}" for number in range(1, len(rows) + 1))
+    return Listed(rows, places, Shape(fields or {}, prompted=prompted, refine=refine), None)
+
+
 def _open(uri: str, shape: Shape, limit: int | None, schemes: Mapping[str, Scheme]) -> Stored:
     path = Path(uri)
     if path.suffix in FORMATS and ("@" not in uri or path.exists()):
@@ -107,6 +131,11 @@ def _open(uri: str, shape: Shape, limit: int | None, schemes: Mapping[str, Schem
 
 def _open_address(address: Address, shape: Shape, limit: int | None, schemes: Mapping[str, Scheme]) -> Stored:
     uri, scheme = address.uri, schemes.get(address.scheme)
+    if address.scheme == FROM_PYTHON:
+        raise DataError(
+            f"dataset {uri} stands for rows that were given to paceline.train: call it again with the same arguments "
+            'and resume="latest", or name a file of the rows'
+        )
     if scheme is None:
         raise DataError(f"dataset {uri}: there is no scheme `{address.scheme}:`; schemes: {_known(schemes)}")
     if unknown := sorted(address.options.keys() - {"limit", *scheme.options}):

@@ -41,6 +41,7 @@ BUILDERS: dict[type[config.EnvBase], str] = {
     config.TextArena: "paceline.envs.textarena:TextArena",
     config.Verifiers: "paceline.envs.verifiers:Verifiers",
     config.ArenaEnv: "paceline.arena.environment:arena_environment",
+    config.RewardEnv: "paceline.envs.reward:RewardEnvironment",
     config.CustomEnv: "paceline.envs.custom:custom_environment",
 }
 """What builds each section's environment, imported only if a run file names it."""

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.config.env import CustomEnv as Config
-from paceline.data import Row
+from paceline.data import Row, listed_rows
 from paceline.data.importing import import_object
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
@@ -21,15 +21,22 @@ class FunctionEnvironment(Environment):
     """`async def rollout(row, seat)` over the rows of a dataset. It answers with a reward, an `Outcome`, a `Rollout` it
     made itself, or None to drop the episode."""
 
-    def __init__(self, play: Callable[..., Awaitable[Any]], config: Config) -> None:
+    def __init__(
+        self, play: Callable[..., Awaitable[Any]], config: Config, rows: Mapping[Split, Sequence[Row]] | None = None
+    ) -> None:
         if not inspect.iscoroutinefunction(play):
             raise EnvError(ASYNC_ONLY.format(config.import_path))
         if config.dataset is None:
             raise EnvError(NEEDS_ROWS.format(config.name))
         self._play = play
         self._config = config
+        self._rows = rows or {}
+        """Rows that are objects of this process, in place of those that the section names."""
 
     def examples(self, split: Split) -> Sequence[Row]:
+        if split in self._rows:
+            name = "dataset" if split == "train" else "eval_dataset"
+            return listed_rows(self._rows[split], name, self._config.fields, prompted=False)
         return dataset_rows(self._config, split, prompted=False)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:

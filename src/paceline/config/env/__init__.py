@@ -11,6 +11,7 @@ from paceline.config.env.dataset import DatasetEnv
 from paceline.config.env.doors import ModuleEnv, ReasoningGym, TextArena, Verifiers
 from paceline.config.env.graded import Code, Math
 from paceline.config.env.retrieval import Retrieval
+from paceline.config.env.reward import RewardEnv
 from paceline.config.env.tasks import GSM8K, AlphabetSort, Calculator, Equality, TokenIn
 from paceline.config.env.text import Arithmetic, ReverseText
 
@@ -32,6 +33,7 @@ __all__ = [
     "ReasoningGym",
     "Retrieval",
     "ReverseText",
+    "RewardEnv",
     "TextArena",
     "TokenIn",
     "Verifiers",
@@ -53,6 +55,7 @@ EnvConfig = Annotated[
     | TextArena
     | Verifiers
     | ArenaEnv
+    | RewardEnv
     | CustomEnv,
     Field(discriminator="type"),
 ]
