@@ -1,8 +1,14 @@
 """Paceline: reinforcement learning for language models, on a laptop as on a cluster.
 
     import paceline
-    result = paceline.train(paceline.load("quickstart").config)
 
+    def score(completion, answer):
+        return float(completion.strip() == answer)
+
+    result = paceline.train(model="paceline:quickstart", dataset="sums.jsonl", reward=score, steps=50)
+    result.policy.chat("2 + 3 =")
+
+A run file works too: `paceline.train("quickstart", steps=10)`.
 Names are imported when they are first used, so that `paceline.config` stays free of torch.
 """
 
@@ -14,7 +20,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paceline.algorithms import Algorithm
-    from paceline.cluster import RunResult, train
+    from paceline.api import train
+    from paceline.cluster import RunFailed, RunResult
+    from paceline.cluster.policy import Policy, PolicyReply
     from paceline.config import ConfigError, RunConfig, load
     from paceline.data import Sample, Ticket
     from paceline.envs import Environment, Outcome, SingleTurn
@@ -32,9 +40,12 @@ __all__ = [
     "Group",
     "Outcome",
     "PacelineError",
+    "Policy",
+    "PolicyReply",
     "Reply",
     "Rollout",
     "RunConfig",
+    "RunFailed",
     "RunResult",
     "Sample",
     "Seat",
@@ -52,7 +63,9 @@ __getattr__ = lazily(
     __name__,
     {
         "algorithms": ("Algorithm",),
-        "cluster": ("RunResult", "train"),
+        "api": ("train",),
+        "cluster": ("RunFailed", "RunResult"),
+        "cluster.policy": ("Policy", "PolicyReply"),
         "config": ("ConfigError", "RunConfig", "load"),
         "data": ("Sample", "Ticket"),
         "envs": ("Environment", "Outcome", "SingleTurn"),

@@ -17,6 +17,7 @@ from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
 from paceline.cluster.preflight import NEEDS_RAY, refuse_unready
+from paceline.cluster.result import RunResult
 from paceline.cluster.signals import Signals
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
@@ -60,28 +61,18 @@ Placement = Callable[[RunConfig, Path, Callable[[str], None], Given], AbstractAs
 """Builds the parts of a run, and takes them down again."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run left behind."""
-
-    outcome: RunOutcome
-    directory: Path
-    metrics: list[dict[str, Any]]
-    """One entry per step, as in `metrics.jsonl`."""
-    summary: list[str]
-    error: Exception | None = None
-
-
 def train(
     config: RunConfig,
     *,
     environments: dict[str, Environment] | None = None,
     overwrite: bool = False,
-    screen: TextIO | None = None,
+    screen: TextIO | Monitor | None = None,
+    signals: Signals | None = None,
 ) -> RunResult:
     """Run to the end and answer with what happened.
 
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
+    `signals` lets another thread stop the run; `paceline.train` is the function for users.
     """
     refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
@@ -89,13 +80,12 @@ def train(
         from paceline.cluster.colocated.start import colocated
 
         _refuse_fewer_steps(config)
-        return colocated(config, environments, overwrite, screen)
+        return colocated(config, environments, overwrite, screen, signals)
     refuse_torchrun(config)
     _refuse_fewer_steps(config)
-    if config.placement == "local":
-        return conduct(config, here, environments=environments, overwrite=overwrite, screen=screen)
-    if config.placement == "ray":
-        return conduct(config, _ray(), environments=environments, overwrite=overwrite, screen=screen)
+    if config.placement in ("local", "ray"):
+        place = here if config.placement == "local" else _ray()
+        return conduct(config, place, environments=environments, overwrite=overwrite, screen=screen, signals=signals)
     if environments:
         raise PacelineError(
             f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
@@ -103,7 +93,7 @@ def train(
         )
     from paceline.cluster.processes.supervisor import supervised
 
-    return supervised(config, overwrite, screen)
+    return supervised(config, overwrite, screen, signals)
 
 
 def _refuse_fewer_steps(config: RunConfig) -> None:
@@ -155,11 +145,12 @@ def conduct(
     *,
     environments: Given = None,
     overwrite: bool = False,
-    screen: TextIO | None = None,
+    screen: TextIO | Monitor | None = None,
+    signals: Signals | None = None,
 ) -> RunResult:
     """Lead a run whose parts are wherever the placement puts them."""
-    shown = [choose(screen)] if screen is not None else []
-    return conduct_all([Led(config, placement, shown)], environments=environments, overwrite=overwrite)[0]
+    led = Led(config, placement, [choose(screen)] if screen is not None else [])
+    return conduct_all([led], environments=environments, overwrite=overwrite, signals=signals)[0]
 
 
 def conduct_all(
@@ -221,6 +212,7 @@ class _Desk:
 async def _all(
     desks: Sequence[_Desk], environments: Given, signals: Signals
 ) -> list[tuple[RunOutcome, Exception | None]]:
+    signals.attach()
     if len(desks) == 1:
         return [await desks[0].lead(environments, signals)]
     async with asyncio.TaskGroup() as group:  # bounded: by what the runs do

@@ -1,8 +1,9 @@
 """Ctrl-C for the runs of this process: the first ends them after the step under way, a second one at once."""
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from paceline.orchestrator import Conductor
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 USER = "stopped by the user"
+STOPPING = "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once"
 
 
 @dataclass(slots=True)
@@ -38,7 +40,10 @@ class Signals:
     _runs: list[tuple[Monitor, Stopping]] = field(default_factory=list)
     _why: str = ""
     _heard: bool = False
-    """Whether signals come here: they belong to the main thread, and a run in another is stopped by who started it."""
+    """Whether signals come here: they belong to the main thread, and a run in another is stopped by `interrupt`."""
+    _interrupts: int = 0
+    _stop: Callable[[], object] | None = None
+    """What `interrupt` does, once there is something to stop."""
 
     @contextmanager
     def run(self, monitor: Monitor) -> Generator[Stopping]:
@@ -63,6 +68,32 @@ class Signals:
             monitor.note(note)
             stopping.stop(why)
 
+    def attach(self) -> None:
+        """`interrupt` stops the task of the caller and the runs it leads."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            if self._why or not self._runs:  # stopping already, or nothing has begun that a checkpoint could keep
+                task.cancel()
+            else:
+                self.stop(USER, STOPPING)
+
+        self.on_interrupt(lambda: loop.call_soon_threadsafe(stop))
+
+    def on_interrupt(self, stop: Callable[[], object]) -> None:
+        """What to do when `interrupt` is called, from whatever thread; at once if it was called before."""
+        self._stop = stop
+        if self._interrupts:
+            stop()
+
+    def interrupt(self) -> None:
+        """Ctrl-C, from another thread than the run's: the first call ends the run after its step, a second at once."""
+        self._interrupts += 1
+        if self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+                self._stop()
+
     def _listen(self) -> None:
         try:
             for number in NUMBERS:
@@ -80,4 +111,4 @@ class Signals:
         if self._why:
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.raise_signal(number)
-        self.stop(USER, "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+        self.stop(USER, STOPPING)

@@ -37,8 +37,8 @@ def load(
     nested (`{"sampling": {"max_tokens": 16}}`) or dotted (`{"sampling.max_tokens": 16}`).
 
     `path` may also be a run directory, or the name of an example of the package, such as `quickstart`; `path=None`
-    stands for an empty file, and a config for the file that says what its maker said. Every problem is reported at once,
-    in one `ConfigError`.
+    stands for an empty file, and a config for the file that says what its maker said. Every problem is reported at
+    once, in one `ConfigError`.
     """
     document = Document()
     if isinstance(path, RunConfig):

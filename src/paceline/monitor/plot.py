@@ -21,22 +21,27 @@ _FAINT: Final = "#DDDDDD"
 
 def plot_rewards(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw each environment's reward, by step and smoothed, and its held-out results as points."""
+    # Through memory, so that a picture which is being looked at is never half written.
+    replace_file(path, [reward_picture(metrics, title)])
+
+
+def reward_picture(metrics: Sequence[Mapping[str, Any]], title: str, dpi: int = 150) -> bytes:
+    """The same as the bytes of a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     history = History.of(metrics)
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
+    figure = Figure(figsize=(8, 4.5), dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for index, env in enumerate(history.envs):
         _draw(axes, history, env, _COLOURS[index % len(_COLOURS)])
     _frame(axes, history, title)
     _legend(figure, history)
-    # Through memory, so that a picture which is being looked at is never half written.
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    replace_file(path, [picture.getvalue()])
+    return picture.getvalue()
 
 
 def smooth(curve: Curve) -> Curve:

@@ -88,7 +88,9 @@ def _until(plan: RunPlan, step: int) -> tuple[History, list[str]]:
     return history, problems
 
 
-def choose(stream: TextIO) -> Monitor:
-    """The live view on a terminal that can draw it, plain lines anywhere else."""
+def choose(stream: TextIO | Monitor) -> Monitor:
+    """The live view on a terminal that can draw it, plain lines anywhere else; a monitor is taken as it is."""
+    if isinstance(stream, Monitor):
+        return stream
     drawable = os.environ.get("TERM") != "dumb" and (stream.encoding or "").lower().replace("-", "") == "utf8"
     return Screen(Console(file=stream)) if stream.isatty() and drawable else PlainLines(stream)

@@ -8,16 +8,24 @@ from paceline.cluster.colocated.follower import follow
 from paceline.cluster.colocated.place import in_place
 from paceline.cluster.colocated.seat import again, take_seat
 from paceline.cluster.session import Given, RunResult, conduct
+from paceline.cluster.signals import Signals
 from paceline.config import RunConfig
-from paceline.monitor import RunOutcome
+from paceline.monitor import Monitor, RunOutcome
 
 
-def colocated(config: RunConfig, environments: Given, overwrite: bool, screen: TextIO | None) -> RunResult:
+def colocated(
+    config: RunConfig,
+    environments: Given,
+    overwrite: bool,
+    screen: TextIO | Monitor | None,
+    signals: Signals | None = None,
+) -> RunResult:
     """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
     config, seat = take_seat(config)
     if seat.rank == 0:
+        place = partial(in_place, seat)
         return conduct(
-            again(config), partial(in_place, seat), environments=environments, overwrite=overwrite, screen=screen
+            again(config), place, environments=environments, overwrite=overwrite, screen=screen, signals=signals
         )
     follow(config, seat)
     return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

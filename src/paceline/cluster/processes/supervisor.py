@@ -22,10 +22,11 @@ import msgspec
 
 from paceline.cluster.processes.brief import FATAL, Brief, Report
 from paceline.cluster.session import RunResult, result_of
+from paceline.cluster.signals import Signals
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
-from paceline.monitor import Recorder, RunDirectory, RunOutcome, read_sound
+from paceline.monitor import Monitor, Recorder, RunDirectory, RunOutcome, read_sound
 from paceline.orchestrator import Checkpoints
 from paceline.socket_dir import socket_parent
 
@@ -243,10 +244,7 @@ class Supervisor:
         """Signals are handed on to the orchestrator, which ends the run in good order; the others end with it."""
 
         def heard(number: int, frame: Any) -> None:
-            self.signals.append(number)
-            child = self.children.get("orchestrator")
-            if child is not None:
-                child.process.send_signal(number)
+            self.interrupt(number)
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -257,6 +255,13 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Hand a signal on to the orchestrator."""
+        self.signals.append(number)
+        child = self.children.get("orchestrator")
+        if child is not None:
+            child.process.send_signal(number)
 
     def _screen_of(self) -> TextIO | int:
         """Where the orchestrator prints: the very screen if it is a file, else a pipe to it."""
@@ -317,9 +322,15 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def supervised(config: RunConfig, overwrite: bool, screen: TextIO | None) -> RunResult:
-    """Run a run file with `placement = "processes"` to its end."""
-    return Supervisor(config, overwrite, screen).run()
+def supervised(
+    config: RunConfig, overwrite: bool, screen: TextIO | Monitor | None, signals: Signals | None = None
+) -> RunResult:
+    """Run a run file with `placement = "processes"` to its end. Another process shows its progress, so that a monitor
+    of this one has nothing to show, and the lines go to standard output."""
+    supervisor = Supervisor(config, overwrite, sys.stdout if isinstance(screen, Monitor) else screen)
+    if signals is not None:
+        signals.on_interrupt(supervisor.interrupt)
+    return supervisor.run()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
