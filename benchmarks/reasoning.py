@@ -72,7 +72,7 @@ def learn(task: Task, model: str, runs: Path, sheet: Sheet, quick: bool) -> list
     steps = (1, 2) if quick else (task.warm_up, task.steps)
     small = {"batch_size": 8, "group_size": 4, "eval": {"every": 2, "examples": 4}} if quick else {}
     cpu = {"model": {"name": model}} if quick else {}
-    warm = train(run_file(task, model, runs, f"{task.name}-warm", steps[0], **sft | cpu), overwrite=True)
+    warm = train(run_file(task, model, runs, f"{task.name}-warm", steps[0], **sft | cpu), overwrite=True, quiet=True)
     if warm.error or warm.outcome.export is None:
         raise warm.error or RuntimeError(warm.outcome.message)
     begun = str(warm.outcome.export)

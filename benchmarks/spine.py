@@ -191,7 +191,7 @@ def our_step_seconds() -> float:
             checkpoint=Checkpoint(every=0),
             record=Record(rollouts=0),
         )
-        result = train(config)
+        result = train(config, quiet=True)
     assert result.outcome.status == "finished", result.outcome.message
     return statistics.median(line["time/step"] for line in result.metrics[2:])
 

@@ -210,11 +210,8 @@ def whole_steps(
         "env": [{"type": "reverse-text", "name": "bench"}],
     }
     session.Keeper = keeper
-    result = train(
-        RunConfig.model_validate(run), environments={"bench": Guessing(prompts * (steps + 2), inside)}, overwrite=True
-    )
-    if result.error is not None:
-        raise result.error
+    bench = {"bench": Guessing(prompts * (steps + 2), inside)}
+    result = train(RunConfig.model_validate(run), environments=bench, overwrite=True, quiet=True)
     for line in result.metrics:
         parts = ("time/step", "time/sample", "time/score", "time/train", "time/publish")
         print({key: round(line[key], 3) for key in parts if key in line}, flush=True)

@@ -26,4 +26,4 @@ def _train(runs: Path) -> None:
         "checkpoint": {"every": 1, "keep": 2},
         "record": {"batches": 2},
     }
-    assert train(RunConfig.model_validate(settings)).outcome.status == "finished"
+    assert train(RunConfig.model_validate(settings), quiet=True).outcome.status == "finished"

@@ -98,7 +98,7 @@ def test_the_quickstart_learns_on_cuda(tmp_path, staleness):
         eval=Eval(every=10, concurrency=128),
         checkpoint=Checkpoint(every=0),
     )
-    result = train(config)
+    result = train(config, quiet=True)
     assert result.outcome.status == "finished", result.outcome.message
     exact = [line["eval/reverse-text/exact"] for line in result.metrics if "eval/reverse-text/exact" in line]
     assert exact[0] <= 0.30

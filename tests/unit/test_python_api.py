@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.api.arguments import Task, resolve
 from paceline.cli import main
 from paceline.config import ConfigError
 from paceline.data import BadRow, DataError
@@ -159,13 +161,24 @@ def test_each_part_of_the_reward_is_logged(two_rewards):
     assert rollout["reward"] == pytest.approx(rollout["metrics"]["right"] + 0.25 * rollout["metrics"]["shortness"])
 
 
-def test_datasets_of_every_kind_train():
+def test_datasets_of_every_kind_give_the_same_rows():
     datasets = pytest.importorskip("datasets")
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    kinds = {"list": ROWS, "hub": datasets.Dataset.from_list(ROWS), "text": "sums.jsonl", "path": Path("sums.jsonl")}
-    for name, dataset in kinds.items():
-        result = paceline.train(dataset=dataset, reward=right, name=name, **SMALL)
-        assert (result.outcome.status, result.outcome.step) == ("finished", 1)
+    kinds = [ROWS, datasets.Dataset.from_list(ROWS), "sums.jsonl", Path("sums.jsonl"), ["sums.jsonl"]]
+    for dataset in kinds:
+        config, environments = resolve(None, Task(dataset=dataset, eval_dataset=dataset, reward=right), {})
+        for split in ("train", "eval"):
+            rows = environments[config.env[0].name].examples(split)
+            assert [(row["prompt"], row["answer"]) for row in rows] == [(r["prompt"], r["answer"]) for r in ROWS]
+            assert rows[0]["messages"] == [{"role": "user", "content": ROWS[0]["prompt"]}]
+
+
+def test_names_alone_need_no_objects():
+    """So that the run can be taken over by other processes, and resumed from the command line."""
+    Path("mine.py").write_text("def score(completion, answer):\n    return 1.0\n")
+    config, environments = resolve(None, Task(dataset="sums.jsonl", reward="mine.py:score"), {})
+    assert environments == {}
+    assert (config.env[0].type, config.env[0].name) == ("reward", "sums")
 
 
 @pytest.mark.parametrize(
@@ -458,3 +471,30 @@ def test_the_sums_train_in_ten_lines_of_python_or_of_toml(monkeypatch, tmp_path)
     assert main(["train", "sums.toml", *flags]) == 0
     assert "reward/reward/mean" in read_jsonl(Path("runs/toml/metrics.jsonl"))[-1]
     assert tomllib.loads(Path("sums.toml").read_text())["env"][0]["import_path"] == "sums.py:score"
+
+
+ROOT = EXAMPLES.parents[1]
+
+
+def test_every_block_of_the_page_runs(capsys):
+    namespace: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL):
+        exec(block.replace("steps=20", "steps=1"), namespace)
+    shown = capsys.readouterr().out
+    assert "did you mean `sampling.max_tokens`?" in shown
+    assert "RunResult(two-parts: finished after 2 steps, reward " in shown
+    assert namespace["result"].outcome.step == 3
+    [table] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    assert paceline.config.env.RewardEnv(**tomllib.loads(table)["env"][0]).import_path == "sums.py:score"
+
+
+def test_the_blocks_of_the_readme_run(monkeypatch):
+    task = (ROOT / "README.md").read_text().partition("## Your own task")[2].partition("## Your own algorithm")[0]
+    environment, script = re.findall(r"```python\n(.*?)```", task, re.DOTALL)
+    [run_file] = re.findall(r"```toml\n(.*?)```", task, re.DOTALL)
+    Path("echo.py").write_text(environment)
+    Path("echo.toml").write_text(run_file)
+    assert main(["train", "echo.toml", "--steps", "1", "--batch-size", "8", "--eval.every", "0", "--quiet"]) == 0
+    namespace: dict = {}
+    exec(script.replace("steps=20", "steps=1, batch_size=8"), namespace)
+    assert namespace["result"].outcome.status == "finished"
