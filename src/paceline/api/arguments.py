@@ -24,7 +24,7 @@ Source = str | Path | RunConfig | Loaded
 """A run file, or a config that was read or made."""
 Data = str | PurePath | Sequence[Any] | Mapping[str, float]
 """Rows: a path or URI, several of them, a list of dicts, or a `datasets.Dataset`."""
-Given = Environment | Callable[..., Any]
+EnvironmentLike = Environment | Callable[..., Any]
 """An environment object, or `async def rollout(row, seat)`."""
 
 
@@ -36,13 +36,13 @@ class Task:
     eval_dataset: Data | None = None
     reward: Rewards | str | None = None
     reward_weights: Sequence[float] | Mapping[str, float] | None = None
-    environments: Mapping[str, Given] = field(default_factory=dict)
+    environments: Mapping[str, EnvironmentLike] = field(default_factory=dict)
 
     @property
     def rows(self) -> dict[Split, Sequence[Row]]:
         """Those that were given as objects."""
-        given: dict[Split, Any] = {"train": self.dataset, "eval": self.eval_dataset}
-        return {split: rows for split, rows in given.items() if rows is not None and not _is_named(rows)}
+        splits: dict[Split, Any] = {"train": self.dataset, "eval": self.eval_dataset}
+        return {split: rows for split, rows in splits.items() if rows is not None and not _is_named(rows)}
 
 
 def resolve(source: Source | None, task: Task, settings: dict[str, Any]) -> tuple[RunConfig, dict[str, Environment]]:
@@ -53,7 +53,7 @@ def resolve(source: Source | None, task: Task, settings: dict[str, Any]) -> tupl
     if task.reward is not None:
         settings["env"] = [_reward_section(task, settings.get("name"))]
     elif task.environments and source is None and "env" not in settings:
-        settings["env"] = [_custom_section(name, given, task) for name, given in task.environments.items()]
+        settings["env"] = [_custom_section(name, one, task) for name, one in task.environments.items()]
     if source is None and not {"name", "resume"} & settings.keys():
         settings["name"] = _free_name(Path(settings.get("runs", "runs")))
     config = _config(source, settings)
@@ -73,8 +73,8 @@ def _refuse(task: Task, settings: Mapping[str, Any]) -> None:
             task.reward is None and not task.environments and (task.dataset, task.eval_dataset) != (None, None)
         ),
     }
-    if found := [f"{PYTHON}: {sentence}" for sentence, wrong in problems.items() if wrong]:
-        raise ConfigError(found)
+    if sentences := [f"{PYTHON}: {sentence}" for sentence, wrong in problems.items() if wrong]:
+        raise ConfigError(sentences)
 
 
 def _config(source: Source | None, settings: dict[str, Any]) -> RunConfig:
@@ -97,22 +97,22 @@ def _environments(config: RunConfig, task: Task) -> dict[str, Environment]:
         rewards = import_object(task.reward) if isinstance(task.reward, str) else task.reward
         return {section.name: RewardEnvironment(section, rewards, task.rows)}
     sections = {section.name: section for section in config.env}
-    found: dict[str, Environment] = {}
-    for name, given in task.environments.items():
+    objects: dict[str, Environment] = {}
+    for name, environment in task.environments.items():
         section = sections.get(name)
-        if isinstance(given, Environment):
-            found[name] = given
-        elif isinstance(section, CustomEnv) and inspect.iscoroutinefunction(given):
-            found[name] = FunctionEnvironment(given, section, task.rows)
+        if isinstance(environment, Environment):
+            objects[name] = environment
+        elif isinstance(section, CustomEnv) and inspect.iscoroutinefunction(environment):
+            objects[name] = FunctionEnvironment(environment, section, task.rows)
         else:
-            raise ConfigError([_no_section(name, given, sections)])
-    return found
+            raise ConfigError([_no_section(name, environment, sections)])
+    return objects
 
 
-def _no_section(name: str, given: object, sections: Mapping[str, object]) -> str:
+def _no_section(name: str, value: object, sections: Mapping[str, object]) -> str:
     known = ", ".join(f"`{section}`" for section in sections)
     return (
-        f"{PYTHON}: environments: `{name}` is {given!r:.80}: give a paceline.Environment object, or an async function "
+        f"{PYTHON}: environments: `{name}` is {value!r:.80}: give a paceline.Environment object, or an async function "
         f'rollout(row, seat) for a section of type = "custom"; the run has {known}'
     )
 
@@ -131,17 +131,17 @@ def _reward_section(task: Task, name: str | None) -> dict[str, Any]:
     return section | ({"reward_weights": _weights(task)} if task.reward_weights is not None else {})
 
 
-def _custom_section(name: str, given: Given, task: Task) -> dict[str, Any]:
+def _custom_section(name: str, environment: EnvironmentLike, task: Task) -> dict[str, Any]:
     section = {"type": "custom", "name": name, "import_path": f"{FROM_PYTHON}:{name}"}
-    return section if isinstance(given, Environment) else section | _datasets(task)
+    return section if isinstance(environment, Environment) else section | _datasets(task)
 
 
 def _datasets(task: Task) -> dict[str, Any]:
     """The keys `dataset` and `eval_dataset`; rows that are objects have a name that says so."""
-    given = {"dataset": task.dataset, "eval_dataset": task.eval_dataset}
+    sources = {"dataset": task.dataset, "eval_dataset": task.eval_dataset}
     return {
         key: plain_value(rows) if _is_named(rows) else f"{FROM_PYTHON}:{key}"
-        for key, rows in given.items()
+        for key, rows in sources.items()
         if rows is not None
     }
 
@@ -154,10 +154,12 @@ def _weights(task: Task) -> dict[str, float]:
         weights = {str(name): float(weight) for name, weight in task.reward_weights.items()}
         reward_functions(rewards, weights)
         return weights
-    names, given = [function.name for function in reward_functions(rewards, {})], list(task.reward_weights or ())
-    if len(names) != len(given):
-        raise ConfigError([f"{PYTHON}: reward_weights: {len(given)} weights for {len(names)} reward functions"])
-    return dict(zip(names, map(float, given), strict=True))
+    names = [function.name for function in reward_functions(rewards, {})]
+    weights_in_order = [float(weight) for weight in task.reward_weights or ()]
+    if len(names) != len(weights_in_order):
+        counts = f"{len(weights_in_order)} weights for {len(names)} reward functions"
+        raise ConfigError([f"{PYTHON}: reward_weights: {counts}: give one for each of them"])
+    return dict(zip(names, weights_in_order, strict=True))
 
 
 def _is_named(rows: Data) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline import cluster
-from paceline.api.arguments import Data, Given, Source, Task, resolve
+from paceline.api.arguments import Data, EnvironmentLike, Source, Task, resolve
 from paceline.api.thread import loop_is_running, run_in_thread
 from paceline.cluster.result import RunFailed, RunResult
 from paceline.cluster.signals import Signals
@@ -27,7 +27,7 @@ def train(
     reward: Rewards | str | None = None,
     reward_weights: Sequence[float] | Mapping[str, float] | None = None,
     eval_dataset: Data | None = None,
-    environments: Mapping[str, Given] | None = None,
+    environments: Mapping[str, EnvironmentLike] | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     screen: TextIO | None = None,

@@ -49,9 +49,9 @@ class PolicyReply(str):
 
     @classmethod
     def of(cls, reply: Reply) -> Self:
-        said = cls(reply.text)
-        said.message, said.truncated, said.tokens = reply.message, reply.truncated, reply.tokens
-        return said
+        text = cls(reply.text)
+        text.message, text.truncated, text.tokens = reply.message, reply.truncated, reply.tokens
+        return text
 
 
 class Policy:
@@ -185,11 +185,11 @@ class _Worker:
 def _sampling(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
     table = {"sampling": sampling.model_dump() | dict(changes)}
     try:
-        found = Eval.model_validate(table).sampling  # where greedy sampling is allowed
+        changed = Eval.model_validate(table).sampling  # where greedy sampling is allowed
     except ValidationError as error:
         raise ConfigError(explain_values(error, table, "Policy")) from None
-    assert found is not None
-    return found
+    assert changed is not None
+    return changed
 
 
 def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights | None]:
@@ -210,14 +210,14 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
 
 
 def _newest(run: RunDirectory) -> Path:
-    saved = next(reversed(Checkpoints(run.checkpoints, 1).all()), None)
-    exported = run.export if run.export.is_dir() else None
-    if saved is None and exported is None:
+    checkpoint = next(reversed(Checkpoints(run.checkpoints, 1).all()), None)
+    export = run.export if run.export.is_dir() else None
+    if checkpoint is None and export is None:
         raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
-    if exported is None or (saved is not None and saved.stat().st_mtime > exported.stat().st_mtime):
-        assert saved is not None
-        return saved
-    return exported
+    if export is None or (checkpoint is not None and checkpoint.stat().st_mtime > export.stat().st_mtime):
+        assert checkpoint is not None
+        return checkpoint
+    return export
 
 
 def _checkpoint(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
@@ -229,20 +229,21 @@ def _checkpoint(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, W
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
-    from paceline.model.adapter_files import read_adapter
+    from paceline.model.adapter_files import adapter_scale, read_adapter
 
-    described = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    adapter_scale(adapter)  # or say what is wrong with it
     run = RunDirectory(folder.resolve().parent.parent)
-    given = _model("", settings)
-    named = given["name"] or described.get("base_model_name_or_path")
-    if not named and run.config_file.is_file():
-        named = load(run.config_file).config.model.name
-    if not named:
+    section = _model("", settings)
+    base = section["name"] or adapter.get("base_model_name_or_path")
+    if not base and run.config_file.is_file():
+        base = load(run.config_file).config.model.name
+    if not base:
         raise PacelineError(
             f"adapter {folder} does not name the model it belongs to: give it, as in Policy(..., model='BASE')"
         )
-    config = load(None, settings={**settings, "model": {**given, "name": named}}).config
-    lora = Lora(rank=described["r"], alpha=float(described["lora_alpha"]))
+    config = load(None, settings={**settings, "model": {**section, "name": base}}).config
+    lora = Lora(rank=adapter["r"], alpha=float(adapter["lora_alpha"]))
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
     def weights() -> WeightUpdate:
@@ -254,15 +255,16 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
 
 def _configured(run: RunDirectory, settings: Mapping[str, Any]) -> RunConfig:
     """A run's own config, with the caller's changes."""
-    given = {"model": _model("", settings)} if "model" in settings else {}
-    given = {key: {name: value for name, value in model.items() if value} for key, model in given.items()}
-    return load(run.config_file, settings={**settings, **given}).config
+    changes = dict(settings)
+    if isinstance(changes.get("model"), str):
+        changes["model"] = {"name": changes["model"]}
+    return load(run.config_file, settings=changes).config
 
 
 def _model(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] section: what was given as text is its name."""
-    given = settings.get("model", {})
-    return {"name": given} if isinstance(given, str) else {"name": name, **given}
+    """The [model] section of the settings, where a text is its name."""
+    section = settings.get("model", {})
+    return {"name": section} if isinstance(section, str) else {"name": name, **section}
 
 
 def _small(config: RunConfig) -> RunConfig:

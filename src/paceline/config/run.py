@@ -204,7 +204,7 @@ class RunConfig(Section, metaclass=_Explained):
     @model_validator(mode="after")
     def _resolve(self) -> "RunConfig":
         """Fill in what was left out, so that nobody looks twice later; then check what spans several keys."""
-        given = set(self.model_fields_set)
+        explicit = set(self.model_fields_set)
         if self.steps is None and self.epochs is None:
             self.steps = DEFAULT_STEPS
         for place, env in enumerate(self.env):
@@ -212,7 +212,7 @@ class RunConfig(Section, metaclass=_Explained):
             self._resolve_environment(env)
         if self.max_inflight is None:
             self.max_inflight = (self.staleness + 1) * self.batch_size + self.extra
-        self.model_fields_set.intersection_update(given)
+        self.model_fields_set.intersection_update(explicit)
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
             raise ValueError("\n".join(problems))
@@ -227,7 +227,7 @@ class RunConfig(Section, metaclass=_Explained):
         return places - places % gcd(*sizes) if places >= min(sizes) else 0
 
     def _resolve_environment(self, env: EnvConfig) -> None:
-        given = set(env.model_fields_set)
+        explicit = set(env.model_fields_set)
         env.name = env.name or env.type
         env.algo = env.algo or self.algo.model_copy(deep=True)
         # A demonstration is the same however often it is read.
@@ -235,7 +235,7 @@ class RunConfig(Section, metaclass=_Explained):
         # A group of one says nothing only where everybody is compared with their group.
         relative = all(algo.group_relative for _, algo in env.credits)
         env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
-        env.model_fields_set.intersection_update(given)  # another config made from this one resolves them again
+        env.model_fields_set.intersection_update(explicit)  # another config made from this one resolves them again
 
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())

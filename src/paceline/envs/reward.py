@@ -21,7 +21,7 @@ from paceline.rollout import Reply, Seat
 COMPLETION, PROMPT = "completion", "prompt"
 BATCH = {"completions": COMPLETION, "prompts": PROMPT}
 """TRL's parameters, by what each holds a list of."""
-TAKEN = ("reward", "failed", "length", "truncated_ratio")
+RESERVED = ("reward", "failed", "length", "truncated_ratio")
 """Metrics that every evaluation has: a part of the reward must not be called like one of them."""
 Rewards = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
 """One reward function, several, or several by name."""
@@ -63,9 +63,9 @@ class RewardFunction:
                 "of this row; call one of them `completion`"
             )
         for name, parameter in self._parameters().items():
-            filled = name in (target, *BATCH, PROMPT) or name in row or name in self.kwargs
+            known = name in (target, *BATCH, PROMPT) or name in row or name in self.kwargs
             open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if filled or open_ended or parameter.default is not parameter.empty:
+            if known or open_ended or parameter.default is not parameter.empty:
                 continue
             near = get_close_matches(name, row, n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
@@ -133,8 +133,8 @@ class RewardEnvironment(Environment):
         self, config: Config, rewards: Rewards | None = None, rows: Mapping[Split, Sequence[Row]] | None = None
     ) -> None:
         self._config = config
-        found = import_object(config.import_path) if rewards is None else rewards
-        self._rewards = reward_functions(found, config.reward_weights, config.kwargs)
+        functions = import_object(config.import_path) if rewards is None else rewards
+        self._rewards = reward_functions(functions, config.reward_weights, config.kwargs)
         self._rows = rows or {}
         """Rows that are objects of this process, in place of those that the section names."""
 
@@ -164,26 +164,26 @@ class RewardEnvironment(Environment):
 def reward_functions(
     rewards: Rewards, weights: Mapping[str, float], kwargs: Mapping[str, Any] | None = None
 ) -> list[RewardFunction]:
-    """Each function with its name and weight; refuses names that are not unique or taken."""
+    """Each function with its name and weight; refuses names that are not unique or are reserved."""
     if callable(rewards):
-        named = [(_name(rewards), rewards)]
+        pairs = [(_name(rewards), rewards)]
     elif isinstance(rewards, Mapping):
-        named = [(str(name), function) for name, function in rewards.items()]
+        pairs = [(str(name), function) for name, function in rewards.items()]
     elif isinstance(rewards, Sequence) and not isinstance(rewards, str):
-        named = [(_name(function), function) for function in rewards]
+        pairs = [(_name(function), function) for function in rewards]
     else:
         raise EnvError(f"the reward is {rewards!r:.80}: give a function, a list of functions, or a dict of them")
-    names = [name for name, _ in named]
-    if not named:
+    names = [name for name, _ in pairs]
+    if not pairs:
         raise EnvError("the list of reward functions is empty: give at least one function")
     if unknown := sorted(weights.keys() - set(names)):
         raise EnvError(f"reward_weights names `{unknown[0]}`, which is no reward function: there are {_listed(names)}")
     for name in names if len(names) > 1 else ():
         if names.count(name) > 1:
             raise EnvError(f"two reward functions are called `{name}`: give them as a dict, {{name: function}}")
-        if name in TAKEN or "/" in name or name.startswith("pass@"):
+        if name in RESERVED or "/" in name or name.startswith("pass@"):
             raise EnvError(f"`{name}` cannot name a part of the reward: choose another, as in {{'my_{name}': {name}}}")
-    return [RewardFunction(name, function, float(weights.get(name, 1.0)), kwargs or {}) for name, function in named]
+    return [RewardFunction(name, function, float(weights.get(name, 1.0)), kwargs or {}) for name, function in pairs]
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -34,7 +34,7 @@ class NotebookView(Monitor):
             from IPython.display import display  # ty: ignore[import-not-found]
         self._display, self._clock = display, clock
         self._handle: Any = None
-        self._shown = float("-inf")
+        self._updated_at = float("-inf")
         self._plan: RunPlan | None = None
         self._phase = "starting"
         self._steps: dict[int, dict[str, float]] = {}
@@ -67,9 +67,9 @@ class NotebookView(Monitor):
 
     def _show(self, at_once: bool = False) -> None:
         now = self._clock()
-        if not at_once and now - self._shown < REFRESH_SECONDS:
+        if not at_once and now - self._updated_at < REFRESH_SECONDS:
             return
-        self._shown = now
+        self._updated_at = now
         if self._handle is None:
             self._handle = self._display(self, display_id=True)
         else:
