@@ -31,7 +31,7 @@ class NotebookView(Monitor):
 
     def __init__(self, display: Display | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         if display is None:
-            from IPython.display import display  # ty: ignore[import-not-found]
+            from IPython.display import display
         self._display, self._clock = display, clock
         self._handle: Any = None
         self._updated_at = float("-inf")
