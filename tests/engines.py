@@ -74,6 +74,11 @@ class SymbolicRunner:
         self.writes: dict[Landed, set[int]] = {}
         self.computed: dict[Sequence, set[int]] = {}
 
+    is_compiling = False
+
+    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+        return False
+
     def launch(self, chunks) -> Landed:
         assert len({id(c.sequence) for c in chunks}) == len(chunks)
         assert all(c.length > 0 for c in chunks)

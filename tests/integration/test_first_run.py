@@ -77,8 +77,10 @@ def test_why_a_run_failed_is_printed_once(here, tmp_path, quiet):
     )
     done = here("train", "bad.toml", *SMALL, *quiet)
     assert done.returncode == 1
-    assert (done.stdout + done.stderr).count("my own mistake") == 1
-    assert "my own mistake" in done.stderr
+    cause = "the first cause: custom: ValueError: my own mistake"
+    assert (done.stdout + done.stderr).count(cause) == 1
+    assert cause in done.stderr
+    assert "my own mistake" not in done.stdout
     assert "failed at step 0" in done.stdout
 
 

@@ -160,7 +160,7 @@ algo = { type = "opd", teacher = TEACHER }
 )
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_lost(run, tmp_path, changes, sentence):
     done = run(OPD, *changes)
-    assert done.returncode == 1
+    assert done.returncode in (1, 2)  # 2 where the run file alone shows it
     assert sentence in done.stderr
     assert not (tmp_path / "runs" / "opd" / "metrics.jsonl").exists()
 

@@ -16,8 +16,11 @@ from paceline.errors import PacelineError
 Options = TypeVar("Options", bound=BaseModel)
 
 
-class ConfigError(PacelineError):
-    """A run file or command line that cannot be used. The message has one line per problem."""
+class ConfigError(PacelineError, ValueError):
+    """A run file or command line that cannot be used. The message has one line per problem.
+
+    A `ValueError` too, as pydantic's own: so code that guards `RunConfig(...)` keeps working.
+    """
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from paceline.data.importing import HookError
+from paceline.data.importing import HookError, split_import_path
 
 
 def check_import(path: str) -> ast.stmt | None:
     """The definition an import path names; None where only running the code could tell. Raises a sentence where there
     is no such file or package, it cannot be parsed, it imports what is not installed, or it defines no such name."""
-    place, _, name = path.rpartition(":")
-    if not place or not name:
-        raise HookError(f"import path `{path}`: write `package.module:name` or `path/to/file.py:name`")
+    place, name = split_import_path(path)
     file = Path(place) if place.endswith(".py") else _module_file(place, path)
     if file is None:
         return None

@@ -30,6 +30,15 @@ class HookError(PacelineError):
 
 def import_object(path: str) -> Any:
     """The object a path names."""
+    place, name = split_import_path(path)
+    module = _from_file(Path(place), path) if place.endswith(".py") else _from_package(place, path)
+    if not hasattr(module, name):
+        raise HookError(f"import path `{path}`: {place} has no `{name}`")
+    return getattr(module, name)
+
+
+def split_import_path(path: str) -> tuple[str, str]:
+    """The file or module, and the name in it."""
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise HookError(f"import path `{path}`: write `package.module:name` or `path/to/file.py:name`")
@@ -38,10 +47,7 @@ def import_object(path: str) -> Any:
             f"import path `{path}` stands for an object that was given to paceline.train: call it again with the same "
             'arguments and resume="latest", or write the import path of a file that holds the object'
         )
-    module = _from_file(Path(place), path) if place.endswith(".py") else _from_package(place, path)
-    if not hasattr(module, name):
-        raise HookError(f"import path `{path}`: {place} has no `{name}`")
-    return getattr(module, name)
+    return place, name
 
 
 def _from_file(file: Path, path: str) -> Any:

@@ -31,7 +31,7 @@ BUILDERS: dict[type[config.EnvBase], str] = {
     config.AlphabetSort: "paceline.envs.alphabet_sort:AlphabetSort",
     config.Calculator: "paceline.envs.calculator:Calculator",
     config.Equality: "paceline.envs.equality:Equality",
-    config.Math: "paceline.envs.math_verify:Math",
+    config.Math: "paceline.envs.math_answers:Math",
     config.GSM8K: "paceline.envs.gsm8k:GSM8K",
     config.Code: "paceline.envs.code:Code",
     config.Retrieval: "paceline.envs.retrieval:Retrieval",
