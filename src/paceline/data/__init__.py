@@ -11,6 +11,7 @@ from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture, skipped
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
+from paceline.data.row_digest import row_change, row_digest
 from paceline.data.rows import DataError, Row
 from paceline.data.sample import Ended, Sample, Ticket
 from paceline.data.scales import Normalise, Scales, count, fold
@@ -65,5 +66,7 @@ __all__ = [
     "parse_address",
     "part_problem",
     "register_scheme",
+    "row_change",
+    "row_digest",
     "skipped",
 ]

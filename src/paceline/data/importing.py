@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.config.base import FROM_PYTHON
 from paceline.errors import PacelineError
-from paceline.user_code import described
+from paceline.user_code import described, is_ctrl_c
 
 PREFIX = "paceline_user_"
 
@@ -55,16 +55,28 @@ def _from_file(file: Path, path: str) -> Any:
         raise HookError(f"import path `{path}`: no such file `{file}`")
     try:
         return importlib.import_module(_USER_MODULES.name_of(file))
-    except Exception as error:
+    except BaseException as error:  # a script that ends in sys.exit() too
+        if is_ctrl_c(error):
+            raise
         raise HookError(f"import path `{path}`: {file} raised {described(error)}") from error
 
 
 def _from_package(name: str, path: str) -> Any:
+    top, dot, below = name.partition(".")
     try:
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # The current folder is not on the path of Paceline's processes: a module that is named is looked up there.
+            here = next((file for file in (Path(top), Path(f"{top}.py")) if file.exists()), None)
+            if error.name != top or here is None:
+                raise
+            return importlib.import_module(f"{_USER_MODULES.name_of(here)}{dot}{below}")
     except ImportError as error:
         raise HookError(f"import path `{path}`: {error}") from error
-    except Exception as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise HookError(f"import path `{path}`: {name} raised {described(error)}") from error
 
 

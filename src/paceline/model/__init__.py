@@ -6,7 +6,7 @@ What needs torch is imported when it is first used: a run on MLX has none.
 from typing import TYPE_CHECKING
 
 from paceline.lazily import lazily
-from paceline.model.cpu import quick_handover, small_products
+from paceline.model.cpu import quick_handover, set_cpu_threads, small_products
 from paceline.model.naming import ModelError, resolve
 from paceline.model.tokenizer import end_tokens, load_tokenizer
 from paceline.model.weights import Adapter, Canary, Policy, WeightUpdate, fingerprint
@@ -35,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "quick_handover",
     "resolve",
+    "set_cpu_threads",
     "small_products",
     "token_logprobs",
     "trainable",

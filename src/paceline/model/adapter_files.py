@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.model.adapters import AdapterError
+from paceline.model.manifest import problems, several
 
 # What would change the numbers and has no place in a slot, with the value that means "not used".
 _UNUSED: dict[str, tuple[Any, ...]] = {
@@ -28,6 +29,8 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 
 def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
     """The adapter's tensors under the names of the file, and its scale: what `Adapters.load` takes."""
+    if found := problems(folder):
+        raise AdapterError(f"adapter folder `{folder}` is damaged: {several(found)}; export it again")
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")

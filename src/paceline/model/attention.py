@@ -48,8 +48,9 @@ class NoPlan(RuntimeError):
 class Plan(Protocol):
     """Who attends to whom in one forward pass."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """`q` is [T, heads, dim], `k` and `v` [T, kv heads, dim]; the result is like `q`."""
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """`q` is [T, heads, dim], `k` and `v` [T, kv heads, dim]; the result is like `q`. `layer` is a tensor on the
+        host where layers may be compiled (`number_layers`)."""
         ...
 
 
@@ -78,7 +79,7 @@ def attention(
         raise UnsupportedModel(f"{type(module).__name__} uses an attention mask or dropout, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = module.layer_idx
-    assert isinstance(layer, int)
+    assert isinstance(layer, int | Tensor)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return plan.attend(layer, q, k, v, scale, sliding_window)[None], None
 
@@ -115,7 +116,7 @@ class PackedPlan:
         self._restore = torch.empty_like(order)
         self._restore[order] = torch.arange(len(order), device=order.device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if len(self._buckets) == 1:
             return self._buckets[0].attend(q, k, v, scale, window)
         parts = [b.attend(*(x.index_select(0, b.tokens) for x in (q, k, v)), scale, window) for b in self._buckets]

@@ -46,6 +46,18 @@ def slowness(dtype: "torch.dtype") -> float:
     return seconds(dtype) / seconds(torch.float32)
 
 
+def set_cpu_threads(count: int) -> None:
+    """Compute with this many CPU threads on the calling thread, whatever other threads of the process ask for.
+
+    `torch.set_num_threads` alone does not last: the first parallel operation of a thread sets its count once more, to
+    the one that any thread of the process has set last. Reading the count does that first.
+    """
+    import torch
+
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 @contextmanager
 def small_products(dtype: "torch.dtype") -> Generator[None]:
     """Route float32 products around oneDNN on 64-bit ARM while the context lasts.

@@ -1,24 +1,22 @@
 """Hugging Face models for torch, from a folder, a hub name, or the package itself."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from paceline.config.model import Model
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import compute_dtype
 from paceline.model.naming import ModelError, base_name, resolve, unloadable
-from paceline.model.source import source_problems
+from paceline.model.soundness import check_finite, load_checked
+from paceline.model.source import export_problems, source_problems
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
-
-# Its bars for loading and saving would tear the live screen; phases are shown there instead.
-transformers_logging.disable_progress_bar()
 
 
 def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -27,8 +25,11 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
     if Path(source).is_dir():
         for problem in source_problems(Path(source), trust_remote_code=config.trust_remote_code):
             raise ModelError(problem)
+        for problem in export_problems(Path(source)):
+            raise ModelError(problem)
     with refusals_name(config.name):
         model = _read(config, source, str(device)).to(device).eval()
+        check_finite(model, config.name)
         if model.device.type == "cpu" and model.dtype != torch.float32:
             warn_of_slow(model.dtype)
         without_dropout(model)
@@ -39,14 +40,15 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
 
 def _read(config: Model, source: str, device: str) -> PreTrainedModel:
     try:
-        return build(
-            lambda: AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=getattr(torch, compute_dtype(config, device)),
-                attn_implementation=ATTENTION,
-                trust_remote_code=config.trust_remote_code,
-            )
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
+            source,
+            dtype=getattr(torch, compute_dtype(config, device)),
+            attn_implementation=ATTENTION,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
         )
+        return build(lambda: load_checked(load, config.name))
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:

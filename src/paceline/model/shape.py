@@ -41,7 +41,8 @@ class _Probe:
         self._asked: dict[int, tuple[int, int, int]] = {}
         self._windows: dict[int, int | None] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        layer = int(layer)
         if layer in self._asked:
             raise UnsupportedModel(f"{self._kind}: layer {layer} attends more than once; not supported")
         if not q.shape[-1] == k.shape[-1] == v.shape[-1]:

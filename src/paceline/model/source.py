@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.model.manifest import MANIFEST, problems, several
 from paceline.model.naming import ModelError, gguf_problem
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The files transformers looks for; each may be cut into parts, which `FILE.index.json` then names."""
+WEIGHTS = "model.safetensors"
+"""The file of the weights. It may be cut into parts, which `FILE.index.json` then names."""
+PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth")
+"""Weights in files that can run code when they are read."""
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
 """What a tokenizer's vocabulary is kept in, by the name its family gives it."""
 TRAINABLE_QUANTISED = ("bitnet",)
@@ -141,11 +144,8 @@ def _called(config: Mapping[str, Any], kind: str) -> str:
 
 def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
     """Missing, partial or damaged weight files."""
-    parts = sorted(_present(folder, "model*.safetensors"))
-    for name in WEIGHTS:
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            break
+    parts, index = sorted(_present(folder, "model*.safetensors")), folder / f"{WEIGHTS}.index.json"
+    if not (folder / WEIGHTS).is_file():
         if index.is_file():
             try:
                 named = sorted({str(file) for file in _json(index).get("weight_map", {}).values()})
@@ -154,9 +154,8 @@ def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
                 return
             if missing := [file for file in named if not (folder / file).is_file()]:
                 yield f"{index} names {_several(missing)}, which {_is(missing)} not there: download the model again"
-            break
-    else:
-        if not parts or not mlx:  # mlx-lm reads every part it finds, without an index
+            parts = sorted({*parts, *(folder / file for file in named if file not in missing)})
+        elif not parts or not mlx:  # mlx-lm reads every part it finds, without an index
             yield _none_found(folder, parts)
             return
     for file in parts:
@@ -171,7 +170,22 @@ def _none_found(folder: Path, parts: list[Path]) -> str:
         )
     if files := list(_present(folder, "*.gguf")):
         return gguf_problem(files[0])
+    if files := list(_present(folder, *PICKLES)):
+        return (
+            f"model `{folder}`: its weights are in {files[0].name}, a pickle, which can run code when it is read: if "
+            f"you trust where it comes from, convert it once: AutoModelForCausalLM.from_pretrained('{folder}')"
+            f".save_pretrained(FOLDER), then set model.name to FOLDER and model.tokenizer to `{folder}`"
+        )
     return f"model `{folder}`: there are no weights in it: model.safetensors is missing{_holds(folder)}"
+
+
+def export_problems(folder: Path) -> Iterator[str]:
+    """Files of an export of Paceline's that are not as they were written, by their digests."""
+    if found := problems(folder):
+        yield (
+            f"model `{folder}` is damaged: {several(found)}; export it again, or remove {folder / MANIFEST} if you "
+            "changed the files yourself"
+        )
 
 
 def _damage(file: Path) -> str | None:
@@ -186,10 +200,13 @@ def _damage(file: Path) -> str | None:
             header = json.loads(opened.read(length)) if 0 < length <= size - 8 else None
         except ValueError:
             header = None
-    if not isinstance(header, dict):
+    try:
+        tables = [entry for name, entry in (header or {}).items() if name != "__metadata__"]
+        whole = 8 + length + max((int(entry["data_offsets"][1]) for entry in tables), default=0)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        header = None
+    if header is None:
         return f"{file} is no safetensors file, or only the beginning of one: download it again"
-    offsets = [entry.get("data_offsets", [0, 0]) for name, entry in header.items() if name != "__metadata__"]
-    whole = 8 + length + max((end for _, end in offsets), default=0)
     return f"{file} is cut off: {size} of {whole} bytes are there; download it again" if size < whole else None
 
 

@@ -147,7 +147,7 @@ class ShuffledPlan:
         self._same = sequences[:, None] == sequences[None, :]
         self._positions = positions
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         seen = self._same & window_mask(self._positions, self._positions, window)
         return sdpa(q[None], k[None], v[None], scale, seen)[0]
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paceline.config.model import Model
 from paceline.model.naming import ModelError, resolve, unloadable
-from paceline.model.source import tokenizer_problem
+from paceline.model.source import read_config, tokenizer_problem
 
 
 def find_tokenizer(config: Model) -> str:
@@ -31,12 +31,35 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     if not tokenizer.encode("text", add_special_tokens=False):
         # transformers makes an empty tokenizer of a family's class where the vocabulary's file is missing.
         raise ModelError(f"the tokenizer of `{source}` has no vocabulary: set model.tokenizer to one that has")
+    _check_ids(tokenizer, config, source)
     if config.chat_template:
         path = Path(config.chat_template)
         if not path.is_file():
             raise ModelError(f"model.chat_template: no such file `{path}`")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     return tokenizer
+
+
+def _check_ids(tokenizer: PreTrainedTokenizerBase, config: Model, source: str) -> None:
+    """Refuse a tokenizer that writes ids for which the model has no embedding. Added special tokens may lie beyond
+    them: some families mark images so, which their text models never meet."""
+    folder = Path(resolve(config.name))
+    if not (folder / "config.json").is_file():
+        return
+    described = read_config(folder)
+    rows = described.get("vocab_size") or (described.get("text_config") or {}).get("vocab_size")
+    if not isinstance(rows, int):
+        return
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = [(index, text) for text, index in tokenizer.get_vocab().items() if index >= rows and index not in special]
+    if (end := tokenizer.eos_token_id) is not None and end >= rows:
+        beyond.append((end, tokenizer.eos_token or ""))
+    if beyond:
+        index, text = max(beyond)
+        raise ModelError(
+            f"the tokenizer of `{source}` has ids up to {index} ({text!r}), and the model `{config.name}` has "
+            f"embeddings for {rows}: set model.tokenizer to the tokenizer the model was trained with"
+        )
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: Any) -> tuple[int, ...]:

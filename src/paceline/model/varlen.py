@@ -20,7 +20,7 @@ class VarlenPlan:
         self._starts = ends.pin_memory().to(device, non_blocking=True)
         self._longest = torch.tensor(max(lengths))  # a tensor on the host: a number would be compiled in
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         return _varlen(q, k, v, self._starts, self._longest, scale, window or 0)[0]
 
 

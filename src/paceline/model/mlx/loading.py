@@ -20,7 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from paceline.config.model import Model
 from paceline.model.dtypes import compute_dtype
 from paceline.model.naming import ModelError, base_name, first_line, resolve
-from paceline.model.source import source_problems
+from paceline.model.source import export_problems, source_problems
 
 ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 
@@ -94,6 +94,8 @@ def load_model(config: Model) -> MlxModel:
     folder = find_folder(config.name)
     for problem in source_problems(folder, trust_remote_code=config.trust_remote_code, mlx=True):
         raise ModelError(problem)
+    for problem in export_problems(folder):
+        raise ModelError(problem)
     try:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         asked = rope_settings(described)
@@ -108,6 +110,9 @@ def load_model(config: Model) -> MlxModel:
     model = MlxModel(net, described, generation, folder, base_name(config.name), dtype, config.fp32_head)
     _check(model, config.name)
     mx.eval(net.parameters())
+    for name, array in model.parameters().items():
+        if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+            raise ModelError(f"model `{config.name}`: {name} holds NaN or infinity: download the model again")
     return model
 
 

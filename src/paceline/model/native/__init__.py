@@ -6,10 +6,11 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from shutil import which
+
+from paceline.private_folder import PrivateFolder
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall")
@@ -58,8 +59,8 @@ def _build(compiler: str) -> Path:
     library = folder / f"kernels-{name}.so"
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = Path(scratch) / "kernels.so"
+        with PrivateFolder(folder) as scratch:
+            fresh = scratch / "kernels.so"
             command = [compiler, *FLAGS, str(SOURCE), "-lm", "-o", str(fresh)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
             fresh.replace(library)  # whole or not at all, whoever else is building it
