@@ -11,6 +11,7 @@ from paceline.inference.base import Grammar
 from paceline.inference.engine.build import build
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.engine.sequence import Guide
+from paceline.model import set_cpu_threads
 from paceline.model.background_compile import BackgroundCompile
 
 
@@ -39,6 +40,6 @@ class EmbeddedEngine(DecodingEngine):
     @contextmanager
     def _place(self) -> Generator[None]:
         if self._threads:
-            torch.set_num_threads(self._threads)
+            set_cpu_threads(self._threads)
         with torch.inference_mode(), self._runner.place():
             yield

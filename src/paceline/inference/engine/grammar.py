@@ -4,26 +4,36 @@ xgrammar, an optional extra, does the work: it also reads what outlines_core can
 expression for 151k tokens in 0.04 s instead of 1.7 s, and takes 10 to 50 microseconds for a mask.
 """
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from paceline.inference.base import Grammar, RequestError
+from paceline.inference.base import Grammar, Overloaded, RequestError
+from paceline.inference.engine import patterns, schemas
 from paceline.inference.engine.patterns import rewritten
 from paceline.inference.engine.schemas import prepared
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 MOST_COMPILED = 128
 MOST_SOURCE = 1 << 16
 THREADS = 4
+WORKER = Path(__file__).with_name("grammar_worker.py")
+MOST_WORKERS = 2
+COMPILE_SECONDS = 30
+"""For a grammar that is not sure to be quick, the start of its process included."""
+COMPILE_BYTES = 4 << 30
 MOST_WHITESPACE = 12
 """In a row between two parts of JSON: room for an indented line, and a weak model cannot idle its budget away."""
 
@@ -39,7 +49,9 @@ class Grammars:
         self._tokenizer = tokenizer
         self._end_tokens = sorted(end_tokens)
         self._kept: dict[Grammar, CompiledGrammar] = {}
-        self._compiling = threading.Lock()
+        self._compiling: dict[Grammar, threading.Lock] = {}
+        self._looking = threading.Lock()
+        self._workers = GrammarWorkers()
 
     def __call__(self, grammar: Grammar) -> "TokenGuide":
         """Takes no time for a known grammar, but seconds for a new one with long bounded repeats. From any thread."""
@@ -47,8 +59,15 @@ class Grammars:
 
         compiled = self._kept.get(grammar)
         if compiled is None:
-            with self._compiling:  # a group asks for the same grammar all at once
-                compiled = self._kept.get(grammar) or self._compile(grammar)
+            with self._looking:
+                lock = self._compiling.setdefault(grammar, threading.Lock())
+            try:
+                with lock:  # a group asks for the same grammar all at once; another grammar does not wait for it
+                    compiled = self._kept.get(grammar) or self._compile(grammar)
+            finally:  # what is refused is not remembered either
+                with self._looking:
+                    self._compiling.pop(grammar, None)
+            with self._looking:
                 self._kept[grammar] = compiled
                 if len(self._kept) > MOST_COMPILED:
                     del self._kept[next(iter(self._kept))]
@@ -56,6 +75,12 @@ class Grammars:
 
     @cached_property
     def _compiler(self) -> "GrammarCompiler":
+        from xgrammar import GrammarCompiler
+
+        return GrammarCompiler(self._vocabulary, max_threads=min(THREADS, os.cpu_count() or 1), cache_enabled=False)
+
+    @cached_property
+    def _vocabulary(self) -> "TokenizerInfo":
         import xgrammar
 
         # Counted to the highest id, not by `len`: ids may have gaps.
@@ -67,8 +92,7 @@ class Grammars:
         for token, added in self._tokenizer.added_tokens_decoder.items():
             if added.special and token < size:
                 spelled[token] = b""  # a token without bytes is never allowed
-        info = xgrammar.TokenizerInfo(spelled, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=self._end_tokens)
-        return xgrammar.GrammarCompiler(info, max_threads=min(THREADS, os.cpu_count() or 1), cache_enabled=False)
+        return xgrammar.TokenizerInfo(spelled, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=self._end_tokens)
 
     def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         if len(grammar.source) > MOST_SOURCE:
@@ -83,8 +107,13 @@ class Grammars:
 
     def _translate(self, grammar: Grammar) -> "CompiledGrammar":
         if grammar.kind == "regex":
-            return self._compiler.compile_regex(rewritten(grammar.source))
+            pattern = rewritten(grammar.source)
+            if not patterns.is_quick(grammar.source):
+                return self._workers.compile(self._vocabulary, "regex", pattern)
+            return self._compiler.compile_regex(pattern)
         schema = '{"type": "object"}' if grammar.kind == "json" else prepared(grammar.source)
+        if not schemas.is_quick(schema):
+            return self._workers.compile(self._vocabulary, "json_schema", schema)
         return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
 
     def _begins(self, compiled: "CompiledGrammar") -> bool:
@@ -92,6 +121,67 @@ class Grammars:
 
         size = compiled.tokenizer_info.vocab_size
         return bool(TokenGuide(GrammarMatcher(compiled), size).allowed(size).any())
+
+
+class GrammarWorkers:
+    """Up to `MOST_WORKERS` processes that compile what may take long; one that takes too long is ended."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(MOST_WORKERS)
+        self._idle: list[subprocess.Popen[str]] = []
+
+    def compile(self, info: "TokenizerInfo", kind: str, source: str) -> "CompiledGrammar":
+        from xgrammar import CompiledGrammar
+
+        if not self._free.acquire(timeout=COMPILE_SECONDS):
+            raise Overloaded("other grammars are being compiled: try again later")
+        worker = None
+        try:
+            while worker is None or worker.poll() is not None:
+                worker = self._idle.pop() if self._idle else _start(info)
+            answer = _ask(worker, {"kind": kind, "source": source, "whitespace": MOST_WHITESPACE})
+            self._idle.append(worker)
+        except (OSError, ValueError):  # ended by the deadline or by its own limits: the answer is no JSON
+            if worker is not None:
+                worker.kill()
+            raise RequestError(
+                f"compiling the grammar takes more than {COMPILE_SECONDS} s or {COMPILE_BYTES >> 30} GiB: use fewer "
+                "repeats inside repeats"
+            ) from None
+        finally:
+            self._free.release()
+        if "wrong" in answer:
+            raise RuntimeError(answer["wrong"])
+        return CompiledGrammar.deserialize_json(answer["compiled"], info)
+
+
+def _start(info: "TokenizerInfo") -> "subprocess.Popen[str]":
+    worker = subprocess.Popen(
+        [sys.executable, "-P", str(WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the run; it ends when its input does
+    )
+    assert worker.stdin is not None
+    begin = {"tokenizer": info.serialize_json(), "threads": 1, "memory": COMPILE_BYTES, "seconds": COMPILE_SECONDS}
+    worker.stdin.write(json.dumps(begin) + "\n")
+    return worker
+
+
+def _ask(worker: "subprocess.Popen[str]", question: dict[str, Any]) -> dict[str, str]:
+    """One answer, or a ValueError where the worker has ended."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    deadline = threading.Timer(COMPILE_SECONDS, worker.kill)
+    deadline.start()
+    try:
+        worker.stdin.write(json.dumps(question) + "\n")
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+    finally:
+        deadline.cancel()
 
 
 class TokenGuide:

@@ -33,8 +33,10 @@ class Scheduler:
         self._cache = cache
         self._prefill_tokens = prefill_tokens
         self._deterministic = deterministic
-        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._waiting: list[tuple[int, int, int, Sequence]] = []
         self._arrivals = 0
+        self._turn = 0
+        """The highest turn that was admitted: a call that comes now begins there."""
         self._leaving: set[Sequence] = set()
         self._leaders: dict[tuple[Family, tuple[int, ...]], Sequence] = {}
         """Who computes a prompt that others may soon share."""
@@ -50,13 +52,13 @@ class Scheduler:
         return not self.running and not self._waiting and not self._leaving
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request: by its order, then by arrival."""
-        sequence.arrival = self._arrivals
+        """Queue a request: by its order, then by its turn, then by arrival."""
+        sequence.arrival, sequence.turn = self._arrivals, self._turn + sequence.request.turn
         self._arrivals += 1
         self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.request.order, sequence.arrival, sequence))
+        heapq.heappush(self._waiting, (sequence.request.order, sequence.turn, sequence.arrival, sequence))
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -75,13 +77,13 @@ class Scheduler:
     def _admit_waiting(self, budget: int, chunks: list[Chunk]) -> None:
         held: list[Sequence] = []
         while self._waiting and budget > 0:
-            sequence = self._waiting[0][2]
+            sequence = self._waiting[0][-1]
             if sequence.future.cancelled():
                 heapq.heappop(self._waiting)
                 continue
             sequence.family = self._catalog.family(sequence.request.model)
             if self._computing_now(sequence):
-                held.append(heapq.heappop(self._waiting)[2])
+                held.append(heapq.heappop(self._waiting)[-1])
                 continue
             if not self._cache.admit(sequence, len(self.running)):
                 break
@@ -104,6 +106,7 @@ class Scheduler:
         return leader is not None and leader.computed < len(sequence.request.prompt_ids) - 1
 
     def _begin(self, sequence: Sequence) -> None:
+        self._turn = max(self._turn, sequence.turn)
         self.running[sequence.slot] = sequence
         if sequence.cached is None:
             sequence.cached = sequence.computed
@@ -146,8 +149,9 @@ class Scheduler:
         sequence.computed += length
         sequence.in_flight += 1
         sequence.flying += samples
-        if start < prompt:
+        if start < prompt - 1:  # all but its last token are what others share
             self._prompting.add((sequence.family, request.prompt_ids))
+        if start < prompt:
             self._cache.advance(sequence)
         return length
 
@@ -219,19 +223,19 @@ class Scheduler:
 
     def begun(self, model: str | None) -> list[Sequence]:
         """Who has sampled something from this model, or from any (None), and is not done."""
-        alive = (*self.running.values(), *(entry[2] for entry in self._waiting))
+        alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
         return [s for s in alive if s.sampled and (model is None or s.request.model == model)]
 
     def dismiss(self, sequence: Sequence) -> None:
         """Take one out, wherever it is."""
-        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]
         heapq.heapify(self._waiting)
         self.release(sequence)
 
     def withdraw(self, model: str | None) -> list[Sequence]:
         """Take out all that waits for this model or runs with it, or with any (None)."""
-        out = [entry[2] for entry in self._waiting if model is None or entry[2].request.model == model]
-        self._waiting = [entry for entry in self._waiting if entry[2] not in out]
+        out = [entry[-1] for entry in self._waiting if model is None or entry[-1].request.model == model]
+        self._waiting = [entry for entry in self._waiting if entry[-1] not in out]
         heapq.heapify(self._waiting)
         running = [s for s in self.running.values() if model is None or s.request.model == model]
         for sequence in running:
@@ -240,7 +244,7 @@ class Scheduler:
 
     def drain(self) -> Iterable[Sequence]:
         """Take everything out, for shutting down."""
-        everything = [*self.running.values(), *self._leaving, *(entry[2] for entry in self._waiting)]
+        everything = [*self.running.values(), *self._leaving, *(entry[-1] for entry in self._waiting)]
         self._waiting.clear()
         for sequence in everything:
             sequence.in_flight, sequence.broken = 0, False  # a device that failed cannot be asked to clean up

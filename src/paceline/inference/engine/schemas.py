@@ -1,13 +1,23 @@
 """JSON schemas for a grammar compiler: what it would silently ignore is refused by name."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from paceline.inference.base import RequestError
-from paceline.inference.engine.patterns import rewritten
+from paceline.inference.engine import patterns
+from paceline.inference.engine.patterns import check_states, rewritten, states
 
 MOST_DEPTH = 64
+REPEATS = {
+    "items": ("minItems", "maxItems"),
+    "additionalProperties": ("minProperties", "maxProperties"),
+    "patternProperties": ("minProperties", "maxProperties"),
+    "propertyNames": ("minProperties", "maxProperties"),
+}
+"""Schemas inside a schema that repeat, and the keys that say how often."""
 NOTES = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
     "$comment", "$anchor", "discriminator", "format",
@@ -31,7 +41,61 @@ def prepared(source: str) -> str:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not JSON: {error}") from error
-    return json.dumps(_schema(schema, "#", MOST_DEPTH))
+    made = _schema(schema, "#", MOST_DEPTH)
+    check_states(_size(made), "the JSON schema")
+    _check_references(made, made, "#")
+    return json.dumps(made)
+
+
+def _size(schema: Any) -> int:
+    """States of the grammar it becomes: what may repeat counts as often as it may."""
+    if isinstance(schema, bool):
+        return 1
+    size = 1 + len(schema.get("enum", ())) + (states(schema["pattern"]) if "pattern" in schema else 0)
+    for key, _, part in _parts(schema):
+        bounds = REPEATS.get(key, ())
+        size += _size(part) * max(1, *(schema[bound] for bound in bounds if type(schema.get(bound)) is int), 1)
+    return size
+
+
+def is_quick(schema: str) -> bool:
+    """Whether a prepared schema is sure to be compiled in seconds."""
+    whole = json.loads(schema)
+    return _size(whole) <= patterns.QUICK_STATES and all(map(patterns.is_quick, _patterns(whole)))
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    if isinstance(schema, bool):
+        return
+    if "pattern" in schema:
+        yield schema["pattern"]
+    for _, _, part in _parts(schema):
+        yield from _patterns(part)
+
+
+def _check_references(schema: Any, whole: Any, place: str) -> None:
+    """A reference that leads nowhere would leave its place without any rule."""
+    if isinstance(schema, bool):
+        return
+    if isinstance(reference := schema.get("$ref"), str) and not _leads(reference, whole):
+        raise RequestError(f"JSON schema, {place}: `$ref` names `{reference}`, which is not in the schema")
+    for key, name, part in _parts(schema):
+        _check_references(part, whole, f"{place}/{key}" if name is None else f"{place}/{key}/{name}")
+
+
+def _leads(reference: str, whole: Any) -> bool:
+    """Whether a reference such as `#/$defs/item` finds a schema."""
+    first, *steps = reference.split("/")
+    found = whole
+    for step in steps:
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        elif isinstance(found, dict) and step in found:
+            found = found[step]
+        else:
+            return False
+    return first == "#" and isinstance(found, dict | bool)
 
 
 def _schema(schema: Any, place: str, depth: int) -> Any:
@@ -90,6 +154,8 @@ def _refuse(schema: dict[str, Any], place: str) -> None:
     for key in ("minLength", "maxLength"):
         if key in schema and not (type(schema[key]) is int and schema[key] >= 0):
             raise RequestError(f"JSON schema, {place}: `{key}` must be a whole number from 0 on")
+    if schema.get("minLength", 0) > schema.get("maxLength", math.inf):
+        raise RequestError(f"JSON schema, {place}: `minLength` is larger than `maxLength`")
 
 
 def _check_pattern(schema: dict[str, Any], place: str) -> None:

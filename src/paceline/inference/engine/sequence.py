@@ -57,6 +57,7 @@ class Sequence:
     """Collects the prompt's log probabilities when the sequence is scored, not continued."""
     guide: "Guide | None" = None
     arrival: int = 0
+    turn: int = 0
     slot: int = -1
     computed: int = 0
     flying: int = 0

@@ -23,7 +23,7 @@ from paceline.inference.engine.sequence import Chunk, Drawn
 from paceline.model import PLAN, Head, token_logprobs
 from paceline.model.adapters import Adapters
 from paceline.model.background_compile import BackgroundCompile
-from paceline.model.compiling import compile_blocks
+from paceline.model.compiling import compile_blocks, number_layers
 from paceline.model.shape import AttentionShape
 
 DEPTH = 3
@@ -41,13 +41,13 @@ _runners: "dict[int, GraphRunner]" = {}
 
 
 @torch.library.custom_op("paceline::attend", mutates_args=(), device_types="cuda")
-def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int, runner: int) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, window: int, runner: int) -> Tensor:
     """Attention of the step being captured. Opaque to the compiler, which so never sees cache or lengths."""
-    return _runners[runner].attend(layer, q, k, v, scale, window or None)
+    return _runners[runner].attend(int(layer), q, k, v, scale, window or None)
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int, runner: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, window: int, runner: int) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -57,7 +57,7 @@ class OpPlan:
     def __init__(self, runner: int) -> None:
         self._runner = runner
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         return torch.ops.paceline.attend(q, k, v, layer, scale, window or 0, self._runner)
 
 
@@ -116,6 +116,7 @@ class GraphRunner:
         # Deterministic steps launch several graphs each; with none in flight they cannot take each other's buffers.
         self.depth = 0 if deterministic else DEPTH if config.in_flight is None else config.in_flight
         self._decoder = model.get_decoder()
+        number_layers(self._decoder)
         self._head, self._cache, self._shape, self._adapters = head, cache, shape, adapters
         self._device, self._deterministic = device, deterministic
         self._number = next(_numbers)
