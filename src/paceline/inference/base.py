@@ -72,6 +72,9 @@ class GenerateRequest:
     """Key of this request's noise stream: the same key draws the same noise, whatever else the engine does."""
     order: int = 0
     """Lower goes first when requests queue: the ticket's number in a run."""
+    turn: int = 0
+    """Its number among the requests of one call. Calls that queue take turns, so that a call of many does not hold up
+    one of few that comes later."""
     model: str = ""
     """The adapter that answers, by name; empty for the policy itself."""
     top_logprobs: int = 0

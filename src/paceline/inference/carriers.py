@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.inference.base import EngineError, OtherBase
-from paceline.inference.private import PrivateFolder
 from paceline.inference.shelf import Shelf
 from paceline.inference.stored import StoredTensors
 from paceline.model.weights import WeightUpdate
+from paceline.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from paceline.inference.broadcast import Sender

@@ -40,11 +40,11 @@ from paceline.inference.frames import (
     opened,
     read_frame,
 )
-from paceline.inference.private import PrivateFolder
 from paceline.inference.stored import StoredTensors
 from paceline.model import tensors as libraries
 from paceline.model.saving import write_tensors
 from paceline.model.weights import Policy, WeightUpdate
+from paceline.private_folder import PrivateFolder
 
 START_SECONDS = 1800.0
 """For the other side to load its weights and warm up."""

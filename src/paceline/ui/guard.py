@@ -13,7 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.config.serve import is_loopback
+from paceline.browsers import why_foreign
 from paceline.ui.places import STATIC
 
 COOKIE = "paceline_ui"
@@ -57,9 +57,9 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if self._key is None:
-            return None if _names_loopback(headers.get(b"host", "")) else _STRANGE_HOST
-        if scope["path"].startswith(OPEN_PATHS) or self._knows_key(headers):
+        if why := why_foreign(scope["headers"], has_key=self._key is not None):
+            return JSONResponse({"error": why}, 403)
+        if self._key is None or scope["path"].startswith(OPEN_PATHS) or self._knows_key(headers):
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
         given = query.pop("key", [""])[0]
@@ -88,15 +88,3 @@ class Guard:
 
 def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
-
-
-def _names_loopback(host: str) -> bool:
-    """Whether the browser came by a loopback address, which stands in `Host`. A page elsewhere can point a name of its
-    own at 127.0.0.1 and would read what is served there."""
-    return is_loopback(host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0])
-
-
-_STRANGE_HOST = JSONResponse(
-    {"error": "without a key the page answers only to 127.0.0.1 and localhost: use those, or start with --api-key"},
-    403,
-)

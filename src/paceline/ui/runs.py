@@ -1,6 +1,7 @@
 """The runs of a folder, by names that cannot lead out of it."""
 
 import contextlib
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ SAYING = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
 """Files that say how a run is."""
 
 
+ELSEWHERE = ("checkpoints", "export")
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """What was told of a run."""
@@ -27,11 +31,19 @@ class _Line:
     told: dict[str, Any]
 
 
+def link_out(run: Path) -> str | None:
+    """A file or folder of the run that is a link to somewhere else. Checkpoints and exports, of which no page shows a
+    file's text, may lie on another disk."""
+    with os.scandir(run) as entries:
+        links = [entry.name for entry in entries if entry.is_symlink() and entry.name not in ELSEWHERE]
+    return next((name for name in links if not (run / name).resolve().is_relative_to(run.resolve())), None)
+
+
 class Runs:
     """Looks anew at each request: runs come and go while the page is open.
 
     A name is looked up among those that were found, never joined to a path, so no name reaches another folder. A link
-    that leads out of the folder is no run of it either.
+    that leads out of the folder is no run of it either, nor is a run shown whose own files are such links.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,12 +54,18 @@ class Runs:
 
     def names(self) -> dict[str, Path]:
         """Every run by its name. A folder that is a run itself holds that one alone."""
-        return {path.name: path for path in find_runs(self.folder) if path.resolve().is_relative_to(self.folder)}
+        return {path.name: path for path in self._found() if link_out(path) is None}
+
+    def _found(self) -> list[Path]:
+        return [path for path in find_runs(self.folder) if path.resolve().is_relative_to(self.folder)]
 
     def open(self, name: str) -> RunFolder:
         """The run of this name, or a refusal that says what to do."""
         path = self.names().get(name)
         if path is None:
+            for found in self._found():
+                if found.name == name and (link := link_out(found)):
+                    raise refuse(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
             raise refuse(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
         return self.at(path)
 

@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from paceline.connections import BoundedProtocol
 from paceline.errors import PacelineError
 from paceline.ui.app import build_app
 from paceline.ui.options import UiOptions
@@ -46,6 +47,7 @@ def serve_ui(options: UiOptions) -> None:
         threading.Thread(target=app.state.runs.read_ahead, name="reading ahead", daemon=True).start()
         config = uvicorn.Config(
             app,
+            http=BoundedProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",

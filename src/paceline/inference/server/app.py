@@ -1,6 +1,6 @@
 """The application: routes, and an OpenAPI document that tells the truth about them."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.inference.base import Engine
 from paceline.inference.carriers import UPDATE_HEADER
-from paceline.inference.server import answers, arriving, bodies, control, weights
+from paceline.inference.server import answers, arriving, bodies, control, responses, weights
 from paceline.inference.server.chat import chat
 from paceline.inference.server.completions import complete
 from paceline.inference.server.errors import ErrorAnswer, install_error_handlers
+from paceline.inference.server.fields import name_ignored
 from paceline.inference.server.guard import Guard
 from paceline.inference.server.mailbox import Post
 from paceline.inference.server.metrics import Meter
 from paceline.inference.server.models import Models
+from paceline.inference.server.respond import respond
 from paceline.inference.server.scribe import Scribe
 from paceline.inference.server.service import Service
 
@@ -40,14 +42,28 @@ class Route:
     """A model for JSON, or the media type of anything else."""
     body: type[BaseModel] | None = None
     method: str = "GET"
-    refusals: tuple[int, ...] = (401, 503)
+    refusals: tuple[int, ...] = (401, 403, 503)
     streams: bool = False
     raw: bool = False
     """Bytes are the body; what `body` describes is in the header `Paceline-Update`."""
+    control: bool = False
+    """Changes what is served: for the holder of the key, also on loopback."""
 
 
-POST_REFUSALS = (400, 401, 404, 413, 415, 429, 503)
-RAW_REFUSALS = (400, 401, 409, 413, 415, 429, 503)
+POST_REFUSALS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
+
+
+def _control(
+    path: str,
+    endpoint: Endpoint,
+    answer: type[BaseModel] = answers.Status,
+    body: type[BaseModel] | None = None,
+    raw: bool = False,
+) -> Route:
+    refusals = (401, 403, 503) if body is None else (*POST_REFUSALS, 409) if raw else POST_REFUSALS
+    return Route(path, endpoint, answer, body, "POST", refusals, raw=raw, control=True)
+
+
 ROUTES = (
     Route("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, "POST", POST_REFUSALS, streams=True),
     Route(
@@ -59,38 +75,35 @@ ROUTES = (
         POST_REFUSALS,
         streams=True,
     ),
+    Route(
+        "/v1/responses", respond, responses.ResponseAnswer, responses.ResponseBody, "POST", POST_REFUSALS, streams=True
+    ),
     Route("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody, "POST", POST_REFUSALS),
     Route("/tokenize", control.tokenize, answers.Tokens, bodies.TokenizeBody, "POST", POST_REFUSALS),
     Route("/v1/models", control.models, answers.ModelList),
-    Route("/health", control.health, answers.Status, refusals=(503,)),
+    Route("/health", control.health, answers.Status, refusals=(403, 503)),
     Route("/metrics", control.metrics, "text/plain"),
     Route("/policy", control.policy, answers.PolicyAnswer),
     Route("/limits", control.limits, answers.LimitsAnswer),
     Route("/stats", control.stats, answers.StatsAnswer),
     Route("/adapters/version", control.adapter_versions, answers.AdapterVersions),
-    Route("/adapters/load", weights.load_adapter, answers.UpdateAnswer, bodies.AdapterBody, "POST", POST_REFUSALS),
-    Route(
-        "/weights/load", weights.load_weights, answers.UpdateAnswer, bodies.WeightsBody, "POST", (*POST_REFUSALS, 403)
-    ),
-    Route("/weights/upload", arriving.upload, answers.UpdateAnswer, bodies.UpdateHead, "POST", RAW_REFUSALS, raw=True),
-    Route("/weights/delta", arriving.delta, answers.UpdateAnswer, bodies.UpdateHead, "POST", RAW_REFUSALS, raw=True),
-    Route("/weights/group", arriving.join, answers.Status, bodies.GroupBody, "POST", POST_REFUSALS),
-    Route("/weights/receive", arriving.receive, answers.UpdateAnswer, bodies.ReceiveBody, "POST", POST_REFUSALS),
-    Route(
-        "/pause",
-        control.lever(lambda e: e.pause(), "Stop between two steps; requests wait."),
-        answers.Status,
-        method="POST",
-    ),
-    Route("/resume", control.lever(lambda e: e.resume(), "Go on after a pause."), answers.Status, method="POST"),
-    Route("/sleep", control.lever(lambda e: e.sleep(), "Pause and give memory back."), answers.Status, method="POST"),
-    Route("/wake", control.lever(lambda e: e.wake(), "Go on after sleep."), answers.Status, method="POST"),
+    _control("/adapters/load", weights.load_adapter, answers.UpdateAnswer, bodies.AdapterBody),
+    _control("/weights/load", weights.load_weights, answers.UpdateAnswer, bodies.WeightsBody),
+    _control("/weights/upload", arriving.upload, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
+    _control("/weights/delta", arriving.delta, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
+    _control("/weights/group", arriving.join, answers.Status, bodies.GroupBody),
+    _control("/weights/receive", arriving.receive, answers.UpdateAnswer, bodies.ReceiveBody),
+    _control("/pause", control.lever(lambda e: e.pause(), "Stop between two steps; requests wait.")),
+    _control("/resume", control.lever(lambda e: e.resume(), "Go on after a pause.")),
+    _control("/sleep", control.lever(lambda e: e.sleep(), "Pause and give memory back.")),
+    _control("/wake", control.lever(lambda e: e.wake(), "Go on after sleep.")),
 )
 MEANINGS = {
     400: "The request is wrong.",
     401: "The API key is missing or wrong.",
-    403: "Not from this folder.",
+    403: "Not for this caller, or not from this folder.",
     404: "There is no such model.",
+    408: "The body did not arrive in time.",
     409: "The engine holds other weights than the delta builds on.",
     413: "The body is too large.",
     415: "The body is not of the right type.",
@@ -107,6 +120,7 @@ def build_app(
     name: str,
     api_key: str | None = None,
     allowed: Sequence[Path] = (),
+    peers: Collection[str] = (),
     max_body_bytes: int,
 ) -> FastAPI:
     """The server's application around an engine that has been started."""
@@ -118,7 +132,7 @@ def build_app(
         scribe = Scribe(tokenizer, end_tokens, limits.max_context)
         models = Models(engine, name, limits)
         folders = tuple(folder.resolve() for folder in allowed)
-        service = app.state.service = Service(engine, scribe, models, Post(), meter, folders)
+        service = app.state.service = Service(engine, scribe, models, Post(), meter, folders, frozenset(peers))
         yield
         service.spool.close()
         if service.receiver is not None:
@@ -129,7 +143,13 @@ def build_app(
     for route in ROUTES:
         _add(app, route)
     install_error_handlers(app)
-    app.add_middleware(Guard, meter=meter, routes=[route.path for route in ROUTES], api_key=api_key)
+    app.add_middleware(
+        Guard,
+        meter=meter,
+        routes=[route.path for route in ROUTES],
+        control=[route.path for route in ROUTES if route.control],
+        api_key=api_key,
+    )
     app.openapi = lambda: _document(app)
     return app
 
@@ -144,7 +164,7 @@ def _add(app: FastAPI, route: Route) -> None:
         responses[200]["content"] = {"text/event-stream": {"schema": SERVER_SENT}}
     app.add_api_route(
         route.path,
-        route.endpoint,
+        _naming_ignored(route.endpoint),
         methods=[route.method],
         responses=responses,
         response_class=Response,
@@ -152,6 +172,13 @@ def _add(app: FastAPI, route: Route) -> None:
         summary=(route.endpoint.__doc__ or "").strip(),
         openapi_extra=_takes(route.body, route.raw) if route.body else None,
     )
+
+
+def _naming_ignored(endpoint: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        return name_ignored(request, await endpoint(request))
+
+    return answer
 
 
 def _takes(body: type[BaseModel], raw: bool) -> dict[str, Any]:

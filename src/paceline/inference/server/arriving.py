@@ -46,6 +46,8 @@ async def join(request: Request) -> Response:
     body = await read_body(request, GroupBody)
     if body.rank >= body.world:
         raise bad(f"rank {body.rank} in a group of {body.world}", "rank")
+    if body.address not in service.peers:
+        raise Refusal(403, f"{body.address} is none of this server's peers (--peer)", param="address")
     if service.joining:
         raise Refusal(429, "this server is joining a group already", code="overloaded")
     if service.receiver is not None:

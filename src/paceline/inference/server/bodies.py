@@ -1,18 +1,34 @@
-"""What clients may send. Unknown fields are refused by name; a field we do not honour must have its neutral value."""
+"""What clients may send. A field this server does not honour must have its neutral value."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from paceline.data import part_problem
+from paceline.inference.server.fields import PROMPT_FIELDS, SAMPLING_FIELDS
 
 INT64 = (1 << 63) - 1
 MOST_PROMPTS = 2048
+MOST_MESSAGES = 4096
+MOST_PARTS = 1024
+"""Of one message, and tools of one request."""
+MOST_TOKENS = 1 << 20
+"""Of one sequence. A longer list is refused before it is read to its end."""
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
-TokenIds = list[TokenId]
+TokenIds = Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 
 
@@ -41,18 +57,30 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class StreamOptions(Body):
+class ClientBody(Body):
+    """A request body of other people's clients: fields that are not listed are taken out by `fields.take_unknown`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+    """Fields of other servers that are refused, since the client relies on them."""
+
+
+class StreamOptions(ClientBody):
     """How a stream is sent."""
 
     include_usage: bool | None = None
     """End the stream with a chunk that counts tokens."""
+    continuous_usage_stats: bool | None = None
+    """Extension. With `include_usage`, count tokens in every chunk, each for its own choice."""
     include_obfuscation: bool | None = None
     """Taken and ignored."""
 
 
-class Sampled(Body):
+class Sampled(ClientBody):
     """What chats and completions have in common."""
 
+    unsupported = PROMPT_FIELDS | SAMPLING_FIELDS
     model: str | None = None
     """The served model's name or an adapter's; the served model when left out."""
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -106,21 +134,21 @@ def text_only(content: Any) -> Any:
     return content
 
 
-class TextPart(Body):
+class TextPart(ClientBody):
     """A piece of a message; text is the only kind this server takes."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(Body):
+class FunctionCall(ClientBody):
     """A function and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCallPart(Body):
+class ToolCallPart(ClientBody):
     """A call that the assistant made earlier."""
 
     id: str | None = None
@@ -129,13 +157,15 @@ class ToolCallPart(Body):
     index: int | None = None
 
 
-class Message(Body):
+class Message(ClientBody):
     """One message of a conversation, of the client or as an earlier answer of this server."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(text_only)] = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None, BeforeValidator(text_only)
+    ] = None
     name: str | None = None
-    tool_calls: list[ToolCallPart] | None = None
+    tool_calls: Annotated[list[ToolCallPart], Field(max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -144,7 +174,7 @@ class Message(Body):
     function_call: Annotated[dict[str, Any] | None, Neutral()] = None
 
 
-class Function(Body):
+class Function(ClientBody):
     """What a tool is called and takes."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -153,27 +183,27 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(ClientBody):
     """A function the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Body):
+class NamedFunction(ClientBody):
     """A function by name."""
 
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(ClientBody):
     """The one tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(Body):
+class JsonSchema(ClientBody):
     """The schema an answer follows."""
 
     name: str | None = None
@@ -182,7 +212,7 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(ClientBody):
     """The form an answer takes."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -192,18 +222,19 @@ class ResponseFormat(Body):
 class ChatBody(Sampled):
     """A conversation to continue."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     """Longest answer in tokens; as much as the context holds when left out."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_PARTS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension. Passed on to the chat template, such as `{"enable_thinking": false}`."""
-    parallel_tool_calls: Annotated[bool | None, Neutral(True)] = None
+    parallel_tool_calls: bool | None = None
+    """Only the first call of an answer is given when false."""
     modalities: Annotated[list[str] | None, Neutral(["text"])] = None
     audio: Annotated[dict[str, Any] | None, Neutral()] = None
     prediction: Annotated[dict[str, Any] | None, Neutral()] = None
@@ -214,15 +245,24 @@ class ChatBody(Sampled):
     web_search_options: Annotated[dict[str, Any] | None, Neutral()] = None
 
 
+def prompt_kind(prompt: Any) -> str:
+    """Which of its forms a prompt has, by its first item: trying all of them on a long list takes far longer."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if isinstance(prompt, list):
+        return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+    return "str"
+
+
 class CompletionBody(Sampled):
     """Text or exact tokens to continue."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS), Tag("list[str]")]
+        | Annotated[TokenIds, Field(min_length=1), Tag("list[int]")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS), Tag("list[list[int]]")],
+        Discriminator(prompt_kind),
+    ]
     max_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     """Longest completion in tokens, 16 when left out; 0 only with `echo`."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -20,14 +20,15 @@ async def chat(request: Request) -> Response:
     """Continue a conversation."""
     service = service_of(request)
     body = await read_body(request, ChatBody)
-    talk = Talk(service, body, await unless_gone(request.receive, _plan(service, body)))
+    talk = Talk(service, body, await unless_gone(request.receive, plan_chat(service, body)))
     if body.stream:
         head = heading("chat.completion.chunk", "chatcmpl", body.model or service.models.name)
         return await EventStream.begin(request, stream(talk.reply, head, talk.chunks))
     return Json(await unless_gone(request.receive, talk.answer()))
 
 
-async def _plan(service: Service, body: ChatBody) -> Reply:
+async def plan_chat(service: Service, body: ChatBody) -> Reply:
+    """The choices to sample. Whatever can never be answered is refused here."""
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs `logprobs: true`", "top_logprobs")
     if body.stream_options and not body.stream:
@@ -113,6 +114,8 @@ class Talk:
         if ended:
             rest, more = reader.flush()
             said, calls = said + rest, calls + more
+        if self._body.parallel_tool_calls is False:
+            calls = calls[: 0 if self._called[index] else 1]
         return said, calls
 
     def _finish(self, index: int) -> str | None:

@@ -7,6 +7,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from paceline.inference.base import EngineError, Mismatch, Overloaded, RequestError, UnknownModel
 
@@ -122,6 +123,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineError, engine_failed)
     app.add_exception_handler(HTTPException, not_routed)
     app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)  # in the middle of its body
     app.add_exception_handler(Exception, bug)
 
 

@@ -1,12 +1,14 @@
-"""Before any endpoint: the API key. Around each: the clock and the counters."""
+"""Before any endpoint: who calls. Around each: the clock and the counters."""
 
 import asyncio
 import hmac
 import time
 from collections.abc import Collection
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.browsers import why_foreign
 from paceline.inference.server.errors import error_response
 from paceline.inference.server.metrics import Meter
 
@@ -17,10 +19,18 @@ OPEN_PATHS = {"/health"}
 class Guard:
     """Plain ASGI, since a middleware that wraps bodies would stand between an endpoint and a client that leaves."""
 
-    def __init__(self, app: ASGIApp, meter: Meter, routes: Collection[str], api_key: str | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        meter: Meter,
+        routes: Collection[str],
+        api_key: str | None,
+        control: Collection[str] = (),
+    ) -> None:
+        """`control` are the paths that change what is served: they need the key even where nothing else does."""
         self._app = app
         self._meter = meter
-        self._routes = frozenset(routes)
+        self._routes, self._control = frozenset(routes), frozenset(control)
         self._expected = f"Bearer {api_key}".encode() if api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,8 +48,7 @@ class Guard:
 
         self._meter.open += 1
         try:
-            app = self._app if self._may_pass(scope) else _WRONG_KEY
-            await app(scope, receive, watched)
+            await (self._refusal(scope) or self._app)(scope, receive, watched)
         except asyncio.CancelledError:
             # Only a shutdown whose grace is over cancels a request. Whoever still waits for a status gets one.
             if not status:
@@ -50,11 +59,15 @@ class Guard:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._meter.record(route, status, time.perf_counter() - start)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
-            return True
+    def _refusal(self, scope: Scope) -> Response | None:
+        if why := why_foreign(scope["headers"], has_key=self._expected is not None):
+            return error_response(403, why, code="foreign_caller")
+        if self._expected is None:
+            return _NO_CONTROL if scope["path"] in self._control else None
+        if scope["path"] in OPEN_PATHS:
+            return None
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        return None if hmac.compare_digest(given, self._expected) else _WRONG_KEY
 
 
 _WRONG_KEY = error_response(
@@ -62,5 +75,11 @@ _WRONG_KEY = error_response(
     "the API key is missing or wrong: send `Authorization: Bearer KEY`",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
+)
+_NO_CONTROL = error_response(
+    403,
+    "weights, adapters, pause and sleep are for the holder of the server's key: start it with PACELINE_API_KEY or "
+    "--api-key, and send `Authorization: Bearer KEY`",
+    code="needs_api_key",
 )
 _SHUTTING_DOWN = error_response(503, "the server is shutting down", code="shutting_down")

@@ -10,9 +10,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from paceline.inference.server.errors import ClientGone, Refusal, invalid_body
+from paceline.inference.server.fields import take_unknown
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
+BODY_SECONDS = 60.0
+"""For a body of JSON to arrive."""
 
 
 class Json(Response):
@@ -26,23 +29,29 @@ class Json(Response):
 
 async def read_body(request: Request, kind: type[B]) -> B:
     """The body, if it is JSON of this kind and not too long. It is never read further than allowed."""
-    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    # A web page may post other types to a server on loopback without the browser asking us first.
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A web page may post other types, or none, to a server on loopback without the browser asking us first.
     if media != "application/json" and not media.endswith("+json"):
-        raise Refusal(415, f"send JSON with `Content-Type: application/json`, not `{media}`")
+        raise Refusal(415, f"send JSON with `Content-Type: application/json`, not `{media or 'no type'}`")
     limit: int = request.app.state.max_body_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise too_large(limit)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large(limit)
     try:
-        return kind.model_validate_json(bytes(body))
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large(limit)
+    except TimeoutError:
+        raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    try:
+        given = kind.model_validate_json(bytes(body))
     except ValidationError as error:
         raise invalid_body(error) from None
+    request.state.ignored = take_unknown(given)
+    return given
 
 
 def too_large(limit: int) -> Refusal:

@@ -46,6 +46,7 @@ async def plan(
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
             noise=_noise(body, index),
             order=body.order or 0,
+            turn=index,
             model=model,
             top_logprobs=min(top_logprobs, models.limits.max_top_logprobs),
             grammar=grammar,

@@ -64,6 +64,11 @@ class Reply:
             gained[index] = (delta, utterance.finish is not None)
         return gained
 
+    def usage_of(self, index: int) -> dict[str, Any]:
+        """Tokens of one choice so far."""
+        utterance = self.utterances[index]
+        return usage([self.requests[index]], 1, utterance.sampled, utterance.cached)
+
     def usage(self) -> dict[str, Any]:
         sampled = sum(utterance.sampled for utterance in self.utterances)
         cached = sum(utterance.cached for utterance in self.utterances[:: self.body.n or 1])
@@ -100,14 +105,17 @@ async def stream(
     reply: Reply, heading: dict[str, Any], chunks: Callable[[int, Delta, bool], Sequence[dict[str, Any]]]
 ) -> AsyncGenerator[bytes]:
     """Server-sent events of a reply; `chunks` gives the choices that one step adds."""
-    counts = bool(reply.body.stream_options and reply.body.stream_options.include_usage)
+    options = reply.body.stream_options
+    counts = bool(options and options.include_usage)
+    always = bool(options and counts and options.continuous_usage_stats)
     if counts:
         heading = heading | {"usage": None}
     begun = False
     try:
         async with aclosing(reply.steps(listen=True)) as steps:
             async for index, delta, ended in steps:
-                data = b"".join(event(heading | {"choices": [choice]}) for choice in chunks(index, delta, ended))
+                begins = heading | {"usage": reply.usage_of(index)} if always else heading
+                data = b"".join(event(begins | {"choices": [choice]}) for choice in chunks(index, delta, ended))
                 if data:
                     begun = True
                     yield data

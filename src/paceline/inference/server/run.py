@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from paceline.connections import BoundedProtocol
 from paceline.errors import PacelineError
 from paceline.inference.base import EngineError
 
@@ -87,6 +88,7 @@ async def serve(
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         log_config=None,
         access_log=False,
         lifespan="off",  # ours, below: uvicorn abandons it with a complaint when a second signal comes

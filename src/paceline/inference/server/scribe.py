@@ -1,7 +1,9 @@
 """Text and conversations to exact tokens, and back: everything the server asks of the tokenizer."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -15,7 +17,8 @@ LONG_TEXT = 20_000
 """Letters from which a text is tokenised on another thread, so that streams go on meanwhile."""
 CONTEXT = 4
 """Prompt tokens a decoder may look back at."""
-RESERVED = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "return_tensors", "return_dict"}
+RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""Not the client's to set: `chat_template` would be a program of its own, `tokenize` another kind of answer."""
 
 
 class Scribe:
@@ -34,27 +37,33 @@ class Scribe:
 
     async def encode(self, text: str, special: bool) -> tuple[int, ...]:
         """The text's tokens; `special` adds what the tokenizer puts around a bare text."""
-        if len(text) > self._most_letters:
-            raise bad(
-                f"the prompt has {len(text)} letters, far more than a context of {self._max_context} tokens holds",
-                code="context_length_exceeded",
-            )
+        self._check_length(len(text))
         if len(text) < LONG_TEXT:
             return tuple(self.tokenizer.encode(text, add_special_tokens=special))
         return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special))
+
+    def _check_length(self, letters: int) -> None:
+        if letters > self._most_letters:
+            raise bad(
+                f"the prompt has {letters} letters, far more than a context of {self._max_context} tokens holds",
+                code="context_length_exceeded",
+            )
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]
     ) -> tuple[int, ...]:
         """The conversation, and the opening of the reply, as the model's chat template writes them."""
-        if clash := RESERVED & options.keys():
+        if clash := (RESERVED | self.tokenizer.special_tokens_map.keys()) & options.keys():
             raise bad(f"chat_template_kwargs cannot set `{sorted(clash)[0]}`", "chat_template_kwargs")
+        letters = letters_in([messages, tools, options])
+        self._check_length(letters)
         if self.tokenizer.chat_template is None:
             raise bad("this model has no chat template: use /v1/completions, or serve it with --model.chat_template")
+        write = partial(
+            self.tokenizer.apply_chat_template, messages, tools, tokenize=False, add_generation_prompt=True, **options
+        )
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
-            )
+            text = write() if letters < LONG_TEXT else await asyncio.to_thread(write)
         # A template is a small program that is run on what the client sent: whatever it trips over is the client's.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise bad(f"the model's chat template cannot express this conversation: {error}", "messages") from error
@@ -78,3 +87,16 @@ class Scribe:
     def detokeniser(self, before: Sequence[int] = ()) -> Detokeniser:
         """For a text that follows upon these tokens."""
         return Detokeniser(self.decode, before[-CONTEXT:])
+
+
+def letters_in(data: Any) -> int:
+    """Letters of all texts in JSON data; whatever else there is counts as one."""
+    total, rest = 0, [data]
+    while rest:
+        item = rest.pop()
+        total += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict):
+            rest += [*item, *item.values()]
+        elif isinstance(item, list):
+            rest += item
+    return total

@@ -29,6 +29,8 @@ class Service:
     meter: Meter
     allowed: tuple[Path, ...] = ()
     """Folders weights may be loaded from, resolved."""
+    peers: frozenset[str] = frozenset()
+    """Addresses that groups may meet at."""
     spool: Spool = field(default_factory=Spool)
     """Where weights that come as a body lie until they are applied."""
     receiver: "Receiver | None" = None

@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 from fastapi import Request
 
-from paceline.inference.private import PrivateFolder, sweep
 from paceline.inference.server.errors import Refusal
+from paceline.private_folder import PrivateFolder, sweep
 
 WRITTEN_AT_ONCE = 4 << 20
 MOST_AT_ONCE = 2

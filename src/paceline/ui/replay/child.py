@@ -43,7 +43,7 @@ class Child:
         self.failure = ""
         self.began = time.monotonic()
         self.ended: float | None = None
-        self._command = [sys.executable, "-m", "paceline.cli", "replay", str(run), str(step), "--json", *flags]
+        self._command = [sys.executable, "-P", "-m", "paceline.cli", "replay", str(run), str(step), "--json", *flags]
         self._finished, self._limit = finished, limit
         self._stop = threading.Event()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child

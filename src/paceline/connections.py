@@ -1,0 +1,51 @@
+"""How long a connection may take to say what it wants."""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_SECONDS = 20.0
+"""From the opening of a connection, or the first byte of a further request, to the last line of its headers."""
+MOST_HEADER_BYTES = 1 << 16
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Uvicorn's protocol, which by itself waits for a request's headers for ever and takes any number of them."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._end()
+        elif before is None or before.response_complete:
+            if self._deadline is None:
+                self._begin()
+            self._header_bytes += len(data)
+            if self._header_bytes > MOST_HEADER_BYTES:
+                self._refuse(_TOO_LONG)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        super().connection_lost(exc)
+
+    def _begin(self) -> None:
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self._refuse, _TOO_LATE)
+
+    def _end(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline, self._header_bytes = None, 0
+
+    def _refuse(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(answer)
+            self.transport.close()
