@@ -3,12 +3,17 @@
 with user_code("trainer.loss, losses.py:mine", "sequence 3"): loss = fn(streams)
 """
 
+import asyncio
 import os
+import signal
 import sysconfig
+import threading
+import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from paceline.errors import PacelineError
 
@@ -45,13 +50,45 @@ class InternalError(PacelineError):
 @contextmanager
 def user_code(hook: str, about: str = "") -> Generator[None]:
     """Whatever the block raises becomes a `UserCodeError`. `hook` names who was called, as the run file does, and
-    `about` what it was called for: an environment, a row, a ticket. Paceline's own errors pass."""
+    `about` what it was called for: an environment, a row, a ticket. Paceline's own errors pass, and so do Ctrl-C and
+    the cancellation of the task that runs the block."""
+    here = object()
+    _open_hooks[here] = (hook, time.monotonic())
     try:
         yield
     except PacelineError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_ctrl_c(error) or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
+            raise
         raise raised(hook, error, about) from error
+    finally:
+        del _open_hooks[here]
+
+
+_open_hooks: dict[object, tuple[str, float]] = {}
+
+
+def open_hooks() -> list[tuple[str, float]]:
+    """Hooks that run now, and since when by the monotonic clock. Safe from any thread."""
+    return list(_open_hooks.values())
+
+
+def is_cancelled() -> bool:
+    """Whether the running task is being cancelled; a CancelledError that comes otherwise is user code's own."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop in this thread
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether a KeyboardInterrupt may be the user's signal and not user code's own. While a run is under way it has a
+    handler of its own, which raises nothing in user code."""
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def raised(hook: str, error: BaseException, about: str = "") -> UserCodeError:
@@ -89,7 +126,28 @@ def described(error: BaseException, *others: Takes) -> str:
     _, frames = _frames(error, is_users, *others)
     if not frames:
         return said
-    return f"{said}, at {_shown(frames[-1].filename)}, line {frames[-1].lineno}, in {frames[-1].name}"
+    return f"{said}, at {_place(frames[-1])}"
+
+
+def frames_of(innermost: FrameType | None) -> list[FrameType]:
+    """A running stack, outermost frame first."""
+    frames: list[FrameType] = []
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    return frames[::-1]
+
+
+def user_place(stack: Iterable[FrameType], *others: Takes) -> str:
+    """Where a stack, outermost frame first, stands in user code: `score.py, line 12, in judge`. Empty where no frame is
+    the user's, or one that the `others` take."""
+    frames = [
+        traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name, lookup_line=False) for f in stack
+    ]
+    for take in (is_users, *others):
+        if found := [frame for frame in frames if take(frame)]:
+            return _place(found[-1])
+    return ""
 
 
 def user_frames(error: BaseException, *others: Takes) -> str:
@@ -154,6 +212,10 @@ def is_users(frame: traceback.FrameSummary) -> bool:
     library = name.startswith(_LIBRARIES) or any(part in name for part in _INSTALLED)
     generated = name == "<string>" and frame.name == "__init__"  # a dataclass's
     return is_foreign(frame) and not library and not generated
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}"
 
 
 def _shown(file: str) -> str:

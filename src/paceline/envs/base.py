@@ -1,6 +1,5 @@
 """The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
 
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,10 @@ from paceline.rollout import Message, Reply, Seat
 Split = Literal["train", "eval"]
 POLICY = "policy"
 """The seat of a one-player task."""
+
+
+LARGEST_REWARD = 1e18
+"""Its square, and the sum of any group's squares, fit the 32 bits that advantages are kept in."""
 
 
 class EnvError(PacelineError):
@@ -39,8 +42,8 @@ class Outcome:
 
     def __post_init__(self) -> None:
         for seat, reward in self.rewards.items():
-            if isinstance(reward, str) or not math.isfinite(reward):
-                raise EnvError(f"the reward of seat `{seat}` is {reward!r}: a reward must be a finite number")
+            if problem := not_a_reward(reward):
+                raise EnvError(f"the reward of seat `{seat}` is {shown(reward)}: {problem}")
 
 
 class Environment(ABC):
@@ -95,6 +98,28 @@ class SingleTurn(Environment):
 
 def number(value: Any, where: str) -> float:
     """A reward a user's code returned, as a float."""
-    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
-        return float(value)
-    raise EnvError(f"{where} returned {value!r}: return a number, a bool, or None to drop the episode")
+    if problem := not_a_reward(value):
+        raise EnvError(f"{where} returned {shown(value)}: {problem}")
+    return float(value)
+
+
+def not_a_reward(value: Any) -> str:
+    """What is wrong with a value that is to be a reward; empty if nothing is."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return "return a number, a bool, or None to drop the episode"
+    try:
+        size = abs(float(value))
+    except Exception as error:  # an array of several numbers, an integer beyond all floats
+        return f"a reward must be one finite number ({error})"
+    if not size <= LARGEST_REWARD:
+        return f"a reward must be a finite number of at most {LARGEST_REWARD:g}; scale it"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """A value of user code as it is quoted in an error: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # also an integer of more digits than Python prints
+        return f"something of type {type(value).__name__} ({error})"
+    return text if len(text) <= 80 else f"{text[:77]}..."

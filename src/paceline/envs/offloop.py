@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from paceline.envs.base import EnvError
+from paceline.user_code import is_ctrl_c
 
 THREADS = 512
 """Sync calls that run at once; more wait in line. A thread is made when no other is free."""
@@ -61,13 +62,20 @@ async def _result(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         value = await _THREADS.run(function, args)
         # A lambda or an object around an async function cannot be told from a sync one before it was called.
         return await value if inspect.isawaitable(value) else value  # bounded: by `run_user_code`
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise _tried_to_exit(function, error) from error
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, where a task of its own raises it
+        if is_ctrl_c(error):
+            raise
+        raise _contained(function, error) from error
 
 
-def _tried_to_exit(function: Callable[..., Any], error: BaseException) -> EnvError:
-    what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return EnvError(f"`{name_of(function)}` tried to end the process ({what}): return, or raise an ordinary error")
+def _contained(function: Callable[..., Any], error: BaseException) -> EnvError:
+    """An error in the place of one that is no `Exception`."""
+    ends = isinstance(error, SystemExit | KeyboardInterrupt)
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    what = f"tried to end the process ({said})" if ends else f"raised {said}"
+    contained = EnvError(f"`{name_of(function)}` {what}: return, or raise an ordinary error")
+    contained.__cause__ = error
+    return contained
 
 
 class _Call:
@@ -86,7 +94,7 @@ class _Call:
         except Exception as error:  # handed to whoever awaits the call
             return None, error
         except BaseException as error:  # would end this thread, or pass for a cancellation over there
-            return None, _tried_to_exit(self._function, error)
+            return None, _contained(self._function, error)
 
     def deliver(self, result: tuple[Any, BaseException | None]) -> None:
         """From the thread to the loop. A pair, because a future refuses to hold a StopIteration."""

@@ -150,7 +150,8 @@ class RewardEnvironment(Environment):
         parts = [(reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None]
         if not parts:
             return None
-        total = math.fsum(reward.weight * value for reward, value in parts)
+        weighed = [number(reward.weight * value, f"the reward `{reward.name}`, weighted,") for reward, value in parts]
+        total = math.fsum(weighed)
         several = len(self._rewards) > 1
         return Outcome({POLICY: total}, {reward.name: value for reward, value in parts} if several else {})
 

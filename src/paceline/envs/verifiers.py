@@ -3,10 +3,13 @@
 import asyncio
 import copy
 import importlib
+import importlib.util
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +34,7 @@ class Verifiers(Environment):
         self._config = config
         self._vf = _package()
         self._chat = register(self._vf)
+        self._id = _importable(Path(config.id)) if config.id.endswith(".py") else config.id
         self._env = self._build(config.args)
         roles = [name for name, spec in _roles(self._env.config) if spec.model is None and spec.client is None]
         if not roles:
@@ -114,7 +118,7 @@ class Verifiers(Environment):
             ready.set_exception(EnvError(f"verifiers environment `{self._config.id}` cannot be served: {error}"))
 
     def _build(self, args: dict[str, Any]) -> Any:
-        ident = self._config.id
+        ident = self._id
         try:
             kind = self._vf.env_config_type(ident, self._config.env)
             agents = copy.deepcopy(self._config.agents)
@@ -124,13 +128,13 @@ class Verifiers(Environment):
             return self._vf.load_environment(self._vf.resolve_env_config(raw))
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # how the package refuses a setting
             said = _first(error) if isinstance(error, ValidationError) else error
-            raise EnvError(f"verifiers environment `{ident}` cannot be loaded: {said}") from error
+            raise EnvError(f"verifiers environment `{self._config.id}` cannot be loaded: {said}") from error
 
     def _settle(self, agent: dict[str, Any], declared: Any) -> None:
         """Where neither the run file nor the environment's author chose, run here: no code, no remote sandbox. An
         author's choice of `null`, which only chats, is that of the same protocol: it need not install a program."""
         chosen = declared.harness
-        plain = chosen is None and self._vf.default_harness_id(self._config.id) != self._config.id
+        plain = chosen is None and self._vf.default_harness_id(self._id) != self._id
         if plain or (chosen is not None and chosen.id == "null"):
             agent.setdefault("harness", {"id": self._chat})
         if isinstance(declared.runtime, self._vf.PrimeConfig):
@@ -187,6 +191,27 @@ def _why(episode: Any) -> str:
 def _first(error: ValidationError) -> str:
     problem = error.errors()[0]
     return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+
+
+def _importable(file: Path) -> str:
+    """The name that `verifiers` imports a file by. Its folder is added to the import path, of this process and of those
+    that serve the environment's tools, behind everything that is there."""
+    if not file.is_file():
+        raise EnvError(f"verifiers environment: no such file `{file}`")
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    for name in (f"verifiers.v1.tasksets.{file.stem}", file.stem):  # in the order of the package
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file.resolve():
+            inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if folder not in inherited:
+                os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, inherited), folder])
+            return file.stem
+        if spec is not None:
+            break
+    other = "no module can have that name" if spec is None else f"`{name}` is another module, {spec.origin}"
+    raise EnvError(f"verifiers environment `{file}`: {other}: rename the file")
 
 
 def _package() -> Any:

@@ -7,6 +7,7 @@ asked for, now or in a later release.
 
 import hashlib
 import random
+from functools import cache
 from typing import Literal
 
 Split = Literal["pretrain", "train", "eval"]
@@ -35,22 +36,34 @@ def words(split: Split, count: int, seed: int) -> list[str]:
     """`count` distinct pronounceable lowercase words of 3 to 8 letters; the same arguments give the same list."""
     if count > MAX_WORDS:
         raise ValueError(f"words() gives at most {MAX_WORDS} distinct words, but {count} were asked for")
+    return list(_words(split, count, seed))
+
+
+def additions(split: Split, count: int, seed: int) -> list[tuple[int, int]]:
+    """`count` distinct pairs of operands from 0 to 99; the same arguments give the same list."""
+    pairs = _pairs(split)
+    if count > len(pairs):
+        raise ValueError(f"the {split} split holds {len(pairs)} additions, but {count} were asked for")
+    return random.Random(seed).sample(pairs, count)
+
+
+@cache
+def _words(split: Split, count: int, seed: int) -> tuple[str, ...]:
+    """The same, made once: a run asks for its rows several times while it starts."""
     rng = random.Random(seed)
     found: dict[str, None] = {}
     while len(found) < count:
         word = _word(rng)
         if split_of(word) == split:
             found[word] = None
-    return list(found)
+    return tuple(found)
 
 
-def additions(split: Split, count: int, seed: int) -> list[tuple[int, int]]:
-    """`count` distinct pairs of operands from 0 to 99; the same arguments give the same list."""
+@cache
+def _pairs(split: Split) -> tuple[tuple[int, int], ...]:
+    """All pairs of operands of a split."""
     operands = range(MAX_OPERAND + 1)
-    pairs = [(a, b) for a in operands for b in operands if split_of(f"{a}+{b}") == split]
-    if count > len(pairs):
-        raise ValueError(f"the {split} split holds {len(pairs)} additions, but {count} were asked for")
-    return random.Random(seed).sample(pairs, count)
+    return tuple((a, b) for a in operands for b in operands if split_of(f"{a}+{b}") == split)
 
 
 def _word(rng: random.Random) -> str:

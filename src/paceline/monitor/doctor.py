@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from rich.tree import Tree
 from paceline.errors import PacelineError
 from paceline.monitor.directory import RunDirectory
 from paceline.monitor.files import read_sound
+from paceline.monitor.summary import way_on
 from paceline.monitor.text import one_line, seconds
 from paceline.monitor.waitgraph import label
 from paceline.monitor.watchdog import SNAPSHOT_SECONDS, born, stalled_file
@@ -95,8 +95,7 @@ def resume_command(found: Findings) -> str:
     """What to type to go on; nothing where the run is finished."""
     if found.ended and found.ended.get("status") == "finished":
         return ""
-    how = "--resume latest" if found.checkpoint else "--overwrite"
-    return f"paceline train {shlex.quote(str(found.run / 'config.toml'))} {how}"
+    return way_on(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
 
 
 def _verdict(
@@ -179,7 +178,7 @@ def _trees(part: dict[str, Any]) -> list[RenderableType]:
     title = f"who waits for whom{' in the ' + part['part'] if part['part'] else ''}"
     waits = Tree(Text(title, "bold"))
     if not part["waits"]:
-        waits.add(Text("nobody has named a wait", "dim"))
+        waits.add(Text("no wait with a name is open", "dim"))
     branches: dict[int | None, Tree] = {None: waits}
     # A parent may stand after its child where it was found by name: go round until all have their place.
     left = dict(enumerate(part["waits"]))

@@ -16,7 +16,8 @@ _TRAIN: Final = "paceline train"
 def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory: Path) -> list[str]:
     """What was reached, where things are, and what to do next: one line each."""
     files = RunDirectory(directory)
-    lines = [_reached(History.of(metrics), metrics, outcome), _places(outcome, files), _next(outcome, files)]
+    history = History.of(metrics)
+    lines = [_reached(history, metrics, outcome), _places(outcome, files), _next(outcome, files, bool(history.trained))]
     return [one_line(line) for line in lines]
 
 
@@ -66,10 +67,23 @@ def _places(outcome: RunOutcome, files: RunDirectory) -> str:
     return ", ".join(places)
 
 
-def _next(outcome: RunOutcome, files: RunDirectory) -> str:
-    command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
+def _next(outcome: RunOutcome, files: RunDirectory, trained: bool) -> str:
     if outcome.status == "finished":
+        command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
         return f"to train on: {command} --resume latest --steps {2 * max(1, outcome.step)}"
-    if outcome.checkpoint is not None:
-        return f"to go on from {outcome.checkpoint.name}: {command} --resume latest"
-    return f"to start again (no checkpoint was saved): {command} --overwrite"
+    what, command = way_on(files, outcome.checkpoint, trained)
+    return f"{what}: {command}"
+
+
+def way_on(files: RunDirectory, checkpoint: Path | None, trained: bool) -> tuple[str, str]:
+    """What can be done with a run that stopped, and the command for it. What was trained is never overwritten."""
+    command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
+    if checkpoint is not None:
+        saved = [state.parent.name for state in files.checkpoints.glob("step-*/state.json")]
+        newest = checkpoint.name >= max(saved, default="")
+        return f"to go on from {checkpoint.name}", f"{command} --resume {'latest' if newest else checkpoint.name}"
+    if any(files.checkpoints.glob("step-*")):
+        return f"to begin anew beside it (no checkpoint in {files.checkpoints} is whole)", f"{command} --name NAME"
+    if trained:
+        return "to begin anew beside it (no checkpoint was saved)", f"{command} --name NAME"
+    return "to start again (no checkpoint was saved)", f"{command} --overwrite"

@@ -9,13 +9,13 @@ import asyncio
 import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from paceline.monitor.text import seconds
-from paceline.waits import Wait
+from paceline.waits import Wait, awaited_frames
 
 Node = dict[str, Any]
 """Waits of one name below one parent: `what`, `count`, `age` and `limit` in seconds, `who`, `parent` (an index, or
@@ -66,7 +66,7 @@ def stack_of(who: "asyncio.Task[Any] | threading.Thread") -> list[str]:
     task: asyncio.Future[Any] | None = who
     while isinstance(task, asyncio.Task) and id(task) not in seen and len(seen) < _HOPS:
         seen.add(id(task))
-        found += _chain(task.get_coro())
+        found += awaited_frames(task.get_coro())
         task = _next(getattr(task, "_fut_waiter", None))
     return lines(found)
 
@@ -86,7 +86,7 @@ def tasks(loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
     groups: dict[tuple[str, ...], list[str]] = {}
     try:
         for task in asyncio.all_tasks(loop):
-            groups.setdefault(tuple(lines(_chain(task.get_coro()))), []).append(task.get_name())
+            groups.setdefault(tuple(lines(awaited_frames(task.get_coro()))), []).append(task.get_name())
     except RuntimeError:  # they came and went while they were listed, so nothing is stuck there
         return []
     found = [{"count": len(names), "name": min(names), "stack": list(stack)} for stack, names in groups.items()]
@@ -168,16 +168,6 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found[::-1]
-
-
-def _chain(coroutine: Any) -> Iterator[FrameType]:
-    """The frames of a suspended coroutine, from the task's own down to what it awaits."""
-    for _ in range(100):
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is None:
-            return
-        yield frame
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
 
 
 def _next(future: "asyncio.Future[Any] | None") -> "asyncio.Future[Any] | None":

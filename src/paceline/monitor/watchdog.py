@@ -229,10 +229,20 @@ class Watchdog(Monitor):
             what = f"still computing ({cores:.1f} cores) though nothing has finished for {seconds(silent)}"
         else:
             what = f"nothing has moved for {seconds(silent)}"
-        waits = chain(nodes) or self._phase or "nobody has named a wait"
+        waits = chain(nodes) or self._phase or self._position()
         report = stalled_file(self._directory, self._part)
         part = f"{self._part}: " if self._part else ""
         return f"{part}{what}: {waits}; stacks are in {report}, and live with `paceline doctor {self._directory}`"
+
+    def _position(self) -> str:
+        """Where the process stands, for a stall in which no wait has a name."""
+        loop = self._loop
+        tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop is not None else []
+        if tasks:
+            more = f", and {len(tasks) - 1} more wait" if len(tasks) > 1 else ""
+            return f"the task `{tasks[0].get_name()}` waits at {place(stack_of(tasks[0]))}{more}"
+        thread = self._loop_thread or threading.main_thread()
+        return f"the thread `{thread.name}` is at {place(stack_of(thread))}"
 
     # -- files ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The conductor: gate, dispatcher, loop, evaluation, resume."""
 
 from paceline.orchestrator.breaker import Breaker, RunStopped
-from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
+from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
 from paceline.orchestrator.clock import Clock, DeadlineError, RealClock
 from paceline.orchestrator.course import Course, lay_out, opened
 from paceline.orchestrator.gate import Gate
@@ -14,6 +14,7 @@ __all__ = [
     "Clock",
     "Conductor",
     "Course",
+    "DamagedCheckpoint",
     "DeadlineError",
     "Gate",
     "Parts",

@@ -1,12 +1,14 @@
-"""Checkpoints: one atomic folder each, the newest named by `latest`."""
+"""Checkpoints: one atomic folder each, the newest named by `latest`, each file with a digest in `manifest.json`."""
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
+from paceline.model.manifest import MANIFEST, has_manifest, problems, several, write_manifest
 from paceline.orchestrator.breaker import RunStopped
 from paceline.waits import waiting
 
@@ -16,6 +18,14 @@ STATE = "state.json"
 
 class CheckpointError(RunStopped):
     """A checkpoint that cannot be written or read, as a sentence for the user."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose files are not as they were written. `whole` is the newest one whose files are, if any."""
+
+    def __init__(self, message: str, whole: Path | None) -> None:
+        super().__init__(message)
+        self.whole = whole
 
 
 class Checkpoints:
@@ -37,25 +47,66 @@ class Checkpoints:
             draft.mkdir(parents=True)
             with waiting("writing a checkpoint"):
                 await trainer(draft)
-            (draft / STATE).write_text(state, encoding="utf-8")
-            _flush(draft)
+                (draft / STATE).write_text(state, encoding="utf-8")
+                # Hashed while the disk is busy; both leave the event loop to the episodes.
+                written = list(draft.rglob("*"))  # before the manifest's own draft is among them
+                await asyncio.gather(asyncio.to_thread(write_manifest, draft), asyncio.to_thread(_flush, written))
+                await asyncio.to_thread(_flush, [draft / MANIFEST, draft])
             self._swap_in(draft, final)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
+            then = "make room, then go on with --resume latest" if self.all() else "make room, then start the run again"
             raise CheckpointError(
-                f"checkpoint {final} could not be written ({error.strerror or error}): make room, then go on with "
-                f"--resume latest; {self._what_is_left()}"
+                f"checkpoint {final} could not be written ({error.strerror or error}): {then}; {self.offer()}"
             ) from error
         self._prune()
         return final
 
     def find(self, resume: str) -> tuple[Path, dict]:
-        """The checkpoint behind `latest` or a path, with the orchestrator's state."""
-        path = self._newest() if resume == LATEST else Path(resume)
+        """The checkpoint behind `latest`, the name of one of this run (`step-000020`) or a path, and the orchestrator's
+        state in it."""
+        path = self._newest() if resume == LATEST else self._named(resume)
         if not (path / STATE).is_file():
-            raise CheckpointError(f"resume = `{resume}`: no checkpoint at {path}; {self._what_is_left()}")
+            lost = f"{path} has no {STATE}" if path.is_dir() else f"no checkpoint at {path}"
+            raise CheckpointError(f"resume = `{resume}`: {lost}; {self.offer()}")
         path = path.resolve()
-        return path, json.loads((path / STATE).read_text(encoding="utf-8"))
+        if found := problems(path, STATE):
+            raise self._damaged(path, found)
+        try:
+            return path, _read_state(path)
+        except (OSError, ValueError):
+            raise self._damaged(path, [f"{STATE} cannot be read"]) from None
+
+    async def check(self, path: Path) -> str:
+        """Compare every file of a checkpoint with its digest and raise a sentence where one differs. Answers with a
+        note where the checkpoint has no digests."""
+        with waiting("checking the files of a checkpoint"):
+            if found := await asyncio.to_thread(problems, path):
+                raise await asyncio.to_thread(self._damaged, path, found)
+        if has_manifest(path):
+            return ""
+        return f"{path} has no {MANIFEST}, as those of older versions: its files were taken up unchecked"
+
+    def _damaged(self, path: Path, found: list[str]) -> DamagedCheckpoint:
+        """Names the damage, and what to go on from instead."""
+        others = (other for other in reversed(self.all()) if other.resolve() != path)
+        whole = next((other for other in others if _is_whole(other)), None)
+        if whole is None:
+            then = "there is no other whole checkpoint: bring the files back from a copy"
+        else:
+            then = (
+                f"write --resume {whole.name} to go on from the newest whole one, or bring the files back from a copy"
+            )
+        return DamagedCheckpoint(f"checkpoint {path} is damaged: {several(found)}; {then}", whole)
+
+    def offer(self) -> str:
+        """What can be resumed, as the end of a sentence."""
+        *earlier, newest = [None, *self.all()]
+        if newest is None:
+            return f"there is no checkpoint in {self._folder}"
+        others = ", ".join(path.name for path in earlier if path)
+        more = f"; before it there {'are' if ',' in others else 'is'} {others}" if others else ""
+        return f"the newest whole checkpoint is {newest} (write --resume {newest.name}){more}"
 
     def all(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
@@ -70,6 +121,11 @@ class Checkpoints:
             self._remove(path)
         for path in self._folder.glob(".*.tmp"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+
+    def _named(self, resume: str) -> Path:
+        """A path that exists as it is given, else a checkpoint of this run of that name."""
+        path, own = Path(resume), self._folder / Path(resume).name
+        return own if not path.exists() and own.is_dir() else path
 
     def _newest(self) -> Path:
         """What `latest` names; should a crash have left it dangling, the newest whole checkpoint."""
@@ -107,16 +163,25 @@ class Checkpoints:
             path.replace(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    def _what_is_left(self) -> str:
-        whole = self.all()
-        if not whole:
-            return "there is no earlier checkpoint"
-        return f"the newest whole checkpoint is {whole[-1]}"
+
+def _read_state(path: Path) -> dict:
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE} is no checkpoint's state")
+    return state
 
 
-def _flush(folder: Path) -> None:
+def _is_whole(path: Path) -> bool:
+    try:
+        _read_state(path)
+    except (OSError, ValueError):
+        return False
+    return not problems(path)
+
+
+def _flush(paths: Iterable[Path]) -> None:
     """Everything on disk before the rename that makes it count."""
-    for path in [*folder.rglob("*"), folder]:
+    for path in paths:
         _sync(path)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from paceline.waits import DeadlineError, within
+from paceline.waits import DeadlineError, abandonable
 
 __all__ = ["Clock", "DeadlineError", "RealClock"]
 
@@ -22,7 +22,7 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
     def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
-        """The result of `work`, or a `DeadlineError` that names what was waited for."""
+        """The result of user code's `work`, or a `DeadlineError` that names what was waited for."""
         ...
 
 
@@ -36,4 +36,4 @@ class RealClock:
         await asyncio.sleep(seconds)
 
     def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
-        return within(seconds, what, work)
+        return abandonable(seconds, what, work)

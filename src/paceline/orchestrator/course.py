@@ -3,13 +3,14 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.algorithms import Algorithm, Means, credit_for
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
 from paceline.config.failures import Failures
 from paceline.config.reference import ModelRef
-from paceline.data import BadRows, Draws, Row, Ticket, decontaminate, order_of, skipped
+from paceline.data import BadRows, Draws, Row, Ticket, decontaminate, order_of, row_digest, skipped
 from paceline.envs import EnvError, Environment, build_environment
 from paceline.failures import USUAL, Policy, policy
 from paceline.inference.frozen import FrozenPool, attach
@@ -43,6 +44,8 @@ class Course:
     teacher: Policy = USUAL
     """What becomes of a sample that a reference could not score."""
 
+    row_digest: dict[str, Any] = field(default_factory=dict)
+    """Of the training rows: a checkpoint keeps it, and a resumed run compares."""
     bad_rows: frozenset[int] = frozenset()
     """Rows that cannot train: their draws are dropped."""
     skipped: int = 0
@@ -124,6 +127,8 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
     if env.contamination:
         rows, report = decontaminate(rows, eval_rows)
         note = f"{env.name}: {report}"
+    with user_code(f"the rows of environment `{env.name}`"):
+        digest = row_digest(rows)
     course = Course(
         config=env,
         environment=environment,
@@ -135,6 +140,7 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Cou
         note=note,
         policies=policies(config.failures),
         teacher=policy(config.failures.teacher, config.failures.tries),
+        row_digest=digest,
     )
     course.skip(*skipped(rows), *skipped(eval_rows))
     return course

@@ -24,7 +24,8 @@ from paceline.orchestrator.judge import Judge, without_signal
 from paceline.orchestrator.replay import Replay, Replayed
 from paceline.orchestrator.tally import Tally
 from paceline.rollout import Group
-from paceline.waits import waiting
+from paceline.user_code import raised
+from paceline.waits import DEAF_SECONDS, waiting
 
 __all__ = ["Ahead", "Dispatcher", "Tally", "without_signal"]
 
@@ -33,8 +34,8 @@ STALE, OVERSAMPLED = "stale", "oversampled"
 the slow ones would get less than their weight."""
 SHUNNED = "shunned"
 BAD_ROW = "bad_row"
-FAREWELL_SECONDS = 30.0
-"""What cancelled episodes get to clean up in."""
+FAREWELL_SECONDS = DEAF_SECONDS + 5.0
+"""What cancelled episodes get to clean up in: by then, those that do not end are abandoned."""
 
 Ahead = Callable[[list[Group]], Awaitable[None]]
 """Begins the work on part of a batch."""
@@ -196,8 +197,9 @@ class Dispatcher:
             else:
                 self._settle(group)
             self.refill()
-        except Exception as error:
-            self._failure = self._failure or error
+        except BaseException as error:  # out of a callback only the event loop would hear of it
+            failure = error if isinstance(error, Exception) else raised("user code", error)
+            self._failure = self._failure or failure
         self._changed.set()
 
     def _judge_early(self) -> None:
@@ -210,7 +212,7 @@ class Dispatcher:
         """Judged, it waits for a batch or gives its places back."""
         try:
             verdict = self._judge.verdict(group, self._gate.version)
-        except Exception:
+        except BaseException:
             self.let_go.append((group, "failed"))  # the run ends with it
             raise
         if isinstance(verdict, Finished):
@@ -321,13 +323,7 @@ class Dispatcher:
             task.cancel()
         if not tasks:
             return
-        _, left = await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
-        if left:
-            names = ", ".join(sorted(task.get_name() for task in left)[:4])
-            self._warn(
-                f"{len(left)} groups ({names}) were cancelled {FAREWELL_SECONDS:g} s ago and still play: their "
-                "environment holds on to asyncio.CancelledError, which it must pass on"
-            )
+        await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from math import nan
+from typing import Any, TypeVar
 
 from paceline.data import Row, Ticket
 from paceline.envs import Environment, Outcome
+from paceline.envs.base import LARGEST_REWARD, shown
 from paceline.failures import Fail, Retry
 from paceline.inference import NobodyLeft
 from paceline.inference.base import Mismatch
@@ -20,6 +22,7 @@ from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
 from paceline.rollout.template import ToolsDropped
 from paceline.rollout.types import own
 from paceline.seldom import Seldom
+from paceline.user_code import is_cancelled
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
@@ -131,8 +134,7 @@ class Player:
 
     async def _once_more(self, course: Course, losses: Sequence[EpisodeLost]) -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and nobody waits for another try
         first, last, failed = losses[0], losses[-1], len(losses)
         match policy := course.policies[last.kind]:
@@ -166,11 +168,11 @@ class Player:
             raise EpisodeLost(f"{course.name}: {error}, and {trouble}", "engine") from error
         except asyncio.CancelledError as error:
             # Ours to pass on only if we were cancelled; otherwise something inside the environment was.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_cancelled():
                 raise
-            raise EpisodeLost(f"{course.name}: something the environment awaited was cancelled") from error
-        except (Exception, SystemExit) as error:  # `sys.exit` in an environment ends its episode, not the run
+            text = f"{course.name}: something the environment awaited was cancelled ({told(error)})"
+            raise EpisodeLost(text) from error
+        except BaseException as error:  # `sys.exit` or `pytest.fail` in an environment ends its episode, not the run
             if refused := getattr(voice.renderer, "refused_tools", None):
                 raise refused from error  # an agent behind a URL heard of it as an HTTP error like any other
             kind, trouble = kind_of(error), voice.pool.trouble
@@ -191,7 +193,7 @@ def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], 
     spoke = {at: seat for at, seat in seats.items() if seat.turns and seat.trained}
     if error := fault(spoke, outcome):
         raise EpisodeLost(f"{name}: {error}")
-    metrics = {key: float(value) for key, value in outcome.metrics.items()}
+    metrics = {key: metric_of(value) or 0.0 for key, value in outcome.metrics.items()}
     return [
         Rollout(
             ticket=ticket,
@@ -216,9 +218,22 @@ def fault(spoke: Mapping[str, Seat], outcome: Outcome) -> str | None:
     if missing := spoke.keys() - outcome.rewards.keys():
         return f"the outcome has no reward for {sorted(missing)}, though they spoke"
     for key, value in outcome.metrics.items():
-        if isinstance(value, str) or not hasattr(value, "__float__"):
-            return f"the metric `{key}` is {value!r}: a metric must be a number"
+        if metric_of(value) is None:
+            return f"the metric `{key}` is {shown(value)}: a metric must be a number"
     return None
+
+
+def metric_of(value: Any) -> float | None:
+    """A metric of user code as a float; None if it is no number. What no mean can be taken of is NaN."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        return nan
+    except Exception:  # an array of several numbers
+        return None
+    return number if abs(number) <= LARGEST_REWARD else nan
 
 
 def failure(

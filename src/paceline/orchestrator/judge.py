@@ -14,6 +14,7 @@ from paceline.orchestrator.tally import Tally
 from paceline.rollout import Group
 
 NO_SIGNAL = "zero_advantage"
+TOO_SMALL = "group_too_small"
 PATIENCE = 4
 """Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
 
@@ -41,9 +42,10 @@ class Judge:
         self.tally.resolved.append(group)
         verdict = self._credited(group) or self._fresh(group, version)
         if isinstance(verdict, str):
-            self._count_drop(verdict)
-            if verdict == NO_SIGNAL or (not group.rollouts and all(rollout.dropped for rollout in group.failed)):
-                self.solved = self.solved or self._no_signal.none(group, version)
+            self._count_drop(group, verdict)
+            # What failed is the breaker's to count; what the environment dropped is not, and may go on for ever.
+            if verdict == NO_SIGNAL or (verdict == TOO_SMALL and all(rollout.dropped for rollout in group.failed)):
+                self.solved = self.solved or self._no_signal.none(group, version, verdict == TOO_SMALL)
         else:
             self._drops_in_a_row = 0
             self._no_signal.signal(group)
@@ -68,7 +70,7 @@ class Judge:
         course = self._courses[group.ticket.env]
         assert course.config.min_group_size is not None
         if group.members < course.config.min_group_size:
-            return "group_too_small"
+            return TOO_SMALL
         self._filters.before_credit(group)
         course.algorithm.assign(group)
         self._filters.after_credit(group)
@@ -95,13 +97,16 @@ class Judge:
                 where = f" (row {rollout.ticket.row}, ticket {rollout.ticket.number})"
                 self._breaker.failure(rollout.error + where, rollout.cause)
 
-    def _count_drop(self, reason: str) -> None:
+    def _count_drop(self, group: Group, reason: str) -> None:
         """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
         self._drops_in_a_row += 1
         if self._drops_in_a_row == self._next_warning:
             self._next_warning *= 2
             mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
             mend = "look at what filters.group asks for" if reason == USERS else mend
+            if reason == TOO_SMALL and group.failed:
+                dropped = f"the last one has {group.members} of {group.places} episodes left: "
+                mend = f"{dropped}{group.failed[0].error}. An environment drops an episode by returning None"
             self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
 
 

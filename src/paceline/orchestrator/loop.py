@@ -6,14 +6,14 @@ rides ahead of training is the gate's business, and the dispatcher goes on sampl
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from paceline.arena.together import together
 from paceline.config import RunConfig
-from paceline.data import Ledger, Sample, Ticket, encode, learn
+from paceline.data import DataError, Ledger, Sample, Ticket, encode, learn, row_change
 from paceline.errors import PacelineError
 from paceline.inference import Pool
 from paceline.inference.past import PoolWithPast
@@ -33,7 +33,7 @@ from paceline.orchestrator.pausing import Pauses
 from paceline.orchestrator.replay import Replayed
 from paceline.orchestrator.stopwatch import Stopwatch
 from paceline.rollout import Group, Rollout, Voice
-from paceline.trainer import StepReport, Trainer
+from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 
 
 @dataclass(slots=True)
@@ -297,6 +297,7 @@ class Conductor:
             "step": self.step,
             "ledger": self._ledger.state(self.step),
             "cursors": {course.name: course.cursor.state() for course in courses},
+            "rows": {course.name: course.row_digest for course in courses},
             "algorithms": {course.name: course.algorithm.state() for course in courses},
             "environments": {course.name: course.environment.state() for course in courses},
             "shunned": sorted(self._dispatcher.shunned),
@@ -316,34 +317,69 @@ class Conductor:
 
     async def _restore(self, resume: str) -> None:
         path, state = self._p.checkpoints.find(resume)
+        if note := await self._p.checkpoints.check(path):
+            self._notes.append(note)
         if strange := sorted(self._p.courses.keys() - state["cursors"].keys()):
             raise CheckpointError(
                 f"{path} knows no environment {strange}: it knows {sorted(state['cursors'])}. Go on with these, or "
-                "begin a new run from its export (model.name)"
+                f"begin a new run from its export (model.name); {self._p.checkpoints.offer()}"
             )
         if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._p.courses.keys()):
             raise CheckpointError(
                 f"{path} has rows of {gone} under way, which the run file no longer has: name them again, or begin a "
-                "new run from its export (model.name)"
+                f"new run from its export (model.name); {self._p.checkpoints.offer()}"
             )
-        await self._p.trainer.load(path)
+        changed = self._changed_rows(path, state.get("rows", {}))
+        try:
+            await self._p.trainer.load(path)
+        except TrainerLost:
+            raise
+        except TrainerError as error:
+            raise CheckpointError(f"{error}; {self._p.checkpoints.offer()}") from error
         self.step = self._saved_at = state["step"]
         self._dispatcher.shunned |= {(env, draw) for env, draw in state.get("shunned", ())}
         # Whole batches, as the gate counts them: the batch size may have changed since.
         self._gate.publish(self._p.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
         kept = self._dispatcher.load(read_held(path))
+        if changed:
+            state["ledger"]["open"] = self._redirected(state["ledger"]["open"], set(kept), changed)
         self._ledger.load(state["ledger"], kept)
         if again := state["ledger"].get("buffered", 0) - len(kept):
             self._notes.append(
                 f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
             )
         for course in self._p.courses.values():
-            course.cursor.load(state["cursors"][course.name])
+            try:
+                course.cursor.load(state["cursors"][course.name])
+            except DataError as error:
+                raise CheckpointError(f"{path}, environment `{course.name}`: {error}") from error
             course.algorithm.load(state["algorithms"][course.name])
             course.environment.load(state["environments"][course.name])
         await self._past.load(path)
         self._p.checkpoints.forget_after(self.step)
+
+    def _changed_rows(self, path: Path, saved: Mapping[str, Mapping]) -> set[str]:
+        """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""
+        pairs = [(course, saved.get(course.name)) for course in self._p.courses.values()]
+        told = {course.name: row_change(old, course.row_digest) for course, old in pairs if old and course.row_digest}
+        changed = [f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in told.items() if how]
+        if changed and not self._config.checkpoint.allow_changed_rows:
+            raise CheckpointError(
+                f"{'; '.join(changed)}. Bring the old rows back, or add --checkpoint.allow_changed_rows to go on with "
+                f"the new ones; {self._p.checkpoints.offer()}"
+            )
+        self._notes += [f"{text}; the run goes on with the new rows" for text in changed]
+        return {name for name, how in told.items() if how}
+
+    def _redirected(self, tickets: list[list], kept: set[Ticket], changed: set[str]) -> list[list]:
+        """Open tickets of changed datasets, each for a row that exists. Those whose groups are finished stay."""
+        out = []
+        for ticket in (Ticket(*fields) for fields in tickets):
+            if ticket.env in changed and ticket not in kept:
+                ticket = ticket._replace(row=ticket.row % len(self._p.courses[ticket.env].rows))
+            out.append(list(ticket))
+        return out
 
     @property
     def checkpoint(self) -> Path | None:

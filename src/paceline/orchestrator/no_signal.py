@@ -26,7 +26,7 @@ class NoSignal:
     def __init__(self, config: RunConfig, smallest_group: int) -> None:
         batches = config.breaker.no_signal
         self._limit = max(LEAST_GROUPS, batches * (config.batch_size // smallest_group)) if batches else 0
-        self._groups = self._rollouts = self._unrewarded = 0
+        self._groups = self._rollouts = self._unrewarded = self._too_small = 0
         self._flat: Counter[float] = Counter()
         """Groups by the one reward that all their rollouts got."""
         self._low, self._high = inf, -inf
@@ -35,17 +35,18 @@ class NoSignal:
     def signal(self, group: Group) -> None:
         """A group that may train."""
         self._look(group)
-        self._groups = self._rollouts = self._unrewarded = 0
+        self._groups = self._rollouts = self._unrewarded = self._too_small = 0
         self._flat.clear()
 
-    def none(self, group: Group, version: int) -> str:
-        """A group that cannot. Answers with why the task counts as solved, once that is so; raises `RunStopped` once
-        nothing is to be hoped for."""
+    def none(self, group: Group, version: int, too_small: bool = False) -> str:
+        """A group that cannot, or is too small because the environment dropped episodes. Answers with why the task
+        counts as solved, once that is so; raises `RunStopped` once nothing is to be hoped for."""
         self._groups += 1
         self._rollouts += len(group.rollouts)
         self._unrewarded += not group.rollouts
+        self._too_small += too_small
         rewards = self._look(group)
-        if len(rewards) == 1:
+        if len(rewards) == 1 and not too_small:
             self._flat[rewards.pop()] += 1
         if not self._limit or self._groups < self._limit:
             return ""
@@ -68,6 +69,12 @@ class NoSignal:
             return (
                 f"the environment dropped every episode of the last {self._groups} groups (it answered None), so "
                 f"nothing trains: return a reward for some of them, {OFF}"
+            )
+        if self._too_small == self._groups:
+            return (
+                f"the environment dropped so many episodes of each of the last {self._groups} groups (it answered "
+                "None) that too few are left to compare, so nothing trains: return a reward for more of them, lower "
+                f"env.min_group_size, {OFF}"
             )
         if len(self._flat) == 1 and sum(self._flat.values()) + self._unrewarded == self._groups:
             (reward,) = self._flat

@@ -17,9 +17,13 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from paceline.browsers import why_foreign
+from paceline.connections import BoundedProtocol
 from paceline.inference.server.bodies import ChatBody
-from paceline.inference.server.errors import bad, error_response, install_error_handlers
+from paceline.inference.server.errors import Refusal, bad, error_response, install_error_handlers
+from paceline.inference.server.fields import PROMPT_FIELDS, ignored_fields
 from paceline.inference.server.http import DONE, EventStream, Json, event, read_body, unless_gone
+from paceline.inference.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
 from paceline.inference.server.run import BACKLOG, allow_many_connections, listen
 from paceline.inference.server.usage import heading
 from paceline.rollout.render import RenderError
@@ -52,6 +56,10 @@ _NOBODYS = {
     "prompt_logprobs": False,
     "return_token_ids": False,
     "return_versions": False,
+    "parallel_tool_calls": True,
+    "reasoning_effort": None,
+    "verbosity": None,
+    "prediction": None,
 }
 """What an agent may ask for and nobody gets, with the value that asks for nothing."""
 
@@ -64,11 +72,24 @@ _V6 = (socket.AF_INET6, "2001:db8::1", "::1")
 class AgentBody(ChatBody):
     """A conversation as an agent sends it. It may ask for any sampling; the run decides."""
 
+    unsupported = PROMPT_FIELDS
+
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+
+
+class AgentResponseBody(ResponseBody):
+    """The same in the form of the Responses API."""
+
+    unsupported = {name: CHAT_FIELDS[name] for name in ("messages", "functions", "function_call")} | PROMPT_FIELDS
+
+    top_logprobs: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +169,7 @@ class Recorder:
         door = listen(self._host, self._port)
         config = uvicorn.Config(
             self._app(),
+            http=BoundedProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -169,6 +191,7 @@ class Recorder:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.state.max_body_bytes = MAX_BODY_BYTES
         app.add_api_route("/{key}/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
+        app.add_api_route("/{key}/v1/responses", self._responses, methods=["POST"], response_model=None)
         app.add_api_route("/{key}/v1/models", self._models, methods=["GET"], response_model=None)
         install_error_handlers(app)
         app.add_exception_handler(SeatLeft, _over)
@@ -177,6 +200,8 @@ class Recorder:
         return app
 
     def _lodging(self, request: Request) -> Lodging:
+        if why := why_foreign(request.scope["headers"], has_key=True):  # the path is the key
+            raise Refusal(403, why, code="foreign_caller")
         lodging = self._by_key.get(request.path_params["key"])
         if lodging is None:
             raise SeatLeft("this episode is over: its address answers no more")
@@ -191,16 +216,31 @@ class Recorder:
     async def _chat(self, request: Request) -> Response:
         lodging = self._lodging(request)
         body = await read_body(request, AgentBody)
-        given = body.model_dump(exclude_none=True)
-        _check(body)
-        seat = lodging.seat
-        seat.overrides.update(_overridden(given, seat))
-        tools = given.get("tools") if body.tool_choice != "none" else None
-        replies = await unless_gone(request.receive, lodging.answer(_all(seat, given["messages"], tools, body.n or 1)))
+        replies = await self._replies(request, lodging, body)
         if body.stream:
             return await EventStream.begin(request, _events(replies, body))
         head = heading("chat.completion", "chatcmpl", body.model or MODEL)
         return Json(head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)})
+
+    async def _responses(self, request: Request) -> Response:
+        lodging = self._lodging(request)
+        body = await read_body(request, AgentResponseBody)
+        chat = as_chat(body, AgentBody)
+        chat.top_logprobs = body.top_logprobs
+        (reply,) = replies = await self._replies(request, lodging, chat)
+        writer = ResponseWriter(body, body.model or MODEL, **_in_effect(lodging.seat, body))
+        if body.stream:
+            return await EventStream.begin(request, _response_events(writer, reply))
+        return Json(writer.whole(reply.message, _finish(reply), _usage(replies)))
+
+    async def _replies(self, request: Request, lodging: Lodging, body: AgentBody) -> list[Reply]:
+        """What the policy says. Settings in whose place the run's own are used are counted."""
+        given = body.model_dump(exclude_none=True)
+        _check(body)
+        seat = lodging.seat
+        seat.overrides.update([*_overridden(given, seat), *ignored_fields(request)])
+        tools = given.get("tools") if body.tool_choice != "none" else None
+        return await unless_gone(request.receive, lodging.answer(_all(seat, given["messages"], tools, body.n or 1)))
 
 
 def reachable(host: str) -> str:
@@ -238,14 +278,14 @@ async def _inexpressible(request: Request, error: Exception) -> Response:
 
 async def _not_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"there is no {request.method} {request.url.path} here: only /v1/chat/completions and /v1/models"
+    message = (
+        f"there is no {request.method} {request.url.path} here: only /v1/chat/completions, /v1/responses and /v1/models"
+    )
     return error_response(error.status_code, message, headers=error.headers)
 
 
 def _check(body: AgentBody) -> None:
     """What can neither be done nor overridden."""
-    if body.tool_choice not in (None, "auto", "none"):
-        raise bad("the policy decides by itself whether it calls a tool: leave tool_choice out", "tool_choice")
     if body.chat_template_kwargs:
         raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
     if body.stream_options and not body.stream:
@@ -256,6 +296,8 @@ def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
     """Settings an agent asked for that differ from what it gets."""
     asked = given | ({"top_k": 0} if given.get("top_k") == -1 else {})
     differs = [name for name in _RUNS if name in asked and asked[name] != seat.setting(name)]
+    if given.get("tool_choice", "auto") not in ("auto", "none"):  # the policy decides by itself whether it calls a tool
+        differs.append("tool_choice")
     return differs + [name for name, nothing in _NOBODYS.items() if name in asked and asked[name] != nothing]
 
 
@@ -279,17 +321,37 @@ def _choice(index: int, reply: Reply) -> dict[str, Any]:
 async def _events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]:
     """A stream whose text comes in one piece: it is recorded when it is whole."""
     head = heading("chat.completion.chunk", "chatcmpl", body.model or MODEL)
+    options = body.stream_options
+    counts = bool(options and options.include_usage)
+    always = bool(options and counts and options.continuous_usage_stats)
     for index, reply in enumerate(replies):
         delta = dict(reply.message)
         if reply.tool_calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(reply.tool_calls)]
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish(reply)}
-        yield event(head | {"choices": [first]})
-        yield event(head | {"choices": [last]})
-    if body.stream_options and body.stream_options.include_usage:
+        usage = {"usage": _usage([reply]) if always else None} if counts else {}
+        yield event(head | {"choices": [first], **usage})
+        yield event(head | {"choices": [last], **usage})
+    if counts:
         yield event(head | {"choices": [], "usage": _usage(replies)})
     yield DONE
+
+
+async def _response_events(writer: ResponseWriter, reply: Reply) -> AsyncGenerator[bytes]:
+    yield writer.begin() + writer.add(reply.message)
+    yield writer.end(_finish(reply), _usage([reply]))
+
+
+def _in_effect(seat: Seat, body: ResponseBody) -> dict[str, Any]:
+    """Settings of a response as the run has them, and not as the agent asked."""
+    settings = {name: seat.setting(name) for name in ("temperature", "top_p")}
+    return settings | {
+        "max_output_tokens": seat.setting("max_tokens"),
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "none" if body.tool_choice == "none" else "auto",
+    }
 
 
 def _finish(reply: Reply) -> str:

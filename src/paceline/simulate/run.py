@@ -6,7 +6,6 @@ credit, filters and metrics are those of every run.
 
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from statistics import median
 from paceline.inference import Pool
 from paceline.monitor import Monitor
 from paceline.orchestrator import Checkpoints, Conductor, Parts, lay_out
+from paceline.private_folder import PrivateFolder
 from paceline.rollout import Voice
 from paceline.simulate.clock import VirtualClock, leap
 from paceline.simulate.engine import SimulatedEngine
@@ -112,8 +112,8 @@ def simulate(plan: Plan, hours: float) -> Report:
     """Run the plan for so many simulated hours."""
     start = time.perf_counter()
     report = Report(plan, hours)
-    with tempfile.TemporaryDirectory() as folder:
-        leap(_lead(plan, report, Path(folder)))
+    with PrivateFolder() as folder:
+        leap(_lead(plan, report, folder))
     report.wall_seconds = time.perf_counter() - start
     return report
 

@@ -22,7 +22,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from paceline.model.loading import trainable
 from paceline.model.saving import write_tensors, writing
 from paceline.trainer.base import TrainerError
-from paceline.trainer.files import FILE, FOLDER, read_state, write_state
+from paceline.trainer.files import (
+    FILE,
+    FOLDER,
+    another_model,
+    check_files,
+    is_checkpoint,
+    read_state,
+    reading,
+    write_state,
+)
 from paceline.trainer.layout import local
 
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]
@@ -44,10 +53,17 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: Pr
 
 def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
     """All tensors, of each what this rank has room for, and the state. However many ranks wrote them."""
+    with reading(folder):
+        return _read(folder, room, group)
+
+
+def _read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
     state = read_state(folder)
     whole = (folder / FILE).is_file()
     if whole and group is None:
         return load_file(folder / FILE), state
+    if not is_checkpoint(folder):
+        raise TrainerError(f"checkpoint {folder} is damaged: {FILE} is missing")
     if not whole:
         _check_complete(folder, state.get("ranks", 1))
     storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
@@ -65,8 +81,9 @@ def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str
 
 def masters(folder: Path) -> dict[str, Tensor]:
     """The float32 weights of a checkpoint by parameter name, whole, whoever wrote it."""
+    check_files(folder)
     if (folder / FILE).is_file():
-        with safe_open(folder / FILE, "pt") as file:
+        with reading(folder), safe_open(folder / FILE, "pt") as file:
             names = [name for name in file.keys() if name.startswith("master/")]  # noqa: SIM118 - no mapping
             tensors = {name: file.get_tensor(name) for name in names}
     else:
@@ -77,8 +94,8 @@ def masters(folder: Path) -> dict[str, Tensor]:
 def put_masters(model: nn.Module, folder: Path) -> None:
     """Give a model the weights of a checkpoint, rounded to the types it computes in."""
     saved, own = masters(folder), trainable(model)
-    if saved.keys() != own.keys():
-        raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
+    if {name: t.shape for name, t in saved.items()} != {name: p.shape for name, p in own.items()}:
+        raise TrainerError(another_model(folder))
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(saved.pop(name))

@@ -118,7 +118,7 @@ class SlicedPlan:
         self._restore = torch.from_numpy(np.argsort(np.concatenate(taken))).to(device)
 
     @torch.compiler.disable
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         k, v = self._cut.gather(k, v, self._order)
         parts = zip(self._rows, self._taken, strict=True)
         done = [rows.attend(q.index_select(0, taken), k, v, scale, window) for rows, taken in parts]
@@ -168,7 +168,7 @@ class SlicedVarlenPlan:
         self._source = torch.from_numpy(source).to(device)
 
     @torch.compiler.disable
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         k, v = (x.index_select(0, self._source) for x in self._cut.gather(k, v, self._order))
         sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
         return torch.ops.aten._flash_attention_forward(

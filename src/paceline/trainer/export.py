@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.model.dtypes import dtype_name, export_dtype
+from paceline.model.manifest import write_manifest
 
 
 def export(
@@ -42,6 +43,7 @@ def export(
         save_adapter(model, folder / "adapter")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    write_manifest(folder)
 
 
 def _plain(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -6,8 +6,14 @@ trainer/shard-*.safetensors     several ranks: a file each, of its own parts
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from paceline.model.manifest import problems, several
+from paceline.trainer.base import TrainerError
 
 STATE, FILE, FOLDER = "trainer.json", "trainer.safetensors", "trainer"
 
@@ -22,3 +28,35 @@ def write_state(folder: Path, state: Mapping, ranks: int = 1) -> None:
 
 def read_state(folder: Path) -> dict:
     return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def check_files(folder: Path) -> None:
+    """Compare a checkpoint's files with their digests, for readers that are no run: `export`, `eval`, `replay`. A run
+    does so once for all its ranks before any of them reads."""
+    if found := problems(folder):
+        raise TrainerError(
+            f"checkpoint {folder} is damaged: {several(found)}; name another one as RUN@STEP, or bring the files back "
+            "from a copy"
+        )
+
+
+def another_model(folder: Path) -> str:
+    """The sentence for tensors of other names or shapes than the model's."""
+    return (
+        f"checkpoint {folder} belongs to another model, or to another LoRA setting: set [model] as the run had it (its "
+        "config.toml says how), or begin a new run from its export (model.name)"
+    )
+
+
+@contextmanager
+def reading(folder: Path) -> Generator[None]:
+    """What is missing or cut off in a checkpoint that has no digests, as a sentence."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        lost = Path(error.filename).name if error.filename else "a file"
+        raise TrainerError(f"checkpoint {folder} is damaged: {lost} is missing") from error
+    except json.JSONDecodeError as error:
+        raise TrainerError(f"checkpoint {folder} is damaged: {STATE} cannot be read") from error
+    except SafetensorError as error:
+        raise TrainerError(f"checkpoint {folder} is damaged: its tensors cannot be read ({error})") from error

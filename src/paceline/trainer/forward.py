@@ -22,9 +22,6 @@ from paceline.trainer.layout import Layout
 from paceline.trainer.prefix import TreePlan, share_prefixes
 from paceline.trainer.world import World
 
-KEPT = 0.9
-"""Share of its activations a compiled layer keeps. At 0.9 it drops what one pointwise pass brings back: a third."""
-
 
 class Forward:
     """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type and may
@@ -74,7 +71,7 @@ class Forward:
     def _hidden(self, micro_batch: MicroBatch, cut: Cut | None) -> tuple[Tensor, Tensor]:
         """Hidden states, and for each token of the micro-batch, if it is here, the place of its own."""
         if self._compile:  # here and not earlier, because the compiler's settings belong to a thread
-            compile_blocks(self._decoder, memory=KEPT, again=self._again)
+            compile_blocks(self._decoder, again=self._again)
             self._compile = False
         if cut is not None:
             plan: Plan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(cut, self._device)

@@ -114,7 +114,7 @@ class TreePlan:
         self._restore = torch.from_numpy(np.argsort(order)).to(device)
         self._sizes = [bucket.tokens for bucket in self._buckets]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if len(self._buckets) == 1:
             return self._buckets[0].attend(q, k, v, scale, window)
         parts = zip(*(x.index_select(0, self._order).split(self._sizes) for x in (q, k, v)), strict=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from paceline.model.dtypes import dtype_name
 from paceline.model.saving import writing
 from paceline.model.weights import WeightUpdate
 from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.files import another_model
 from paceline.trainer.gae import cut
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import Sums
@@ -143,9 +144,10 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
         """Go on from a checkpoint that was read."""
-        names = {name.removeprefix("master/") for name in tensors if name.startswith("master/")}
-        if names != self.learner.optimizer.masters.keys():
-            raise TrainerError(f"checkpoint {folder} belongs to another model, or to another LoRA setting")
+        saved = {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+        own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
+        if {name: _local_shape(tensor) for name, tensor in saved.items()} != own:
+            raise TrainerError(another_model(folder))
         self.learner.load(tensors, state)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
         self._fed, self._fed_seconds = {}, 0.0
@@ -161,3 +163,8 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     @abstractmethod
     def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None: ...
+
+
+def _local_shape(tensor: Any) -> tuple[int, ...]:
+    """Of a sharded tensor, the shape of this rank's part."""
+    return tuple((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)

@@ -1,5 +1,6 @@
 """The torch trainer: samples in, new weights out."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import Sample
-from paceline.model import Adapter, WeightUpdate, fingerprint, trainable
+from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.bits import MASK
@@ -23,6 +24,8 @@ from paceline.trainer.noise import noise, restore_noise
 from paceline.trainer.threaded import ThreadedTrainer
 from paceline.trainer.torch_learner import TorchLearner
 from paceline.trainer.tuning import rehearse
+
+log = logging.getLogger(__name__)
 
 REHEARSED_TOKENS = 8192
 """Of a rehearsal: torch compiles the norms apart for fewer than about 6,000 tokens of a 0.5B model."""
@@ -67,7 +70,7 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
         if self.learner.device.type == "cuda":
             torch.cuda.set_device(self.learner.device)  # each thread has its own idea of the current one
         elif self._config.threads:
-            torch.set_num_threads(self._config.threads)
+            set_cpu_threads(self._config.threads)
 
     def close(self) -> None:
         if self._background is not None:
@@ -85,7 +88,11 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
         """Compile while the engine starts and the first batch is sampled."""
         budget = self._config.micro_batch_tokens
         tokens = min(REHEARSED_TOKENS, budget) if isinstance(budget, int) else REHEARSED_TOKENS
-        rehearse(self.learner.forward, self._model, self._config, tokens)
+        try:
+            rehearse(self.learner.forward, self._model, self._config, tokens)
+        except RuntimeError as error:  # the first step meets it too, if it stays
+            log.warning("compiling the trainer ahead of its first step failed: %s", error)
+            return
         if self._background is not None:
             self._background.remember()
             self._background.switched()

@@ -13,13 +13,13 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from paceline.data.importing import import_object
+from paceline.private_folder import PrivateFolder
 
 HERE = Path(__file__).parent
 encode: Callable = import_object(f"{HERE / 'wire.py'}:encode")
@@ -197,11 +197,16 @@ def open_cell(source: str, limits: dict[str, Any], jailed: bool, deadline: float
             end(process)
 
 
-def _folder(jailed: bool) -> contextlib.AbstractContextManager[str]:
+@contextlib.contextmanager
+def _folder(jailed: bool) -> Generator[str]:
     """Where a solution works. A jail hides whatever folder it is mounted on, so that any will do."""
     if jailed:
-        return contextlib.nullcontext(str(HERE))
-    return tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+        yield str(HERE)
+        return
+    with PrivateFolder() as private:
+        work = private / "work"
+        work.mkdir()
+        yield str(work)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
 from paceline.model.dtypes import dtype_name, export_dtype
+from paceline.model.manifest import write_manifest
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import LoraLinear, adapted_layers
 from paceline.model.saving import write_tensors
@@ -40,6 +41,7 @@ def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | N
         _save_for_mlx_lm(layers, model, folder / "adapter-mlx")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    write_manifest(folder)
 
 
 def merged(model: MlxModel) -> dict[str, mx.array]:
