@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `verifiers` wants an older openai than we test with, so it lives in an environment of its own.
 VERIFIERS := .venv-verifiers
+# Agents and benchmarks of others, each with demands of its own.
+CLIENTS := .venv-clients
 # mlx, Apple's library, has a CPU build for Linux: slow, and enough to prove the code.
 MLX := .venv-mlx
 APPLE := $(filter Darwin-arm64,$(shell uname -s)-$(shell uname -m))
@@ -28,7 +30,7 @@ define install
 	touch $@
 endef
 
-.PHONY: setup demo test smoke test-mlx doors learn scale vllm lint bench clean help
+.PHONY: setup demo test smoke test-mlx doors clients learn scale vllm lint bench clean help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -77,6 +79,12 @@ doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verif
 $(VERIFIERS)/.ready: $(VERIFIERS)/.smoke
 	$(call install,$(VERIFIERS),[dev$(comma)verifiers])
 
+clients: $(CLIENTS)/.ready ## Other people's clients against `serve` and the recording URL: guidellm, LangGraph, smolagents and more (.venv-clients)
+	PACELINE_NO_SKIPS=1 $(CLIENTS)/bin/python -m pytest -rsfE tests/clients
+
+$(CLIENTS)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(CLIENTS),[test$(comma)clients])
+
 test-mlx: $(MLX)/.ready ## Prove the mlx engine and trainer against torch, and run the laws of both on mlx (.venv-mlx)
 	$(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal tests/mlx
 	PACELINE_BACKEND=mlx $(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal $(LAWS)
@@ -108,4 +116,4 @@ learn: setup ## Show that four tasks and every algorithm are learnt, three seeds
 	$(BIN)/python benchmarks/learn.py
 
 clean: ## Remove the environments and caches; runs stay
-	rm -rf $(VENV) $(VERIFIERS) $(MLX) .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VERIFIERS) $(CLIENTS) $(MLX) .pytest_cache .ruff_cache .hypothesis dist

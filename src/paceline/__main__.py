@@ -1,7 +1,5 @@
 """`python -m paceline` is the `paceline` command."""
 
-import sys
+from paceline.cli import command
 
-from paceline.cli import main
-
-sys.exit(main())
+command()

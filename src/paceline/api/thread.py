@@ -5,12 +5,14 @@ import contextvars
 import signal
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
+from paceline.cluster.forced_end import STOP_SECONDS
 from paceline.cluster.signals import Signals
 
+_LOOK_SECONDS = 1.0
 T = TypeVar("T")
 
 
@@ -39,8 +41,12 @@ def run_in_thread(work: Callable[[], T], signals: Signals) -> T:
     thread = threading.Thread(target=lambda: context.run(run), name="paceline train", daemon=True)
     with _interrupts(signals.interrupt):
         thread.start()
+        while not done.done():
+            wait([done], _LOOK_SECONDS)
+            if signals.asked_twice_since > STOP_SECONDS:  # user code blocks its event loop: the thread is left behind
+                raise KeyboardInterrupt
         try:
-            return done.result()  # unbounded: a run takes as long as it takes, and Ctrl-C is heard
+            return done.result()  # bounded: it is done
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         finally:

@@ -1,5 +1,5 @@
 """The commands, thin: each reads its arguments and calls one function."""
 
-from paceline.cli.entry import main
+from paceline.cli.entry import command, main
 
-__all__ = ["main"]
+__all__ = ["command", "main"]

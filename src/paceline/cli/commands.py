@@ -12,7 +12,7 @@ from paceline.config.fields import places
 OVERRIDES = """
 any key of the run file can be set on the command line, by its dotted path:
   --staleness 2   --trainer.optimizer.lr 1e-4   --env.0.group_size 4   --deterministic
-`paceline check FILE` prints every key with its value.
+`paceline check FILE` prints every key with its value, `paceline config KEY` what a key means.
 """
 COMMON_KEYS = (
     "resume",
@@ -32,7 +32,10 @@ COMMON_KEYS = (
     "placement",
     "deterministic",
 )
-FILE = "run file (TOML), run directory, or example of the package: quickstart, algorithms/gae, ..."
+FILE = (
+    "run file (TOML), run directory, example of the package (quickstart, algorithms/gae, ...) or environment type "
+    "(reverse-text, gsm8k, ...)"
+)
 
 Run = Callable[[argparse.Namespace, list[str]], int]
 """Gets the arguments that are known and all others, and answers with the exit code."""

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import NoReturn
 
 from paceline.cli.commands import Commands
 from paceline.cli.config import add_config
@@ -19,6 +20,7 @@ from paceline.cli.runs import add_ab, add_check, add_schema, add_train
 from paceline.cli.serving import add_search, add_serve
 from paceline.config import ConfigError
 from paceline.errors import PacelineError
+from paceline.exiting import exit_process
 
 EXAMPLES = """
 examples:
@@ -31,15 +33,15 @@ examples:
   paceline play arenas/kuhn_poker                          take a seat yourself, against the policy
   paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
   paceline data rows.jsonl                                 look at rows as the model will see them
-  paceline replay runs/quickstart 40                       a recorded batch's loss once more, component by component
-  paceline doctor runs/quickstart                          does it live, who waits for whom, how to go on
+  paceline replay runs/quickstart 20                       a recorded batch's loss once more, component by component
+  paceline doctor runs/quickstart                          is it alive, what does it wait for, how to resume it
   paceline top runs/quickstart                             watch it in a terminal
   paceline report runs/quickstart                          one HTML file to send to a colleague
   paceline ui                                              look at all runs in a browser, live
   paceline diff runs/a runs/b                              the first thing in which two runs differ
-  paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two ways is better, and is it sure?
+  paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two settings is better, and how sure that is
   paceline eval runs/quickstart paceline:quickstart        a run and the model it began from, on held-out rows
-  paceline export runs/quickstart@20 -o my-model           a checkpoint as a Hugging Face folder
+  paceline export runs/quickstart@30 -o my-model           a checkpoint as a Hugging Face folder
   paceline serve paceline:quickstart                       a model behind the OpenAI API
   paceline config trainer.optimizer                        keys of the run file: default, type, meaning
   paceline schema > paceline.schema.json                   completion and help in your editor
@@ -108,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("paceline: stopped", file=sys.stderr)
         return 130
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    exit_process(main())
 
 
 def the_commands() -> Commands:

@@ -18,8 +18,9 @@ evaluation found. Several targets are played on the same rows and shown side by 
 
 examples:
   paceline eval runs/quickstart                            a run's newest checkpoint, on its own environments
-  paceline eval runs/quickstart@20 runs/quickstart         two checkpoints, side by side
+  paceline eval runs/quickstart@30 runs/quickstart         two checkpoints, side by side
   paceline eval my-run.toml --samples 8                    a run file's model before training, with pass@k
+  paceline eval quickstart                                 an example of the package, likewise
   paceline eval runs/a runs/b paceline:quickstart          two runs, and the model they began from
   paceline eval ./my-model --env gsm8k --dataset gsm8k/test.jsonl --examples 200
   paceline eval ./my-model --file my-run.toml --sampling.temperature 0 --json
@@ -33,7 +34,10 @@ LABELS = {"truncated_ratio": "cut off", "length": "tokens a reply", "truncated":
 def add_eval(commands: Commands) -> None:
     eval_ = commands.add("eval", _eval, "Evaluate models, runs or run files on held-out rows.", EVALUATING)
     eval_.add_argument(
-        "targets", nargs="+", metavar="TARGET", help="run file, run directory (RUN@STEP), model folder or hub name"
+        "targets",
+        nargs="+",
+        metavar="TARGET",
+        help="run file or example (quickstart), run directory (RUN@STEP), model folder or hub name",
     )
     eval_.add_argument("--env", metavar="TYPE", help="evaluate on this environment; its keys are flags (--dataset ...)")
     eval_.add_argument("--file", metavar="RUN.toml", help="evaluate on the environments of this run file")

@@ -13,7 +13,7 @@ shards of many ranks. Weights keep the type of the model the run began from.
 
 examples:
   paceline export runs/quickstart                          runs/quickstart/export, as the end of the run writes it
-  paceline export runs/quickstart@20 -o best-model         the checkpoint of step 20
+  paceline export runs/quickstart@30 -o best-model         the checkpoint of step 30
   paceline export runs/my-lora --adapter -o my-adapter     the LoRA adapter alone, in peft's form
   paceline export runs/my-lora --merged --dtype bfloat16 -o merged
 """

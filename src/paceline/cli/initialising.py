@@ -3,9 +3,11 @@
 import argparse
 import os
 import shlex
+import textwrap
 from pathlib import Path
 
 from paceline.cli.commands import Commands
+from paceline.config.starters import KINDS
 
 INIT = """
 Writes a commented run file and, where one is needed, a Python file and rows, side by side. Change them and train.
@@ -20,7 +22,9 @@ examples:
 
 def add_init(commands: Commands) -> None:
     init = commands.add("init", _init, "Write a run file, and the files it needs, to begin with.", INIT)
-    init.add_argument("kind", metavar="KIND", nargs="?", default="quickstart", help="what to begin with (quickstart)")
+    init.add_argument(
+        "kind", metavar="KIND", nargs="?", default="quickstart", help=f"{', '.join(KINDS)}; or any example (quickstart)"
+    )
     init.add_argument("--list", action="store_true", help="list the kinds and the examples, and write nothing")
     init.add_argument("--name", help="name of the run and of its file (the kind)")
     init.add_argument("--to", metavar="FOLDER", default="", help="where to (here)")
@@ -44,9 +48,8 @@ def _init(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _list() -> int:
     from paceline.config.examples import example_names
-    from paceline.config.starters import KINDS
 
     for kind, (_, text) in KINDS.items():
         print(f"{kind:12} {text}")
-    print(f"\nor any example: {', '.join(example_names())}")
+    print("\n" + textwrap.fill(f"or any example: {', '.join(example_names())}", 100, break_on_hyphens=False))
     return 0

@@ -16,7 +16,7 @@ the command that goes on from it.
 examples:
   paceline doctor runs/quickstart                          how is it?
   watch -n 2 paceline doctor runs/quickstart               and again every two seconds
-  paceline doctor runs/quickstart > report.txt             plain text, to send to somebody
+  paceline doctor runs/quickstart > report.txt             plain text, to send to a colleague
 """
 
 WATCHING = """
@@ -83,7 +83,7 @@ def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def add_top(commands: Commands) -> None:
-    top = commands.add("top", _top, "Watch a run's vital signs in a terminal.", WATCHING)
+    top = commands.add("top", _top, "Watch a run in a terminal: its reward, speed and warnings.", WATCHING)
     top.add_argument("directory", metavar="RUN", nargs="?", default="runs", help="run directory, or a folder of runs")
 
 
@@ -95,7 +95,7 @@ def _top(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def add_report(commands: Commands) -> None:
-    report = commands.add("report", _report, "Write one HTML file about a run, to send to somebody.", REPORTING)
+    report = commands.add("report", _report, "Write one HTML file about a run, to send to a colleague.", REPORTING)
     report.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
     report.add_argument("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)")
     report.add_argument("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)")

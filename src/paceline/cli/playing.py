@@ -40,7 +40,7 @@ a line that ends in \\ goes on in the next; Ctrl-D or Ctrl-C ends the game and s
 
 def add_rollout(commands: Commands) -> None:
     rollout = commands.add("rollout", _rollout, "Play episodes of an environment and look at them.", ROLLOUTS)
-    rollout.add_argument("target", help=f"{FILE}; or the type of an environment")
+    rollout.add_argument("target", help=FILE)
     rollout.add_argument("-n", "--count", type=int, default=4, help="episodes (4)")
     rollout.add_argument("--env", help="the environment's name, where the run file has several")
     rollout.add_argument("--split", choices=["train", "eval"], default="train")
@@ -75,8 +75,8 @@ def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def add_play(commands: Commands) -> None:
-    play = commands.add("play", _play, "Take a seat yourself: a person among the policy's actors, or alone.", PLAY)
-    play.add_argument("target", help=f"{FILE}; or the type of an environment")
+    play = commands.add("play", _play, "Play an environment yourself, against the policy or alone.", PLAY)
+    play.add_argument("target", help=FILE)
     play.add_argument("--env", help="the environment's name, where the run file has several")
     play.add_argument("--seat", metavar="ACTOR", help="who you are (the first actor)")
     play.add_argument("-n", "--count", type=int, help="games (until you leave)")

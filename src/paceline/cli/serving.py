@@ -35,6 +35,12 @@ def add_serve(commands: Commands) -> None:
     serve.add_argument("--api-key", help="what clients must send; needed off loopback (env PACELINE_API_KEY)")
     serve.add_argument("--name", help="the model's name for clients (the name it is loaded by)")
     serve.add_argument("--allow", action="append", metavar="FOLDER", help="folder /weights/load may read; repeatable")
+    serve.add_argument(
+        "--peer",
+        action="append",
+        metavar="ADDRESS",
+        help="where /weights/group may connect to (127.0.0.1); repeatable",
+    )
     serve.add_argument("--grace", type=float, help="seconds that requests get to finish after a signal (10)")
     serve.add_argument("--max-body-bytes", type=int, help="longest request body (64 MiB)")
     serve.add_argument(
@@ -57,6 +63,7 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
         api_key=known.api_key or os.environ.get("PACELINE_API_KEY"),
         name=known.name,
         allow=known.allow,
+        peers=known.peer,
         grace=known.grace,
         max_body_bytes=known.max_body_bytes,
         isolate=known.isolate,

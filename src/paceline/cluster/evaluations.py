@@ -1,6 +1,5 @@
 """`paceline eval`: a model, a run's policy or several side by side, on held-out rows."""
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +7,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.house import open_house
 from paceline.cluster.rollouts import sampling_on
 from paceline.cluster.targets import RunTarget, find_run
 from paceline.config import RunConfig, load
 from paceline.config.model import Model
-from paceline.config.target import load_target
+from paceline.config.target import load_target, names_environment, names_run_file, nearest_target
 from paceline.errors import PacelineError
 from paceline.orchestrator import Course, RealClock, lay_out
 from paceline.orchestrator.episodes import EVAL, Player
@@ -68,7 +68,7 @@ class Evaluation:
 def find_targets(
     names: Sequence[str], overrides: Sequence[str], env: str | None = None, file: str | None = None
 ) -> list[EvalTarget]:
-    """The targets by their names: run files, run directories (`RUN@STEP`), model folders or hub names.
+    """The targets by their names: run files or examples, environment types, run directories (`RUN@STEP`), models.
 
     Rows come from `file` or from an environment of type `env` for all of them. Without these a run or run file brings
     its own, and a model is evaluated on those of the first run or run file beside it.
@@ -92,9 +92,10 @@ def _target(
             raise PacelineError(f"{name} has neither a whole checkpoint nor an export: nothing was trained yet")
         return EvalTarget(name, _speaking(given or own, own.model.model_copy(update=_whole(str(run.export)))))
     if rows is None:
+        hint = "" if Path(name).exists() else nearest_target(name)
         raise PacelineError(
             f"{name} is a model, which has no held-out rows of its own: add --env TYPE (such as reverse-text) or "
-            "--file RUN.toml"
+            f"--file RUN.toml{hint and f'; {hint}'}"
         )
     if (Path(name) / "adapter_config.json").is_file():
         raise PacelineError(f"{name} is a LoRA adapter: evaluate its run, or a merged export (`paceline export`)")
@@ -102,13 +103,14 @@ def _target(
 
 
 def _brings_rows(name: str, run: RunTarget | None) -> bool:
-    return run is not None or name.endswith(".toml")
+    return run is not None or names_run_file(name) or names_environment(name)
 
 
 def _own(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig:
     """The config a target brings, with the command line's keys."""
-    path = Path(name) if run is None else run.root / "config.toml"
-    return _loaded(lambda more: load(path, more).config, overrides)
+    if run is None:
+        return _loaded(lambda more: load_target(name, more).config, overrides)
+    return _loaded(lambda more: load(run.root, more).config, overrides)
 
 
 def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
@@ -166,7 +168,7 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
                 await house.close()
             return played
 
-        rollouts = asyncio.run(play())
+        rollouts = run_to_the_end(play())
     tables = dict(_tables(courses, rollouts, config.eval.samples))
     return Evaluation(target, tables, perf_counter() - began)
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,11 @@ from paceline.config.apple import on_mlx
 from paceline.config.model import Dtype
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
+from paceline.model.manifest import write_manifest
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.planner.dtypes import with_dtype
+from paceline.private_folder import PrivateFolder
 from paceline.trainer import Trainer
 
 Form = Literal["all", "merged", "adapter"]
@@ -51,16 +52,15 @@ def export_run(target: RunTarget, options: ExportOptions) -> Path:
     if replaces and options.folder is not None and not options.overwrite:
         raise PacelineError(f"{folder} already holds files: name another folder with -o, or add --overwrite")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with PrivateFolder(folder.parent) as private:
+        draft = private / "draft"
+        draft.mkdir()
         write_checkpoint(target.config, target.checkpoint, draft, options.form, options.dtype)
-        draft.chmod(0o755)
+        write_manifest(draft)  # of the form that was asked for
         if replaces:
             _replace(folder, draft)
         else:
             draft.replace(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 

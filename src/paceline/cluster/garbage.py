@@ -14,14 +14,17 @@ def rarely_collected() -> Generator[None]:
 
     With 20,000 rollouts in flight Python tracks over a million objects that are all alive. At its usual thresholds it
     walks through them again and again, which took half of the orchestrator's time while they were started and a fifth
-    from then on. Nearly everything a run leaves behind is freed by its reference count.
+    from then on. Nearly everything a run leaves behind is freed by its reference count. A caller that has frozen its
+    objects already has done this itself, and finds them frozen afterwards: Python cannot unfreeze only ours.
     """
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
+    before, ours = gc.get_threshold(), not gc.get_freeze_count()
+    if ours:
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if ours:
+            gc.unfreeze()

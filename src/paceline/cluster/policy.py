@@ -187,7 +187,7 @@ def _sampling(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
     try:
         changed = Eval.model_validate(table).sampling  # where greedy sampling is allowed
     except ValidationError as error:
-        raise ConfigError(explain_values(error, table, "Policy")) from None
+        raise ConfigError(explain_values(error, table, Eval, "Policy")) from None
     assert changed is not None
     return changed
 

@@ -27,6 +27,7 @@ from paceline.orchestrator import Checkpoints
 from paceline.record import Gone, Query, RunFolder, open_run
 from paceline.record.facts import REPLAYED, SKIPPED, TRAINED
 from paceline.trainer import TorchTrainer
+from paceline.trainer.files import check_files
 from paceline.trainer.findings import Finding, broken_weights, examine, verdict
 from paceline.trainer.gae import cut
 
@@ -129,6 +130,7 @@ def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator
     try:
         checkpoint = _before(directory, step)
         if checkpoint is not None:
+            check_files(checkpoint)
             asyncio.run(trainer.load(checkpoint))
         yield trainer, str(checkpoint) if checkpoint else f"{config.model.name}, untrained"
     finally:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.house import Address, House, open_house
 from paceline.config import RunConfig
 from paceline.config.env import EnvBase
@@ -24,11 +25,12 @@ from paceline.inference import EngineError, Overloaded, RequestError
 from paceline.monitor.files import plain
 from paceline.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import RealClock
-from paceline.orchestrator.episodes import assigned, fault
+from paceline.orchestrator.episodes import assigned, fault, metric_of
 from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
 from paceline.rollout.endpoint import WordSeat
 from paceline.rollout.history import meaning
 from paceline.rollout.table import Guests
+from paceline.user_code import is_cancelled
 from paceline.waits import DeadlineError
 
 LOOKING = 2
@@ -94,7 +96,7 @@ def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None =
                 f"{options.endpoint} is asked in words, so nobody here sees its tokens: leave --raw and --ids out, or "
                 "let the model of the run file play in this process or behind `paceline serve`"
             )
-        played = asyncio.run(play_some(section, options, house, environment, seed=config.seed, show=show))
+        played = run_to_the_end(play_some(section, options, house, environment, seed=config.seed, show=show))
     show_summary(played, console)
     return int(any(record["error"] for record in played))
 
@@ -227,13 +229,12 @@ async def episode(
             raise
         error = str(failure)
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if is_cancelled():
             raise
         error = "something the environment awaited was cancelled"
     except PacelineError as failure:
         error = str(failure)
-    except (Exception, SystemExit) as failure:  # a user's code: shown with its place, so that it can be mended
+    except BaseException as failure:  # a user's code: shown with its place, so that it can be mended
         error = f"{type(failure).__name__}: {failure}{_place(failure)}"
     finally:
         table.leave()
@@ -244,8 +245,8 @@ def _sound(outcome: Outcome | None) -> Outcome | None:
     """What of an outcome can be shown; what is wrong with the rest, the episode's error says."""
     if not isinstance(outcome, Outcome):
         return None
-    numbers = {key: value for key, value in outcome.metrics.items() if hasattr(value, "__float__")}
-    return replace(outcome, metrics={key: float(value) for key, value in numbers.items()})
+    numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
+    return replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
 
 
 def _place(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from paceline.inference.base import (
     Overloaded,
     RequestError,
 )
-from paceline.model.weights import Policy, WeightUpdate, fingerprint
+from paceline.model import Policy, WeightUpdate, fingerprint, set_cpu_threads
 from paceline.trainer.forward import Forward
 from paceline.trainer.scoring import score
 
@@ -115,7 +115,7 @@ class Scorer:
     # -- on the scorer's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        torch.set_num_threads(self._cores)
+        set_cpu_threads(self._cores)
         while pack := self._next():
             began = time.perf_counter()
             try:

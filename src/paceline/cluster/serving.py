@@ -58,6 +58,7 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
             name=name,
             api_key=settings.api_key,
             allowed=[Path(folder) for folder in settings.allow],
+            peers=settings.peers,
             max_body_bytes=settings.max_body_bytes,
         )
         gone = engine.lost if isinstance(engine, EngineLink) else lost(engine)
@@ -116,7 +117,7 @@ def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
 def isolated(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
     """An engine in a process of its own, so that HTTP and JSON never hold the lock of the decode loop."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "paceline.cluster.serving", str(theirs.fileno())]
+    command = [sys.executable, "-P", "-m", "paceline.cluster.serving", str(theirs.fileno())]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
     theirs.close()
     assert child.stdin is not None

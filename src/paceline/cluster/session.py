@@ -6,19 +6,20 @@ import errno
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from paceline.cluster.colocated.seat import refuse_torchrun
 from paceline.cluster.dtypes import with_settled_dtype
 from paceline.cluster.ending import run_to_the_end
+from paceline.cluster.forced_end import ForcedEnd
 from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
 from paceline.cluster.preflight import NEEDS_RAY, refuse_unready
 from paceline.cluster.result import RunResult
-from paceline.cluster.signals import Signals
+from paceline.cluster.signals import USER, Signals
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
@@ -41,6 +42,7 @@ from paceline.orchestrator import (
     CheckpointError,
     Checkpoints,
     Conductor,
+    DamagedCheckpoint,
     Parts,
     RealClock,
     RollBack,
@@ -109,7 +111,7 @@ def _refuse_fewer_steps(config: RunConfig) -> None:
         raise PacelineError(
             f"the run is already at step {state['step']} ({path.name}), and steps = {config.steps} is the total since "
             f"its beginning: write --steps {state['step'] + config.steps} to train {config.steps} more, or --resume "
-            "with the path of an earlier checkpoint"
+            f"with an earlier checkpoint; {checkpoints.offer()}"
         )
 
 
@@ -159,9 +161,25 @@ def conduct_all(
     """Lead runs side by side in one event loop. What stops one stops all."""
     with ExitStack() as stack:
         desks = [_Desk.open(stack, run, overwrite) for run in runs]
-        with rarely_collected():
-            ends = run_to_the_end(_all(desks, environments, signals or Signals()))
-        return [desk.end(*end) for desk, end in zip(desks, ends, strict=True)]
+        signals = signals or Signals()
+
+        def end(status: Literal["interrupted", "failed"], message: str) -> None:
+            for desk in desks:
+                desk.cut_short(status, message)
+
+        def note(text: str) -> None:
+            for desk in desks:
+                desk.monitor.note(text)
+
+        patience = min(run.config.breaker.blocked_seconds for run in runs)
+        signals.forced = ForcedEnd(end, note, patience)
+        with signals.forced.watching(), rarely_collected():
+            try:
+                ends = run_to_the_end(_all(desks, environments, signals))
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                end("interrupted", f"{USER}, at once")
+                raise
+            return [desk.end(*end) for desk, end in zip(desks, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +210,24 @@ class _Desk:
             error: PacelineError = failure
         except Exception as failure:
             if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
-                full = f"{root} cannot be written ({failure.strerror}): make room, then add --resume latest"
-                error = PacelineError(full)
+                saved = Checkpoints(self.directory.checkpoints, 1).all()
+                then = "add --resume latest" if saved else "start the run again (no checkpoint was saved)"
+                error = PacelineError(f"{root} cannot be written ({failure.strerror}): make room, then {then}")
             else:
                 error = unexpected(failure, self.directory.events_file)
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
+    def cut_short(self, status: Literal["interrupted", "failed"], message: str) -> None:
+        """The run ends where it stands: what it kept so far is what there is."""
+        ended = _failed(self.directory, self.run.config, PacelineError(message))
+        with contextlib.suppress(OSError):
+            self.monitor.end(replace(ended, status=status))
+
     def end(self, outcome: RunOutcome, error: Exception | None) -> RunResult:
-        # Before the run began, whatever lies in the directory is an older run's.
-        metrics = _metrics(self.directory) if self.directory.begun else []
+        # Before the run began, whatever lies in the directory is an older run's, unless that is the one to resume.
+        own = self.directory.begun or self.run.config.resume
+        metrics = _metrics(self.directory) if own else []
         if outcome.status != "failed" and any(line["step"] for line in metrics):
             plot_rewards(metrics, self.directory.plot, self.run.config.name)
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
@@ -235,7 +261,7 @@ def _result(
     outcome: RunOutcome, path: Path, metrics: list[dict[str, Any]], error: Exception | None = None
 ) -> RunResult:
     lines = summary(metrics, outcome, path)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, PacelineError):
         lines = [*lines, *(standings(path) if outcome.checkpoint else [])]
     return RunResult(outcome, path, metrics, lines, error if outcome.status == "failed" else None)
 
@@ -361,9 +387,15 @@ def _overheard(monitor: Monitor) -> Generator[None]:
 
 def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) -> RunOutcome:
     frames, trace = failure_traces(error)
-    if not directory.begun:
-        return RunOutcome("failed", 0, str(error), frames=frames, trace=trace)
-    saved = next(reversed(Checkpoints(directory.checkpoints, config.checkpoint.keep).all()), None)
+    message = str(error)
+    if not directory.begun and not config.resume:
+        return RunOutcome("failed", 0, message, frames=frames, trace=trace)
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
+    saved = next(reversed(checkpoints.all()), None)
+    if isinstance(error, DamagedCheckpoint):
+        saved = error.whole
+    elif not directory.begun and not isinstance(error, CheckpointError):
+        message = f"{message}; {checkpoints.offer()}"
     metrics = _metrics(directory)
     step = metrics[-1]["step"] if metrics else 0
-    return RunOutcome("failed", step, str(error), saved, frames=frames, trace=trace)
+    return RunOutcome("failed", step, message, saved, frames=frames, trace=trace)

@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
+import math
 import signal
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
+from paceline.cluster.ending import StoppedAtOnce
+from paceline.cluster.forced_end import ForcedEnd
 from paceline.monitor import Monitor
 from paceline.orchestrator import Conductor
 
@@ -42,8 +47,12 @@ class Signals:
     _heard: bool = False
     """Whether signals come here: they belong to the main thread, and a run in another is stopped by `interrupt`."""
     _interrupts: int = 0
+    _signals: int = 0
+    _asked_twice_at: float = math.inf
     _stop: Callable[[], object] | None = None
     """What `interrupt` does, once there is something to stop."""
+    forced: ForcedEnd | None = None
+    """Ends the process where the run does not end."""
 
     @contextmanager
     def run(self, monitor: Monitor) -> Generator[Stopping]:
@@ -72,6 +81,8 @@ class Signals:
         """`interrupt` stops the task of the caller and the runs it leads."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
+        if self.forced is not None:
+            self.forced.attach()
 
         def stop() -> None:
             if self._why or not self._runs:  # stopping already, or nothing has begun that a checkpoint could keep
@@ -90,14 +101,23 @@ class Signals:
     def interrupt(self) -> None:
         """Ctrl-C, from another thread than the run's: the first call ends the run after its step, a second at once."""
         self._interrupts += 1
+        if self._interrupts == 2:
+            self._asked_twice_at = time.monotonic()
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
                 self._stop()
 
+    @property
+    def asked_twice_since(self) -> float:
+        """Seconds since the second call of `interrupt`; negative before."""
+        return time.monotonic() - self._asked_twice_at
+
     def _listen(self) -> None:
         try:
             for number in NUMBERS:
+                # The event loop hears it when it comes to that, and the thread beside it at once.
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+                signal.signal(number, self._at_once)
         except (ValueError, RuntimeError, NotImplementedError):
             return
         self._heard = True
@@ -107,8 +127,12 @@ class Signals:
             asyncio.get_running_loop().remove_signal_handler(number)
         self._heard = False
 
+    def _at_once(self, number: int, frame: FrameType | None) -> None:
+        if self.forced is not None:
+            self.forced.hear(number)
+
     def _signalled(self, number: int) -> None:
-        if self._why:
-            asyncio.get_running_loop().remove_signal_handler(number)
-            signal.raise_signal(number)
+        self._signals += 1
+        if self._signals > 1 or self._why:
+            raise StoppedAtOnce
         self.stop(USER, STOPPING)

@@ -28,9 +28,8 @@ class TorchKit:
 
     def __init__(self, config: RunConfig) -> None:
         self.device = pick_device(config.device)
-        if self.device == "cuda" and has_cached_code():
-            # Seconds of imports that compiled code needs at once, beside the reading of the weights.
-            threading.Thread(target=import_module, args=("torch._inductor.compile_fx",), daemon=True).start()
+        if self.device == "cuda":
+            threading.Thread(target=_prepare_kernels, daemon=True).start()
         self.model = load_model(config.model, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
@@ -60,6 +59,16 @@ class TorchKit:
 
     def at_work(self) -> AbstractContextManager[object]:
         return small_products(self.model.dtype)
+
+
+def _prepare_kernels() -> None:
+    """Seconds of work for the first kernels, done while weights are read: Triton compiles its driver where its cache is
+    empty, and code that an earlier run compiled needs the compiler's modules."""
+    from triton.runtime import driver
+
+    driver.active.get_current_target()
+    if has_cached_code():
+        import_module("torch._inductor.compile_fx")
 
 
 def engine_for(

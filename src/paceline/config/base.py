@@ -2,10 +2,10 @@
 
 import tomllib
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,21 @@ FROM_PYTHON = "python"
 """Stands before the `:` of an import path or a dataset that `paceline.train` was given as a Python object."""
 
 
-class Section(BaseModel):
+class _ExplainsErrors(type(BaseModel)):
+    """Makes `Trainer(**values)` raise the sentences of the command line in place of pydantic's report."""
+
+    if not TYPE_CHECKING:  # type checkers read the fields
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                from paceline.config.errors import ConfigError, explain_values  # which imports this module
+
+                raise ConfigError(explain_values(error, values, cls)) from None
+
+
+class Section(BaseModel, metaclass=_ExplainsErrors):
     """A section of the run file. Unknown keys are errors; the docstring under a field is its help text.
 
     Strict: `--group-size` without a value is true, which must not pass for 1. Sections given as objects are

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from paceline.config.base import Section
-from paceline.config.fields import KeyPath, default_types, dotted, spot_at, value_at
+from paceline.config.fields import ROOT, KeyPath, Spot, default_types, dotted, spot_at, value_at
 from paceline.config.paths import resolve_paths
 
 
@@ -48,6 +48,8 @@ class Document:
 
     table: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    root: Spot = ROOT
+    """What the table as a whole is: a run file, or one section that is made in Python."""
 
     def merge(self, layer: dict[str, Any], origin: Origin) -> None:
         self._merge(self.table, layer, (), origin)
@@ -80,7 +82,7 @@ class Document:
     def with_types(self) -> dict[str, Any]:
         """The table to validate: `[trainer.loss]` without a `type` means the default type."""
         table = copy.deepcopy(self.table)
-        for path, named in default_types():
+        for path, named in default_types(self.root):
             value = value_at(path, table)
             if isinstance(value, dict):
                 value.setdefault("type", named)
@@ -103,7 +105,7 @@ class Document:
 
         Keys that neither type knows stay, so that a misspelled key is still reported.
         """
-        spot = spot_at(at, self.table)
+        spot = spot_at(at, self.table, self.root)
         if spot is None or not spot.is_choice:
             return
         old, new = spot.section(target), spot.section({"type": layer.get("type")})

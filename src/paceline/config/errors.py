@@ -8,8 +8,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config import wording
+from paceline.config.base import Section
 from paceline.config.document import COMMAND_LINE, Document, Origin, plain_value
-from paceline.config.fields import KeyPath, Spot, dotted, path_of, spot_at, value_at
+from paceline.config.fields import ROOT, KeyPath, Spot, dotted, path_of, spot_at, value_at
 from paceline.config.suggest import nearest_keys
 from paceline.errors import PacelineError
 
@@ -43,24 +44,26 @@ def _of_flag(detail: ErrorDetails) -> str:
 def explain(error: ValidationError, document: Document) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
     sentences: list[str] = []
-    for detail in _deepest(error.errors(include_url=False)):
+    for detail in _deepest(error.errors(include_url=False), document.root):
         sentences += EXPLAIN.get(detail["type"], _wrong_value)(detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
 
 
-def explain_values(error: ValidationError, values: Mapping[str, object], source: str) -> list[str]:
-    """The same sentences for values that come from Python; `source` is the call they were given to."""
-    origin = Origin(source)
-    document = Document(origins={(): origin})
+def explain_values(
+    error: ValidationError, values: Mapping[str, object], section: type[Section], source: str = ""
+) -> list[str]:
+    """The same sentences for values that Python gave to a section, or to a call (`source`) that makes one of them."""
+    origin = Origin(source or section.__name__)
+    document = Document(origins={(): origin}, root=Spot.of(section))
     document.merge(plain_value(values), origin)
     return explain(error, document)
 
 
-def _deepest(details: list[ErrorDetails]) -> list[ErrorDetails]:
+def _deepest(details: list[ErrorDetails], root: Spot) -> list[ErrorDetails]:
     """Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside the
     value, that one was meant, and the others have nothing to add."""
-    paths = [path_of(detail["loc"]) for detail in details]
+    paths = [path_of(detail["loc"], root) for detail in details]
     return [
         detail
         for detail, path in zip(details, paths, strict=True)
@@ -69,23 +72,23 @@ def _deepest(details: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _unknown_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
-    path = path_of(detail["loc"])
+    path = path_of(detail["loc"], document.root)
     *at, key = path
     table = document.with_types()
-    spot = spot_at(tuple(at), table)
+    spot = spot_at(tuple(at), table, document.root)
     section = spot.section(value_at(tuple(at), table)) if spot else None
     siblings = list(section.model_fields) if section else []
     yield (
-        f"{document.origin(path).place(path)}: there is no key `{key}` {_header(tuple(at), table)}; "
+        f"{document.origin(path).place(path)}: there is no key `{key}` {_header(tuple(at), table, document.root)}; "
         + (_other_type(path, spot) or _did_you_mean(path, siblings, document))
     )
 
 
-def _header(at: KeyPath, table: dict) -> str:
+def _header(at: KeyPath, table: dict, root: Spot) -> str:
     if not at:
-        return "at the top level"
+        return "at the top level" if root == ROOT else f"in {root.sections[''].__name__}"
     name = f"[[{at[0]}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
-    spot = spot_at(at, table)
+    spot = spot_at(at, table, root)
     chosen = value_at((*at, "type"), table)
     return f"in {name} of type `{chosen}`" if spot and spot.is_choice else f"in {name}"
 
@@ -101,13 +104,13 @@ def _other_type(path: KeyPath, spot: Spot | None) -> str | None:
 
 def _did_you_mean(path: KeyPath, siblings: list[str], document: Document) -> str:
     dashes = "--" if document.origin(path).flag else ""
-    if likely := nearest_keys(path, siblings):
+    if likely := nearest_keys(path, siblings, document.root):
         return f"did you mean {wording.either(wording.code(dashes + dotted(one) for one in likely))}?"
     return f"the keys there are {wording.either(wording.code(siblings), 'and')}"
 
 
 def _missing_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
-    path = path_of(detail["loc"])
+    path = path_of(detail["loc"], document.root)
     *at, key = path
     if isinstance(key, int):
         # A tuple that is too short; the list as a whole is what is wrong.
@@ -115,7 +118,7 @@ def _missing_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
         return
     blamed = (*at, "type") if (*at, "type") in document.origins else tuple(at)
     place = document.origin(blamed).place(tuple(at))
-    spot = spot_at(path, document.with_types())
+    spot = spot_at(path, document.with_types(), document.root)
     takes = _first_sentence(spot.help) or wording.expected(spot) if spot else "a value"
     yield f"{place}: `{key}` is missing; it takes {takes}"
 
@@ -125,9 +128,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _unknown_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
-    at = path_of(detail["loc"])
+    at = path_of(detail["loc"], document.root)
     path = (*at, "type")
-    spot = spot_at(at, document.table)
+    spot = spot_at(at, document.table, document.root)
     types = list(spot.sections) if spot else []
     written = value_at(path, document.table)
     near = get_close_matches(str(written), types, n=1)
@@ -139,15 +142,15 @@ def _unknown_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
 
 
 def _missing_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
-    path = path_of(detail["loc"])
-    spot = spot_at(path, document.table)
+    path = path_of(detail["loc"], document.root)
+    spot = spot_at(path, document.table, document.root)
     types = map(wording.given, spot.sections if spot else ())
     yield f"{document.origin(path).place(path)}: `type` is missing: add type = {wording.either(types)}"
 
 
 def _rule(detail: ErrorDetails, document: Document) -> Iterator[str]:
     """A validator's own sentences. A rule over several keys is nobody's alone: name all who had a say."""
-    path = path_of(detail["loc"])
+    path = path_of(detail["loc"], document.root)
     place = document.origin(path).place(path)
     flags = any(origin.flag for origin in document.origins.values())
     if not path and flags and not place.startswith(COMMAND_LINE):
@@ -157,11 +160,11 @@ def _rule(detail: ErrorDetails, document: Document) -> Iterator[str]:
 
 
 def _wrong_value(detail: ErrorDetails, document: Document) -> Iterator[str]:
-    yield _mismatch(path_of(detail["loc"]), document)
+    yield _mismatch(path_of(detail["loc"], document.root), document)
 
 
 def _mismatch(path: KeyPath, document: Document) -> str:
-    spot = spot_at(path, document.with_types()) or Spot.of(object)
+    spot = spot_at(path, document.with_types(), document.root) or Spot.of(object)
     value = value_at(path, document.table)
     place = document.origin(path).place(path)
     return f"{place}: expected {wording.expected(spot)}, got {wording.given(value)}{wording.advice(spot, value)}"

@@ -63,11 +63,12 @@ class Spot:
 
     @cached_property
     def sections(self) -> dict[str, type[Section]]:
-        """The sections that may stand here, by `type`; a plain section has the type "". Empty for values."""
-        options = get_args(self.annotation) if is_union(self.annotation) else (self.annotation,)
+        """The sections that may stand here, by `type`; one without a choice has the type "". Empty for values."""
+        choice = is_union(self.annotation)
+        options = get_args(self.annotation) if choice else (self.annotation,)
         if not all(isinstance(option, type) and issubclass(option, Section) for option in options):
             return {}
-        return {type_of(option): option for option in options}
+        return {type_of(option) if choice else "": option for option in options}
 
     @property
     def is_choice(self) -> bool:
@@ -113,9 +114,9 @@ class Spot:
 ROOT = Spot.of(RunConfig)
 
 
-def spot_at(path: KeyPath, table: Any) -> Spot | None:
+def spot_at(path: KeyPath, table: Any, root: Spot = ROOT) -> Spot | None:
     """What may stand at `path` of this table, or None where nothing may."""
-    spot: Spot | None = ROOT
+    spot: Spot | None = root
     for key in path:
         if spot is None:
             return None
@@ -136,9 +137,9 @@ def value_at(path: KeyPath, table: Any) -> Any:
     return table
 
 
-def path_of(location: Sequence[str | int]) -> KeyPath:
+def path_of(location: Sequence[str | int], root: Spot = ROOT) -> KeyPath:
     """The path of a pydantic error location, which also names the union members it went through."""
-    spot: Spot | None = ROOT
+    spot: Spot | None = root
     path: KeyPath = ()
     rest = list(location)
     while rest and spot is not None and (spot.sections or spot.is_list or spot.is_open or spot.options):
@@ -151,15 +152,15 @@ def path_of(location: Sequence[str | int]) -> KeyPath:
 
 
 @cache
-def places() -> tuple[tuple[KeyPath, Spot], ...]:
-    """Every key of the run file, as it would be addressed; a list is represented by its element 0."""
-    return tuple(_below(ROOT, ()))
+def places(root: Spot = ROOT) -> tuple[tuple[KeyPath, Spot], ...]:
+    """Every key of the run file, or of one section, as it is addressed; a list is represented by its element 0."""
+    return tuple(_below(root, ()))
 
 
 @cache
-def default_types() -> tuple[tuple[KeyPath, str], ...]:
+def default_types(root: Spot = ROOT) -> tuple[tuple[KeyPath, str], ...]:
     """The few keys whose section has a type of its own accord, and which."""
-    return tuple((path, named) for path, spot in places() if (named := spot.default_type()))
+    return tuple((path, named) for path, spot in places(root) if (named := spot.default_type()))
 
 
 def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:

@@ -36,7 +36,9 @@ def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return [*below, Layer(name, table | run_directory(path), path.absolute().parent)]
+    if own := run_directory(path):
+        table.pop("resume", None)  # of the command that resumed the run; earlier versions stored it
+    return [*below, Layer(name, table | own, path.absolute().parent)]
 
 
 def run_directory(path: Path) -> dict[str, str]:

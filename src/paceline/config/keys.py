@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, get_args
 
 from paceline.config.base import Section
@@ -47,13 +48,12 @@ class ConfigTable:
 
 def tables() -> list[ConfigTable]:
     """All tables, each once: where another key takes the same table, its meaning says which."""
-    return list(_tables(ROOT, "", False, {}))
+    return list(_listing()[0])
 
 
 def find_tables(asked: str) -> list[ConfigTable]:
     """The tables at or below a dotted key such as `trainer.optimizer`, `env.gsm8k` or `trainer.optimizer.lr`."""
-    seen: dict[tuple, str] = {}
-    whole = list(_tables(ROOT, "", False, seen))
+    whole, seen = _listing()
     path = _canonical(asked, seen)
     below = [table for table in whole if f"{_address(table)}.".startswith(f"{path}.")]
     if below:
@@ -85,6 +85,13 @@ def key_schema(asked: str) -> dict[str, Any]:
     found = [fragment for spot in spots for fragment in _fragments(spot, last)]
     once = [fragment for place, fragment in enumerate(found) if fragment not in found[:place]]
     return once[0] if len(once) == 1 else {"anyOf": once}
+
+
+@cache
+def _listing() -> tuple[tuple[ConfigTable, ...], dict[tuple, str]]:
+    """All tables, and the path under which each group of sections is listed."""
+    seen: dict[tuple, str] = {}
+    return tuple(_tables(ROOT, "", False, seen)), seen
 
 
 def _parts(asked: str) -> list[str]:

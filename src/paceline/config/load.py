@@ -123,9 +123,11 @@ def _at_header(header: str, config: RunConfig, counted: Counter[str]) -> Any:
 
 def dump_with_absolute_paths(config: RunConfig) -> str:
     """The resolved run file for a run directory: whatever exists in the working directory is named by its full path,
-    so that the file means the same from everywhere."""
-    here = Path.cwd()
-    return tomli_w.dumps(resolve_paths(config.model_dump(exclude_none=True), lambda _: here, only_existing=True))
+    so that the file means the same from everywhere. It describes the run and not the command that resumed it, so
+    `resume` and what allows it are left out."""
+    exclude = {"resume": True, "checkpoint": {"allow_changed_rows"}}
+    here, table = Path.cwd(), config.model_dump(exclude_none=True, exclude=exclude)
+    return tomli_w.dumps(resolve_paths(table, lambda _: here, only_existing=True))
 
 
 def schema() -> dict[str, Any]:

@@ -5,9 +5,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from math import floor, gcd
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config import apple, backends, cluster
 from paceline.config.advice import Advice
@@ -54,6 +54,9 @@ class Checkpoint(Section):
     """Batches between checkpoints; 0 keeps only the last one."""
     keep: int = Field(default=2, ge=1)
     """Older checkpoints are deleted."""
+    allow_changed_rows: bool = False
+    """Resume although the rows of an environment are not those the checkpoint was trained on. It holds for the command
+    that says so and is not kept in the run directory."""
 
 
 class Record(Section):
@@ -94,7 +97,7 @@ class Recording(Section):
 
 
 class Breaker(Section):
-    """When failing rollouts, or groups without a signal, stop the run instead of being dropped."""
+    """When failing rollouts, groups without a signal, or user code that hangs stop the run."""
 
     consecutive: int = Field(default=5, ge=1)
     """Failures in a row."""
@@ -103,21 +106,12 @@ class Breaker(Section):
     no_signal: int = Field(default=20, ge=0)
     """Batches' worth of groups in a row, at least 100 groups, in which no group's rewards differ, so that nothing
     trains. The run then fails with what it saw, or ends as finished where the task is solved; 0 draws on for ever."""
+    blocked_seconds: float = Field(default=300.0, ge=0)
+    """User code that blocks the event loop for so long (`time.sleep` in an async function) ends the run, with its file
+    and line: nothing else can stop it. 0 lets it."""
 
 
-class _Explained(type(Section)):
-    """Makes `RunConfig(**values)` raise the sentences of the command line in place of pydantic's report."""
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        try:
-            return super().__call__(*args, **values)
-        except ValidationError as error:
-            from paceline.config.errors import ConfigError, explain_values  # which reads this module
-
-            raise ConfigError(explain_values(error, values, cls.__name__)) from None
-
-
-class RunConfig(Section, metaclass=_Explained):
+class RunConfig(Section):
     """A Paceline run. Every key has a default; a run file holds only what differs."""
 
     schema_version: Literal[1] = 1
@@ -133,7 +127,7 @@ class RunConfig(Section, metaclass=_Explained):
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the rows, instead of `steps`."""
     batch_size: int = Field(default=128, ge=1)
-    """Rollouts trained between two publishes."""
+    """Rollouts trained in one step, between two updates of the engine's weights."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one example that are compared with one another."""
     staleness: int = Field(default=1, ge=0)
@@ -162,11 +156,11 @@ class RunConfig(Section, metaclass=_Explained):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where torch computes; mlx takes the GPU of its machine."""
     placement: Literal["local", "processes", "colocated", "ray"] = "local"
-    """`local`: engine and trainer in this process. `processes`: server, trainer and orchestrator as three processes of
-    this machine, each started again when it dies. `colocated`: `trainer.parallel.ranks` processes, of this machine or
-    of a torchrun, each with a trainer rank and an engine that sleeps while it trains. Above staleness 0 requests that
-    run when a step begins are held, go on after it under the new weights, and their deadlines go on too. `ray`:
-    engines and trainer ranks on a cluster, see [cluster]."""
+    """Where engine and trainer run: `local`, `processes`, `colocated` or `ray`. `local`: in this process. `processes`:
+    server, trainer and orchestrator as three processes of this machine, each started again when it dies. `colocated`:
+    `trainer.parallel.ranks` processes, of this machine or of a torchrun, each with a trainer rank and an engine that
+    sleeps while it trains. Above staleness 0 requests that run when a step begins are held, go on after it under the
+    new weights, and their deadlines go on too. `ray`: engines and trainer ranks on a cluster, see [cluster]."""
     resume: Annotated[str, PathKey("checkpoint")] | None = None
     """`latest`, or the path of a checkpoint to go on from."""
 

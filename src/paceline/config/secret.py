@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _NAME = re.compile(
-    r"(?:.*_)?(?:api_?keys?|(?:secret|access|private|auth)_?keys?|passwords?|passwd|secrets?|authorization|token)"
+    r"(?:.*_)?(?:(?:api|secret|access|private|auth|openai|anthropic|hf|wandb|account|service|signing|encryption|master)"
+    r"_?keys?|passwords?|passwd|pwd|pass_?phrase|secrets?|auth|authorization|bearer|credentials?|jwt|token)"
 )
 """Keys that say what they hold, by how they end."""
 _WORD = re.compile(r"(?:.*_)?(?:bos|eos|pad|sep|cls|unk|mask|stop|start|begin|end|image|audio|video|special)_token")

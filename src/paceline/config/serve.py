@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
-from paceline.config.examples import find_run_file
 from paceline.config.load import Loaded, load
+from paceline.config.target import names_run_file
 
 SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
 """What of a run file a server uses; other overrides would be read and change nothing."""
@@ -28,6 +28,8 @@ class Serve(Section):
     """The model's name for clients; the name it was loaded by when left out."""
     allow: list[str] = Field(default_factory=list)
     """Folders that /weights/load may read."""
+    peers: list[str] = Field(default_factory=lambda: ["127.0.0.1"])
+    """Addresses that /weights/group may connect to, to receive weights that are broadcast."""
     grace: float = Field(default=10.0, ge=0, le=86_400)
     """Seconds that requests under way get to finish after a signal."""
     max_body_bytes: int = Field(default=64 << 20, ge=1024)
@@ -75,8 +77,8 @@ def load_served(model: str, overrides: Sequence[str]) -> Loaded:
         raise ConfigError(
             [f"command line: {strange[0]}: serving takes --model.*, --engine.*, --device, --deterministic"]
         )
-    if (file := None if Path(model).is_dir() else find_run_file(model)) or model.endswith(".toml"):
-        return load(file or model, overrides)
+    if names_run_file(model):
+        return load(model, overrides)
     return load(None, ["--model.name", model, *overrides])
 
 

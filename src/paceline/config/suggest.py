@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 
-from paceline.config.fields import KeyPath, places
+from paceline.config.fields import ROOT, KeyPath, Spot, places
 
 SIBLING_LIKENESS = 0.7
 DISTANT_LIKENESS = 0.8
@@ -78,7 +78,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def nearest_keys(unknown: KeyPath, siblings: list[str]) -> list[KeyPath]:
+def nearest_keys(unknown: KeyPath, siblings: list[str], root: Spot = ROOT) -> list[KeyPath]:
     """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
 
     A known alias first, then a sibling of similar spelling, then the same key elsewhere in the file, then a
@@ -86,7 +86,7 @@ def nearest_keys(unknown: KeyPath, siblings: list[str]) -> list[KeyPath]:
     """
     *at, key = unknown
     key = str(key).replace("-", "_")
-    everywhere = [_beside(unknown, path) for path, _ in places()]
+    everywhere = [_beside(unknown, path) for path, _ in places(root)]
     if key in ALIASES:
         return _closest(unknown, [path for alias in ALIASES[key] for path in _ending(everywhere, alias)])
     if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):

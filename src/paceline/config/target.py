@@ -24,6 +24,17 @@ def load_target(target: str, overrides: Sequence[str] = ()) -> Loaded:
     return load(target, overrides)
 
 
+def names_run_file(target: str) -> bool:
+    """Whether a command that takes models as well reads `target` as a run file: one that ends in `.toml`, or the name
+    of an example. What else exists on disk is a model."""
+    return target.endswith(".toml") or (not Path(target).exists() and find_run_file(target) is not None)
+
+
+def names_environment(target: str) -> bool:
+    """Whether such a command reads `target` as an environment's type."""
+    return target in environment_types() and not Path(target).exists()
+
+
 def environment_types() -> list[str]:
     section = ROOT.child("env", RunConfig)
     element = section and section.child(0, None)
@@ -40,9 +51,14 @@ def _of_environment(argument: str) -> str:
     return argument if root in RunConfig.model_fields else f"{start}env.0.{key}"
 
 
-def _unknown(target: str) -> str:
+def nearest_target(target: str) -> str:
+    """`did you mean ...?` with the examples and environment types that look alike, or "" if none does."""
     names = {name.rpartition("/")[2]: name for name in example_names()}
     known = {**names, **{name: name for name in (*example_names(), *environment_types())}}
     near = list(dict.fromkeys(known[word] for word in get_close_matches(target, known, n=2)))
-    hint = f"did you mean {either(code(near))}?" if near else "`paceline init --list` lists the examples"
+    return f"did you mean {either(code(near))}?" if near else ""
+
+
+def _unknown(target: str) -> str:
+    hint = nearest_target(target) or "`paceline init --list` lists the examples"
     return f"there is no run file, example or environment type `{target}`; {hint}"

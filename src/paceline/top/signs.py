@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.monitor.directory import RunDirectory
-from paceline.monitor.doctor import Findings, resume_command
+from paceline.monitor.summary import way_on
 from paceline.record import RunFolder, Status
 from paceline.top.busy import Busyness, busyness
 from paceline.ui.vitals import Curve, curves, ends, mean_curve, tags
@@ -98,9 +98,7 @@ class Signs:
             return "to train on", f"paceline train {file} --resume latest --steps {2 * max(1, self.status.step)}"
         saved = RunDirectory(self.path).checkpoints.glob("step-*/state.json")
         checkpoint = max((file.parent for file in saved), default=None)
-        found = Findings(self.path, "", False, {"status": self.status.state}, checkpoint=checkpoint)
-        what = f"to go on from {checkpoint.name}" if checkpoint else "to start again (no checkpoint was saved)"
-        return what, resume_command(found)
+        return way_on(RunDirectory(self.path), checkpoint, bool(self.status.step))
 
 
 def signs(run: RunFolder, now: float | None = None, before: Signs | None = None) -> Signs:

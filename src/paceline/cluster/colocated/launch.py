@@ -32,7 +32,7 @@ class Followers:
                 path = started.logs[rank] = live / f"rank-{rank}.log"
                 with path.open("wb") as log:
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "paceline.cluster.colocated.follower"],
+                        [sys.executable, "-P", "-m", "paceline.cluster.colocated.follower"],
                         env={**os.environ, **seat.of(rank).variables},
                         stdin=subprocess.PIPE,
                         stdout=log,

@@ -56,6 +56,8 @@ def _try_environment(env: EnvBase, found: Preflight) -> None:
     if isinstance(env, Verifiers):
         if importlib.util.find_spec("verifiers") is None:
             build_environment(env)  # which says so
+        if env.id.endswith(".py") and not Path(env.id).is_file():
+            raise EnvError(f"environment `{env.name}`: no such file `{env.id}`")
         return
     if isinstance(env, CustomEnv):
         _check_function(env)

@@ -57,6 +57,7 @@ def check_model(model: Model, found: Preflight, *, mlx: bool) -> None:
     if problem := folder_problem(folder):
         found.add([problem])
         return
+    known = False
     if (config := found.attempt(lambda: read_config(folder))) is not None:
         problems = list(config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx))
         found.add(problems)
@@ -65,26 +66,33 @@ def check_model(model: Model, found: Preflight, *, mlx: bool) -> None:
                 f"model `{model.name}` has Python code of its own, which is not run here: `train` checks the rest"
             )
         elif not problems and not mlx:
-            _check_family(folder, model, found)
+            known = _check_family(folder, model, found)
     if Path(source).is_dir():  # of a hub's model, what is not in the cache will be fetched
-        found.add(weight_problems(folder, mlx))
+        damaged = list(weight_problems(folder, mlx))
+        found.add(damaged)
+        if known and not damaged:
+            from paceline.model.soundness import header_problems
+
+            found.add(header_problems(folder, model.name))
 
 
-def _check_family(folder: Path, model: Model, found: Preflight) -> None:
+def _check_family(folder: Path, model: Model, found: Preflight) -> bool:
+    """Whether transformers knows the family and Paceline trains it; if not, the reason is among the findings."""
     if importlib.util.find_spec("torch") is None:
         found.note(f"torch is not installed here: the layers of `{model.name}` are checked when the run loads it")
-        return
+        return False
     from paceline.model.support import check_family, refusals_name
 
-    def check() -> None:
+    def check() -> bool:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(unloadable("model", model.name, error)) from error
         with refusals_name(model.name):
             check_family(config)
+        return True
 
-    found.attempt(check)
+    return bool(found.attempt(check))
 
 
 def _folder(source: str) -> Path | None:

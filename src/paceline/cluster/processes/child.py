@@ -21,6 +21,7 @@ from paceline.config import RunConfig
 from paceline.config.env.arena import ArenaEnv as Arena
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
+from paceline.exiting import exit_process
 from paceline.inference import EngineError
 from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.monitor import Monitors, watching
@@ -86,4 +87,4 @@ def main(role: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    exit_process(main(sys.argv[1]))

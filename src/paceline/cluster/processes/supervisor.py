@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import secrets
 import shutil
@@ -9,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -27,15 +28,20 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
 from paceline.monitor import Monitor, Recorder, RunDirectory, RunOutcome, read_sound
+from paceline.monitor.waitgraph import chain
+from paceline.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
+from paceline.private_folder import PREFIX, PrivateFolder
 from paceline.socket_dir import socket_parent
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
 LOOK_SECONDS = 0.1
 CLOSE_SECONDS = 10.0
-PREFIX, SOCKET = "paceline-", "trainer.sock"
-SOCKET_BYTES = len(f"/{PREFIX}12345678/{SOCKET}")
+STOP_SECONDS = 4.8
+"""What an orchestrator may take to end after a second signal; it ends itself earlier, if it can."""
+SOCKET = "trainer.sock"
+SOCKET_BYTES = len(f"/.{PREFIX}12345678/{SOCKET}")
 ROLES = ("server", "trainer", "orchestrator")
 ENDINGS = (0, 1, FATAL, 130)
 """Exit codes by which the orchestrator says that the run is over."""
@@ -71,6 +77,8 @@ class Supervisor:
     reach: Callable[[str], str] = lambda address: address
     children: dict[str, Child] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)
+    _stop_by: float = math.inf
+    """When the orchestrator is killed, after a second signal."""
     _found: tuple[int, int] | None = None
     """The run file that lay in the directory before."""
     _ending: IO[bytes] | None = None
@@ -98,6 +106,8 @@ class Supervisor:
                 log.write_bytes(b"")
                 self.children[role] = Child(role, self._start(role, brief), log)
             while True:
+                if time.monotonic() > self._stop_by:  # native code may keep it from hearing anything
+                    self.children["orchestrator"].process.kill()
                 for child in self.children.values():
                     if (code := child.process.poll()) is None:
                         continue
@@ -127,7 +137,7 @@ class Supervisor:
         out: Any = self._screen_of() if spoken else log
         with log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.cluster.processes.child", role],
+                [sys.executable, "-P", "-m", "paceline.cluster.processes.child", role],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=log,
@@ -216,7 +226,7 @@ class Supervisor:
         live.mkdir(parents=True, exist_ok=True)
         with (
             _locked(live / "supervisor.lock"),
-            tempfile.TemporaryDirectory(prefix=PREFIX, dir=socket_parent(SOCKET_BYTES)) as private,
+            PrivateFolder(socket_parent(SOCKET_BYTES)) as private,
             socket.socket() as door,
         ):
             shutil.rmtree(weights, ignore_errors=True)
@@ -259,6 +269,8 @@ class Supervisor:
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Hand a signal on to the orchestrator."""
         self.signals.append(number)
+        if len(self.signals) == 2:
+            self._stop_by = time.monotonic() + STOP_SECONDS
         child = self.children.get("orchestrator")
         if child is not None:
             child.process.send_signal(number)
@@ -292,14 +304,28 @@ class Supervisor:
     def _last_word(self, child: Child) -> str:
         """What a child said last in this life: a sentence for the user, or else its last line and where the rest is."""
         if not child.log.exists():
-            return "nothing"
+            return self._last_wait(child) or "nothing"
         with child.log.open("rb") as log:
             log.seek(child.heard)
             lines = log.read().decode(errors="replace").splitlines()
         spoken = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
         said = next((line for line in reversed(spoken) if not line.startswith(("serving ", "stopped"))), "")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-        return said or f"{last} (all of it is in {child.log})"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if said or last:
+            return said or f"{last} (all of it is in {child.log})"
+        return self._last_wait(child) or f"nothing (all of it is in {child.log})"
+
+    def _last_wait(self, child: Child) -> str:
+        """What a child that died without a word was about, by the watchdog's last snapshot. Only the orchestrator runs
+        environments, so that an episode in it points to user code."""
+        part = "" if child.role == "orchestrator" else child.role
+        try:
+            state = json.loads(waits_file(self.directory.root, part).read_text())
+            doing = chain(state["waits"]) if state["pid"] == child.process.pid else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        hint = "; user code that ends the process, by os._exit or a crash in native code, ends the run"
+        return f"nothing. It was last seen at: {doing}{hint if child.role == 'orchestrator' else ''}" if doing else ""
 
 
 @contextmanager

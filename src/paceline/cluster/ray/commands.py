@@ -107,7 +107,7 @@ async def _doing(handle: Any, part: str) -> str:
 
 def _ray(arguments: list[str]) -> None:
     shorten_ray_sockets()
-    command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]

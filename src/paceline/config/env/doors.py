@@ -113,8 +113,9 @@ class Verifiers(EnvBase):
     """An environment of the `verifiers` package, unchanged: its tasks, tools, harness, rewards and judges."""
 
     type: Literal["verifiers"] = "verifiers"
-    id: str
-    """Its id there: an installed package that exports a `Taskset`."""
+    id: Annotated[str, PathKey("module")]
+    """Its id there: an installed package that exports a `Taskset`; or a file that does, `path/to/file.py` relative to
+    the run file, whose name is in lower case."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Settings of the taskset."""
     eval_args: dict[str, Any] | None = None
