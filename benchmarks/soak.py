@@ -27,6 +27,7 @@ from http_load import chunks_of
 from paceline.config.model import Model
 from paceline.model import load_model
 
+KEY = "soak"
 PORT = 8155
 MOST_GROWTH = 1.05
 
@@ -64,10 +65,7 @@ class Soak:
         body |= {"flat": True} if kind == "flat" else {"stream": True, "return_token_ids": True}
         reader, writer = await asyncio.open_connection("127.0.0.1", PORT, limit=1 << 24)
         data = orjson.dumps(body)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        )
-        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + data)
+        writer.write(post("/v1/completions", data))
         status = await asyncio.wait_for(reader.readline(), 60)
         assert b" 200 " in status, status + await reader.read(500)
         while (await reader.readline()).strip():
@@ -94,8 +92,8 @@ class Soak:
 
 
 def post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + body
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
 async def push(folder: Path, every: float, pushed: list[float]) -> None:
@@ -104,10 +102,7 @@ async def push(folder: Path, every: float, pushed: list[float]) -> None:
         await asyncio.sleep(every)
         data = orjson.dumps({"path": str(folder / "model.safetensors"), "version": version})
         reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-        head = (
-            f"POST /weights/load HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        )
-        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + data)
+        writer.write(post("/weights/load", data))
         raw = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert b" 200 " in raw.split(b"\r\n", 1)[0], raw
@@ -155,6 +150,7 @@ def main() -> int:
         save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, folder / "model.safetensors")
         command = [sys.executable, "-m", "paceline.cli", "serve", "paceline:quickstart", "--name", "soak"]
         command += ["--port", str(PORT), "--allow", name, "--isolate" if given.isolate else "--no-isolate"]
+        command += ["--api-key", KEY]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

@@ -65,6 +65,11 @@ def start_nursery() -> str:
     return address
 
 
+def own(command: list[str]) -> list[str]:
+    """A command without `-P`, which keeps the current folder off the path."""
+    return command[1:] if command[:1] == ["-P"] else command
+
+
 class Launched(subprocess.Popen):
     """A process out of the nursery: `python -m module`, `python -c code` or `python script.py`, with this Python."""
 
@@ -72,7 +77,7 @@ class Launched(subprocess.Popen):
 
     @staticmethod
     def knows(command: list[str]) -> bool:
-        return command[:1] in (["-m"], ["-c"]) or (bool(command) and command[0].endswith(".py"))
+        return own(command)[:1] in (["-m"], ["-c"]) or (bool(command) and command[0].endswith(".py"))
 
     def _execute_child(self, *given) -> None:
         asked = dict(zip(PARAMETERS, given, strict=True))
@@ -139,7 +144,7 @@ class LaunchedPaceline(Launched):
 
     @staticmethod
     def knows(command: list[str]) -> bool:
-        return command[:1] == ["-m"] and command[1].split(".")[0] == "paceline"
+        return own(command)[:1] == ["-m"] and own(command)[1].split(".")[0] == "paceline"
 
 
 def _imports(environment) -> dict[str, str]:

@@ -52,7 +52,7 @@ class Wish:
     """What to run, and with what."""
 
     command: list[str]
-    """After the interpreter: `-m module ...`, `-c code ...` or `script.py ...`."""
+    """After the interpreter: `-m module ...`, `-c code ...` or `script.py ...`, or `-P` and one of these."""
     folder: str
     environment: dict[str, str]
     session: bool
@@ -146,9 +146,11 @@ def become(wish: Wish) -> None:
     numpy.random.seed()
     torch.default_generator.seed()
     _start_others_alike()
-    kind, *rest = wish.command
+    safe, command = wish.command[0] == "-P", wish.command[wish.command[0] == "-P" :]
+    kind, *rest = command
     paths = [path for path in wish.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:1] = [str(Path(kind).parent.resolve()) if kind not in ("-m", "-c") else wish.folder, *paths]
+    first = str(Path(kind).parent.resolve()) if kind not in ("-m", "-c") else wish.folder
+    sys.path[:1] = paths if safe else [first, *paths]
     if kind == "-m":
         name, *sys.argv[1:] = rest
         sys.modules.pop(name, None)  # it will be `__main__`
@@ -159,7 +161,7 @@ def become(wish: Wish) -> None:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(code, "<string>", "exec"), main.__dict__)
     else:
-        sys.argv = wish.command
+        sys.argv = command
         runpy.run_path(kind, run_name="__main__")
 
 

@@ -10,6 +10,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs CUDA", allow_module_level=True)
 
+from torch._dynamo.utils import counters
+
 from conftest import tiny_model
 from paceline import RunConfig
 from paceline.cluster.torch_kit import background_compile, engine_for
@@ -56,6 +58,7 @@ async def _wait_for(job) -> None:
 @pytest.mark.usefixtures("_empty_cache")
 def test_engine_and_trainer_switch_to_compiled_code_and_go_on_as_before():
     """One law for both, as each worker takes half a minute: log probabilities, versions and losses stay the same."""
+    counters.clear()
     model = tiny_model(dtype=torch.bfloat16).cuda()
     engine = engine_for(twin(model), CONFIG)
     trainer_job = background_compile("trainer", CONFIG, model)
@@ -98,5 +101,7 @@ def test_engine_and_trainer_switch_to_compiled_code_and_go_on_as_before():
         assert np.abs(np.array(old.logprobs) - np.array(scores[len(request.prompt_ids) :])).mean() < 2e-2
     assert [c.versions for c in after] == [[0] * len(c.token_ids) for c in after]
     assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=2e-2)
+    # Of each part: rotary embedding, layer, norm. One layer's code serves all layers and any number of tokens.
+    assert counters["stats"]["unique_graphs"] <= 6
     assert background_compile("trainer", CONFIG, model).is_cached
     assert engine_for(twin(model), CONFIG)._runner._compile, "a later run starts compiled"

@@ -34,16 +34,23 @@ class Server:
     process: subprocess.Popen
     url: str
     log: Path
+    key: str | None = None
+
+    @property
+    def bearer(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     @property
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(**PLAIN))
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, http_client=httpx.Client(**PLAIN)
+        )
 
     def get(self, path: str, **more) -> httpx.Response:
-        return httpx.get(self.url + path, **PLAIN, **more)
+        return httpx.get(self.url + path, **PLAIN | {"headers": self.bearer} | more)
 
     def post(self, path: str, body=None, **more) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, **PLAIN, **more)
+        return httpx.post(self.url + path, json=body, **PLAIN | {"headers": self.bearer} | more)
 
     def load(self) -> int:
         """Requests that run or wait in the engine."""
@@ -82,8 +89,11 @@ def becomes(condition: Callable[[], bool], seconds: float = 240) -> bool:
 
 
 @contextmanager
-def served(*arguments: str, model: str = MODEL, starts: type[subprocess.Popen] = Launched) -> Generator[Server]:
+def served(
+    *arguments: str, model: str = MODEL, starts: type[subprocess.Popen] = Launched, key: str | None = None
+) -> Generator[Server]:
     """Start the real command on a free port and wait for its line; with `subprocess.Popen` in a fresh interpreter."""
+    arguments += ("--api-key", key) if key else ()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr.txt"
         command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0", *arguments]
@@ -93,7 +103,7 @@ def served(*arguments: str, model: str = MODEL, starts: type[subprocess.Popen] =
             assert process.stdout is not None
             ready = READY.match(process.stdout.readline())
             assert ready, log.read_text()
-            yield Server(process, ready[2], log)
+            yield Server(process, ready[2], log, key)
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -15,6 +15,7 @@ from paceline.trainer import TorchTrainer, TrainerError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 BRIEF = ["--name=two", "--steps=2", "--batch-size=16", "--eval.every=0", "--model.lora.rank=4", "--staleness=0"]
+BRIEF += ["--engine.max-running=32", "--engine.max-context=64"]
 
 
 @pytest.fixture

@@ -425,6 +425,22 @@ def verifiers_environment(**settings):
 
 
 @needs("verifiers")
+def test_a_taskset_may_be_a_file_of_any_folder(tmp_path, monkeypatch):
+    """The folder is importable afterwards, in this process and in those it starts."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    file = tmp_path / "sums_in_a_file.py"
+    file.write_text(textwrap.dedent(TASKSETS["sums_v1"]))
+    environment = verifiers_environment(id=str(file), args={"count": 2})
+    assert [row["prompt"] for row in environment.examples("train")] == ["add: 0+0", "add: 1+1"]
+    assert (sys.path[-1], os.environ["PYTHONPATH"]) == (str(tmp_path), str(tmp_path))
+    with pytest.raises(EnvError, match="`json` is another module"):
+        verifiers_environment(id=str(file.rename(tmp_path / "json.py")))
+    with pytest.raises(EnvError, match="no such file"):
+        verifiers_environment(id=str(file))
+
+
+@needs("verifiers")
 def test_a_taskset_runs_unchanged_with_its_rewards_and_metrics(stage, tasksets):
     environment = verifiers_environment(
         id="sums-v1", args={"count": 3}, eval_args={"first": 7, "count": 9}, eval_size=2

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -49,11 +48,9 @@ class Trained:
 def train(folder: Path, file: str, *arguments: str) -> Trained:
     """Two steps of a run file. Sampler and trainer take turns: otherwise a batch holds whatever was played first, and
     what is checked would depend on the machine's haste."""
-    paths = os.pathsep.join([str(DOORS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "paceline", "train", str(DOORS / file), "--name", "run", "--steps", "2"]
     settings = ["--staleness", "0", "--eval.every", "0", "--record.rollouts", "100"]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = launching.run([*command, *settings, *arguments], timeout=240, cwd=folder, env=environment)
+    done = launching.run([*command, *settings, *arguments], timeout=240, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return Trained(folder / "runs" / "run")
 

@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from once import once
 from paceline.cli import main
 from paceline.cluster import train
+from paceline.cluster.evaluations import find_targets
 from paceline.config import RunConfig, dump, load
+from paceline.config.serve import load_served
 from paceline.data import Ticket
+from paceline.model.manifest import write_manifest
 from paceline.orchestrator.evaluation import intervals, summarise
 from paceline.rollout import Rollout
 from paceline.trainer import checkpoint as checkpoints
@@ -102,6 +105,21 @@ def test_keys_of_the_command_line_change_the_episodes(run: Path, capsys):
     assert table["pass@1"] == table["pass@2"], "greedy tries are alike"
 
 
+def test_a_target_is_named_as_for_train(run: Path, tmp_path: Path, monkeypatch):
+    """An example, as in the repository too, and an environment's type with its keys; a folder is always a model."""
+    names = ["quickstart", "examples/quickstart.toml", "reverse-text"]
+    targets = find_targets(names, [])
+    assert [target.config.name for target in targets] == ["quickstart", "quickstart", "reverse-text"]
+    (target,) = find_targets(["reverse-text"], ["--eval-examples", "5"])
+    assert target.config.env[0].model_dump()["eval_examples"] == 5
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").symlink_to(run / "export")
+    (target,) = find_targets(["quickstart"], [], env="reverse-text")
+    assert target.config.model.name == "quickstart"
+    (tmp_path / "policy.gguf").touch()
+    assert load_served("policy.gguf", []).config.model.name == "policy.gguf"
+
+
 def test_a_run_without_checkpoints_is_evaluated_by_its_export(copy: Path, capsys):
     shutil.rmtree(copy / "checkpoints")
     (copy / "checkpoints").mkdir()
@@ -120,6 +138,7 @@ def test_a_run_without_checkpoints_is_evaluated_by_its_export(copy: Path, capsys
         ([QUICKSTART], "add --env TYPE"),
         ([QUICKSTART, "--env", "reverse-text", "--file", "x.toml"], "leave one of them out"),
         (["{run}@7"], "has no whole checkpoint of step 7: it has @1, @2"),
+        (["quikstart"], "did you mean `quickstart`?"),
         (["{run}/export/adapter", "--env", "reverse-text"], "is a LoRA adapter: evaluate its run"),
     ],
 )
@@ -195,6 +214,7 @@ def test_a_killed_runs_shards_are_exported_like_one_file(copy: Path, capsys):
     finally:
         leave()
     (newest / "trainer.safetensors").unlink()
+    write_manifest(newest)
     assert list((newest / "trainer").glob("*.safetensors"))
     written = copy.parent / "written"
     (copy / "export").rename(written)

@@ -1,5 +1,7 @@
 """The first runs of a new user: examples by name, files to begin with, runs that were moved, one sentence a failure."""
 
+import tomllib
+
 import pytest
 
 from paceline.config.starters import KINDS
@@ -32,6 +34,7 @@ def test_an_example_trains_from_any_folder_and_its_run_may_be_moved(here, tmp_pa
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["b"]
     assert "going on after step 2" in done.stdout
     assert (tmp_path / "runs" / "b" / "checkpoints" / "step-000003").is_dir()
+    assert "resume" not in tomllib.loads((tmp_path / "runs" / "b" / "config.toml").read_text())
 
     # Fewer steps than the run has behind it: what the number counts, and what to type.
     done = here("train", "runs/b", "--resume", "latest", "--steps", "1")

@@ -29,13 +29,13 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
-    with served("--engine.max_context", "48", "--engine.max_running", "64", "--allow", str(folder)) as running:
+    with served("--engine.max_context", "48", "--engine.max_running", "64", "--allow", str(folder), key="k") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def schema(server):
-    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=server.bearer)
 
 
 seen: Counter[int] = Counter()
@@ -81,7 +81,7 @@ def test_the_server_keeps_its_word(server, schema, route, mode):
     def call(case):
         if mode is GenerationMode.POSITIVE:
             case.body = tame(case.body)
-        response = case.call(timeout=60)
+        response = case.call(timeout=60, headers=server.bearer)
         seen[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
 

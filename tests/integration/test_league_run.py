@@ -72,7 +72,7 @@ def test_the_past_is_met_rated_and_survives_a_restart(tmp_path, capsys, more):
 def test_a_resumed_league_goes_on_as_the_unbroken_one_did(tmp_path):
     """On one machine the very same losses: the policy meets whom it would have met, and they are who they were."""
     settings = {"steps": 3, "batch_size": 8, "staleness": 0, "deterministic": "true", "checkpoint__every": 2}
-    settings |= {"env__0__league__every": 1, "trainer__threads": 1}  # however many cores there are
+    settings |= {"env__0__league__every": 1, "engine__threads": 1, "trainer__threads": 2}  # each keeps its own
     whole = run(tmp_path / "whole", **settings)
     at = tmp_path / "whole" / "league" / "checkpoints" / "step-000002"
     part = run(tmp_path / "part", resume=at, **settings)

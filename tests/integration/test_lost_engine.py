@@ -52,7 +52,8 @@ def counted(ask):
 def start(command, **more):
     code = CODE + "config = serving.RunConfig.model_validate_json(sys.stdin.buffer.read())\\n"
     code += "serving.host_engine(int(sys.argv[1]), config)"
-    return started([sys.executable, "-c", code, command[-1]], **more)
+    start = getattr(sys.modules.get("launching"), "Launched", started)  # it need not import everything again
+    return start([sys.executable, "-c", code, command[-1]], **more)
 
 
 Scheduler.schedule, scorer.score, serving.subprocess.Popen = schedule, score, start

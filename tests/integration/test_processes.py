@@ -33,7 +33,7 @@ deterministic = true
 every = 3
 examples = 16
 [engine]
-max_running = 64
+max_running = 32
 max_context = 64
 [trainer]
 threads = 1
@@ -115,6 +115,42 @@ def test_the_same_bits_as_local_whoever_is_killed(run_file, forked):
     assert (result.outcome.export / "model.safetensors").is_file()
     assert not (killed / ".live" / "weights").exists()
     assert [child.process.poll() is not None for child in run.children.values()] == [True] * 3
+
+
+TASK = """
+import importlib.util
+import paceline
+from words import WORDS  # beside this file
+
+class Task(paceline.SingleTurn):
+    def examples(self, split):
+        assert importlib.util.find_spec("planted") is None, "the current folder is on the path"
+        return [{"messages": [{"role": "user", "content": f"copy: {word}"}]} for word in WORDS]
+
+    def score(self, example, reply):
+        return paceline.Outcome.solo(float(len(reply.text)))
+"""
+LOSS = """
+import importlib.util
+
+def loss(streams):
+    assert importlib.util.find_spec("planted") is None, "the current folder is on the path"
+    return -streams.advantages * streams.logprobs
+"""
+
+
+def test_the_current_folder_is_on_no_childs_path_and_user_code_is_found(run_file, tmp_path, forked):
+    """A `grp.py` that lies there would hide Python's own. The task finds what lies beside it."""
+    (tmp_path / "planted.py").write_text("")
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "task.py").write_text(TASK)
+    (tmp_path / "task" / "words.py").write_text("WORDS = ['ab', 'cd', 'ef', 'gh']")
+    (tmp_path / "task" / "losses.py").write_text(LOSS)
+    hooks = ("--env.0.type", "custom", "--env.0.import_path", "task/task.py:Task")
+    hooks += ("--trainer.loss.type", "custom", "--trainer.loss.import_path", "task/losses.py:loss")
+    short = ("--steps", "1", "--batch_size", "8", "--eval.every", "0", "--record.batches", "0")
+    result = Supervisor(config_of(run_file, "--name", "clean", "--placement", "processes", *hooks, *short)).run()
+    assert result.outcome.status == "finished", result.outcome.cause
 
 
 def test_what_cannot_start_is_said_at_once(run_file, capfd):

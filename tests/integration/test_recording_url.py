@@ -142,6 +142,60 @@ def test_a_stream_says_and_records_the_same(house):
     asyncio.run(story())
 
 
+def test_every_chunk_may_count_tokens(house):
+    async def story() -> None:
+        async with house.open() as seats, asynchronous(await seats().base_url()) as client:
+            usage = {"include_usage": True, "continuous_usage_stats": True}
+            stream = await client.chat.completions.create(
+                model="any", messages=ASK, stream=True, stream_options=usage, n=2
+            )
+            *chunks, last = [chunk async for chunk in stream]
+            counts = {chunk.choices[0].index: chunk.usage.completion_tokens for chunk in chunks}
+            assert sum(counts.values()) == last.usage.completion_tokens > 0
+
+    asyncio.run(story())
+
+
+def call_of(response) -> list[dict]:
+    return [item.model_dump(exclude_none=True) for item in response.output]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_responses_api_records_what_a_chat_records(house, stream):
+    """Two turns with a call between them: what the client hands back goes on from the recorded tokens."""
+    spelled = 'ok <tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+    ids = [*house.tokenizer.encode(spelled, add_special_tokens=False), min(house.ends)]
+    tool = {"type": "function", **TOOL["function"], "strict": False}
+    agents = {"model": "any", "tools": [tool], "tool_choice": "required", "temperature": 0.0, "max_output_tokens": 5}
+
+    async def respond(client, **body):
+        if not stream:
+            return await client.responses.create(**agents, **body)
+        async with client.responses.stream(**agents, **body) as events:
+            return await events.get_final_response()
+
+    async def story() -> None:
+        async with house.open(Parrot(ids)) as seats:
+            seat, direct = seats(), seats()
+            async with asynchronous(await seat.base_url()) as client:
+                answer = await respond(client, input="reverse: planet", instructions="be brief")
+                assert (answer.status, answer.output_text, answer.temperature) == ("completed", "ok", 1.0)
+                assert answer.usage.output_tokens == len(ids)
+                call = answer.output[-1]
+                assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "add", {"a": 1})
+                result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+                await respond(client, input=[*ASK, *call_of(answer), result], instructions="be brief")
+            first, second = seat.turns
+            told = [{"role": "system", "content": "be brief"}, *ASK]
+            await direct.chat(told, [TOOL | {"function": TOOL["function"] | {"strict": False}}])
+            assert first.prompt_ids == direct.turns[0].prompt_ids
+            before = first.prompt_ids + ids
+            assert second.prompt_ids[: len(before)] == before
+            assert seat.overrides == {"temperature": 2, "tool_choice": 2, "max_completion_tokens": 2}
+
+    asyncio.run(story())
+
+
 def test_a_conversation_over_http_goes_on_from_the_recorded_ids(house):
     """Whatever client object the agent hands back: the message, its dump, or its dump without the empty fields."""
 
@@ -248,6 +302,24 @@ def test_the_runs_settings_win_and_only_differences_are_counted(house):
     asyncio.run(story())
 
 
+def test_an_agents_wishes_are_counted_and_change_nothing(house):
+    wishes = {"tool_choice": "required", "parallel_tool_calls": False, "reasoning_effort": "low"}
+    unknown = {"guided_json": {}, "colour": 1, "caching": {"a": 1}, "skip_special_tokens": True}
+
+    async def story() -> None:
+        async with house.open() as seats:
+            over_http, direct = seats(5), seats(5)
+            url = await over_http.base_url()
+            said = {"role": "user", "content": "reverse: planet", "cache_control": {"type": "ephemeral"}}
+            await create(url, messages=[said], tools=[TOOL], **wishes, extra_body=unknown)
+            await direct.chat(ASK, [TOOL])
+            assert tokens(over_http) == tokens(direct)
+            noted = [*wishes, "guided_json", "colour", "caching", "messages.cache_control"]
+            assert over_http.overrides == dict.fromkeys(noted, 1)
+
+    asyncio.run(story())
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 JSON = {"Content-Type": "application/json"}
@@ -258,9 +330,12 @@ BAD = [
     ("chat/completions", b"{}", JSON, 400, "`messages` is missing"),
     ("chat/completions", {"messages": []}, JSON, 400, "messages"),
     ("chat/completions", {"messages": [{"role": "king", "content": "?"}]}, JSON, 400, "role"),
-    ("chat/completions", {"messages": ASK, "colour": 1}, JSON, 400, "no field `colour`"),
+    ("chat/completions", {"messages": ASK, "tols": []}, JSON, 400, "did you mean `tools`"),
+    ("chat/completions", {"messages": ASK, "chat_template": "x"}, JSON, 400, "not supported"),
     ("chat/completions", {"messages": ASK, "n": 0}, JSON, 400, "n"),
-    ("chat/completions", {"messages": ASK, "tools": [TOOL], "tool_choice": "required"}, JSON, 400, "tool_choice"),
+    ("responses", {"input": "a", "previous_response_id": "resp_1"}, JSON, 400, "not supported"),
+    ("responses", {"input": [{"type": "reasoning"}]}, JSON, 400, "only items of type"),
+    ("responses", {"messages": ASK}, JSON, 400, "input"),
     ("chat/completions", {"messages": ASK, "chat_template_kwargs": {"a": 1}}, JSON, 400, "chat template"),
     ("chat/completions", {"messages": ASK, "stream_options": {}}, JSON, 400, "stream"),
     ("chat/completions", {"messages": [{"role": "user", "content": "a" * 2000}]}, JSON, 400, "tokens"),

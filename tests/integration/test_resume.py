@@ -25,7 +25,7 @@ every = 2
 examples = 32
 concurrency = 8
 [engine]
-max_running = 64
+max_running = 40
 max_context = 64
 [trainer]
 threads = 1

@@ -29,6 +29,7 @@ from paceline.cluster.rollouts import RolloutOptions, pick_section, play_some, r
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import ReverseText
 from paceline.config.env.retrieval import Retrieval as RetrievalConfig
+from paceline.config.inference import Engine
 from paceline.config.target import load_target
 from paceline.data import Cursor
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
@@ -281,7 +282,7 @@ def test_an_endpoint_that_is_not_there_ends_everything_with_a_sentence():
 
 
 def small() -> RunConfig:
-    return RunConfig(env=[ReverseText()], deterministic=True)
+    return RunConfig(env=[ReverseText()], deterministic=True, engine=Engine(max_running=8, max_context=64))
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +307,7 @@ def test_the_quickstart_model_really_plays(local):
 
 def test_the_same_episodes_are_played_behind_a_server_of_the_same_model(local):
     config = small()
-    with served("--deterministic") as server:
+    with served("--deterministic", "--engine.max-running=8", "--engine.max-context=64") as server:
         for url in (server.url, f"{server.url}/v1"):
             records = played(build_environment(config.env[0]), RolloutOptions(count=6, endpoint=url), config)
             for ours, theirs in zip(local, records, strict=True):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from launching import Launched
+from launching import Launched, run
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
@@ -27,11 +27,6 @@ SMALL = ["--batch-size", "32", "--eval.every", "0", "--engine.max-running", "32"
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "paceline", *arguments]
-
-
-def paceline(folder: Path, *arguments: str, timeout: float = 880) -> subprocess.CompletedProcess:
-    """Run the command in `folder`, where its `runs/` will be, in a fresh interpreter."""
-    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def lines(path: Path) -> list[dict]:
@@ -51,19 +46,21 @@ def test_at_staleness_0_sampling_and_training_take_turns(tmp_path, here):
 
 
 def test_the_quickstart_learns_while_sampling_and_training_overlap(tmp_path):
-    done = paceline(tmp_path, "train", QUICKSTART, "--staleness", "2", *ALONE)
+    """Half of its steps, and more than half of the way: `make demo` runs all of it."""
+    half = ["--steps", "15", "--eval.every", "15"]
+    done = run(command("train", QUICKSTART, "--staleness", "2", *half, *ALONE), timeout=880, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = metrics(tmp_path)
     exact = [line["eval/reverse-text/exact"] for line in steps if "eval/reverse-text/exact" in line]
     assert exact[0] <= 0.30
-    assert exact[-1] >= 0.80
+    assert exact[-1] >= 0.60
     assert max(line["overlap_ratio"] for line in steps[1:]) > 0.05
     assert max(line["staleness/max"] for line in steps[1:]) <= 2
     assert len(done.stdout.strip().splitlines()[-3:]) == 3
-    run = tmp_path / "runs" / "quickstart"
-    assert (run / "rewards.png").read_bytes().startswith(b"\x89PNG")
-    assert (run / "export" / "model.safetensors").is_file()
-    assert (run / "export" / "tokenizer.json").is_file()
+    saved = tmp_path / "runs" / "quickstart"
+    assert (saved / "rewards.png").read_bytes().startswith(b"\x89PNG")
+    assert (saved / "export" / "model.safetensors").is_file()
+    assert (saved / "export" / "tokenizer.json").is_file()
 
 
 def test_a_resume_that_is_refused_costs_nothing(tmp_path, here):
@@ -178,7 +175,7 @@ def test_bad_input_gets_one_sentence(user, here, arguments, sentence):
 
 
 def test_the_command_itself_complains_and_tells_the_shell(user):
-    done = paceline(user, "train", "run.toml", "--group-size", "5")
+    done = run(command("train", "run.toml", "--group-size", "5"), cwd=user)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("paceline: ")
     assert done.stderr.count("\n") == 1

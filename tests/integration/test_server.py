@@ -19,7 +19,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save, save_file
-from serving import MODEL, PLAIN, becomes, served
+from serving import MODEL, PLAIN, Server, becomes, served
 
 from launching import Launched
 from paceline.cli import main
@@ -38,7 +38,15 @@ def allowed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(allowed):
     with served(
-        "--allow", str(allowed), "--max-body-bytes", "1000000", "--engine.max_running", "32", "--engine.adapters", "2"
+        "--allow",
+        str(allowed),
+        "--max-body-bytes",
+        "1000000",
+        "--engine.max_running",
+        "32",
+        "--engine.adapters",
+        "2",
+        key="of the trainer",
     ) as running:
         yield running
 
@@ -68,6 +76,50 @@ def test_a_stream_says_what_the_whole_answer_says(client):
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
+def test_every_chunk_may_count_tokens(client):
+    """guidellm and vLLM's benchmark ask for it."""
+    ask = {"model": MODEL, "prompt": "Q", "max_tokens": 12, "n": 2, "extra_body": {"ignore_eos": True}}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = list(client.completions.create(**ask, stream=True, stream_options=usage))
+    counts = [[c.usage.completion_tokens for c in chunks if c.choices[0].index == index] for index in range(2)]
+    assert all(some == sorted(some) and some[-1] == 12 for some in counts)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {1}
+    assert (last.choices, last.usage.completion_tokens) == ([], 24)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_do_not_exist_are_ignored_and_named(server, path, stream):
+    said = {"role": "user", "content": "copy: abc", "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [said], "max_tokens": 2} if "chat" in path else {"input": [said], "max_output_tokens": 2}
+    answer = server.post(path, body | {"colour": 1, "bad\r\nname": 1, "nothing": None, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    named = answer.headers["paceline-ignored"].split(", ")
+    assert sorted(named) == ["(no identifier)", "colour", f"{'messages' if 'chat' in path else 'input'}.cache_control"]
+    assert "paceline-ignored" not in server.post(path, body | {next(iter(body)): "x"}).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_what_a_chat_says(client, stream):
+    system = {"role": "system", "content": "be brief"}
+    ask = {"model": MODEL, "temperature": 0}
+    chat = client.chat.completions.create(**ask, messages=[system, *CHAT], max_tokens=5)
+    body = ask | {"input": CHAT, "instructions": "be brief", "max_output_tokens": 5, "metadata": {"a": "b"}}
+    if stream:
+        with client.responses.stream(**body) as events:
+            first, *_, last = list(events)
+        assert (first.type, last.type) == ("response.created", f"response.{last.response.status}")
+        answer = last.response
+    else:
+        answer = client.responses.create(**body)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.usage.output_tokens == chat.usage.completion_tokens
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    cut = chat.choices[0].finish_reason == "length"
+    assert answer.status == ("incomplete" if cut else "completed")
+    assert (answer.metadata, answer.store) == ({"a": "b"}, False)
+
+
 def test_a_seed_repeats_and_choices_differ(client):
     def texts(seed):
         ask = {"model": MODEL, "prompt": "Q", "max_tokens": 12, "temperature": 3.0, "n": 4, "seed": seed}
@@ -85,9 +137,9 @@ def test_n_choices_of_several_prompts_come_in_order(client):
     assert answer.usage.prompt_tokens == 4
 
 
-async def ask_all(url: str, count: int) -> list[str]:
+async def ask_all(server: Server, count: int) -> list[str]:
     plain = httpx.AsyncClient(**PLAIN)
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=plain) as client:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, http_client=plain) as client:
 
         async def one(index: int) -> str:
             stream = await client.chat.completions.create(
@@ -103,7 +155,7 @@ async def ask_all(url: str, count: int) -> list[str]:
 
 
 def test_async_clients_share_the_engine(server):
-    assert len(set(asyncio.run(ask_all(server.url, 40)))) == 1
+    assert len(set(asyncio.run(ask_all(server, 40)))) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,6 +273,9 @@ REFUSED = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"max_tokens": 1}, 400, "messages"),
     ("/v1/chat/completions", ASK | {"tempurature": 1}, 400, "tempurature"),
+    ("/v1/chat/completions", ASK | {"guided_json": {"type": "object"}}, 400, "guided_json"),
+    ("/v1/chat/completions", ASK | {"reasoning_effort": "high"}, 400, "reasoning_effort"),
+    ("/v1/chat/completions", ASK | {f"x{i}": i for i in range(65)}, 400, None),
     ("/v1/chat/completions", ASK | {"temperature": -1}, 400, "temperature"),
     ("/v1/chat/completions", ASK | {"temperature": "hot"}, 400, "temperature"),
     ("/v1/chat/completions", ASK | {"top_p": 0}, 400, "top_p"),
@@ -240,6 +295,12 @@ REFUSED = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 20_000}]}, 400, None),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
+    ("/v1/responses", {"input": []}, 400, "input"),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+    ("/v1/responses", {"input": "a", "reasoning": {"effort": "high"}}, 400, "reasoning"),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, 400, "tools.0"),
+    ("/v1/responses", {"input": "a", "max_tokens": 5}, 400, "max_tokens"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input.0"),
     ("/v1/completions", {"prompt": ""}, 400, "prompt"),
     ("/v1/completions", {"prompt": []}, 400, "prompt"),
     ("/v1/completions", {"prompt": [[]]}, 400, "prompt"),
@@ -297,12 +358,12 @@ def test_parts_that_are_no_text_are_refused_by_name(server, client, part, senten
 
 def test_bodies_that_are_no_json_or_too_long_are_refused(server):
     def post(data: bytes | Iterable[bytes], kind: str = "application/json") -> int:
-        headers = {"Content-Type": kind}
+        headers = server.bearer | ({"Content-Type": kind} if kind else {})
         return httpx.post(server.url + "/v1/completions", content=data, headers=headers, **PLAIN).status_code
 
     assert post(b'{"prompt": "a"') == post(b'{"prompt": "\xff"}') == post(b"[" * 10_000) == 400
     assert post(b'{"prompt": "\\ud800"}') == post(b'{"prompt": "a", "temperature": NaN}') == post(b"") == 400
-    assert post(b'{"prompt": "a"}', "text/plain") == 415
+    assert post(b'{"prompt": "a"}', "text/plain") == post(b'{"prompt": "a"}', "") == 415
     assert post(b" " * 1_000_001) == 413
 
     def endless():
@@ -332,6 +393,7 @@ def test_a_client_that_leaves_frees_its_places(server, stream):
     """Waiting, or in the middle of its stream: from when the server knows, nothing more is sampled for it."""
     body = json.dumps(LONG | {"n": 32, "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    head += f"\r\nAuthorization: {server.bearer['Authorization']}"
     host, port = server.url.removeprefix("http://").split(":")
     if not stream:
         server.post("/pause")
@@ -516,7 +578,7 @@ def test_the_key_is_asked_for_and_a_signal_lets_requests_finish(monkeypatch):
 
 
 def test_requests_that_outlast_the_grace_are_cancelled_and_a_full_queue_says_429():
-    with served("--grace", "0", "--engine.max_running", "1", "--engine.max_waiting", "1") as server:
+    with served("--grace", "0", "--engine.max_running", "1", "--engine.max_waiting", "1", key="k") as server:
         assert server.post("/pause").status_code == 200
         refused: list[httpx.Response] = []
         cancelled: list[int] = []
@@ -578,7 +640,7 @@ def test_an_engine_in_its_own_process_serves_alike_and_its_death_is_told(server,
     tensors = load_file(f"{resolve(MODEL)}/model.safetensors")
     save_file({"model.norm.weight": tensors["model.norm.weight"] * 1.5}, tmp_path / "new.safetensors")
     isolated = ("--isolate", "--allow", str(tmp_path), "--engine.max_running", "32")
-    with served(*isolated, starts=naming_its_engine) as other:
+    with served(*isolated, starts=naming_its_engine, key="of the trainer") as other:
         engine = int(re.search(r"the engine is process (\d+)", other.log.read_text())[1])
         ask = {"model": MODEL, "messages": CHAT, "seed": 3, "max_tokens": 24, "logprobs": True}
         mine, theirs = (one.openai.chat.completions.create(**ask) for one in (server, other))
@@ -599,7 +661,11 @@ def test_an_engine_in_its_own_process_serves_alike_and_its_death_is_told(server,
         with (
             contextlib.suppress(httpx.ReadTimeout),
             httpx.stream(
-                "POST", other.url + "/v1/chat/completions", json=LONG | {"n": 32}, timeout=httpx.Timeout(60, read=0.3)
+                "POST",
+                other.url + "/v1/chat/completions",
+                json=LONG | {"n": 32},
+                headers=other.bearer,
+                timeout=httpx.Timeout(60, read=0.3),
             ) as answer,
         ):
             answer.read()

@@ -21,7 +21,8 @@ def server():
 
 async def one(port: int, body: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
     writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
     answer = await reader.read(-1)
     writer.close()

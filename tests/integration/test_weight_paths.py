@@ -192,13 +192,15 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
     weights.mkdir()
     (tmp_path / "saved").mkdir()
     engine = EmbeddedEngine(twin(model), inference.Engine(threads=1))
-    app = build_app(engine, load("quickstart"), [], name="tiny", allowed=[weights], max_body_bytes=1 << 26)
+    app = build_app(engine, load("quickstart"), [], name="tiny", api_key=KEY, allowed=[weights], max_body_bytes=1 << 26)
     client = Counted("http://here", folder=weights)
     host = TrainerHost(trainer, None, weights, Hello(life(), 0, 1, "cpu", (1,)))
 
     async def run():
         serving = asyncio.ensure_future(host.serve(address))
-        wire = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+        wire = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://here", headers={"Authorization": f"Bearer {KEY}"}
+        )
         monkeypatch.setattr(client, "_client", lambda: wire)
         remote = RemoteTrainer(address)
         async with app.router.lifespan_context(app), wire:

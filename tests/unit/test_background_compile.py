@@ -14,6 +14,8 @@ from paceline.cluster.torch_kit import background_compile
 from paceline.config import RunConfig, inference
 from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model.background_compile import CACHE_VARIABLE, SWITCH_SECONDS, BackgroundCompile, compile_cache
+from paceline.model.compiling import number_layers
+from paceline.model.shape import attention_shape
 
 READS = "import json, sys; spec = json.load(sys.stdin); "
 
@@ -102,10 +104,10 @@ def test_a_few_layers_hold_one_of_each_kind():
     kinds = ["sliding", "sliding", "sliding", "sliding", "full", "sliding"]
     cut = compile_worker.few_layers({"num_hidden_layers": 6, "layer_types": kinds, "hidden_size": 8, "pair": [1, 2]})
     assert cut == {"num_hidden_layers": 5, "layer_types": kinds[:5], "hidden_size": 8, "pair": [1, 2]}
-    assert compile_worker.few_layers({"num_hidden_layers": 24})["num_hidden_layers"] == 3
-    assert compile_worker.few_layers({"num_hidden_layers": 2})["num_hidden_layers"] == 2
+    assert compile_worker.few_layers({"num_hidden_layers": 24})["num_hidden_layers"] == 2
+    assert compile_worker.few_layers({"num_hidden_layers": 1})["num_hidden_layers"] == 1
     inner = compile_worker.few_layers({"text_config": {"num_hidden_layers": 9}, "other": 1})
-    assert inner == {"text_config": {"num_hidden_layers": 3}, "other": 1}
+    assert inner == {"text_config": {"num_hidden_layers": 2}, "other": 1}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
@@ -166,3 +168,11 @@ def test_an_engine_switches_between_two_steps_and_changes_no_answer():
         return [(c.token_ids, c.logprobs, c.versions) for c in done]
 
     assert asyncio.run(tokens(True)) == asyncio.run(tokens(False))
+
+
+def test_numbered_layers_have_the_same_shape():
+    """A model may be looked at once its layers are compiled."""
+    model = tiny_model()
+    before = attention_shape(model)
+    number_layers(model.get_decoder())
+    assert attention_shape(model) == before

@@ -129,7 +129,9 @@ def test_every_example_is_valid_and_finds_its_files_from_any_folder(tmp_path, mo
             import_object(path)
         for dataset in (getattr(section, "dataset", None), getattr(section, "eval_dataset", None)):
             assert dataset is None or Path(dataset).is_file()
-    assert "examples/" not in re.sub(r"(?m)^.*PYTHONPATH.*$", "", file.read_text())
+        if (path := getattr(section, "id", "")).endswith(".py"):
+            assert Path(path).is_file()
+    assert not re.search("examples/|PYTHONPATH", file.read_text())
 
 
 # --- paths
@@ -237,12 +239,15 @@ def test_texts_that_are_no_paths_are_left_alone(tmp_path):
 def test_a_config_in_a_run_directory_means_that_directory(tmp_path, monkeypatch):
     run = tmp_path / "elsewhere" / "b"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text('name = "a"\nruns = "runs"\n')
-    assert load(run / "config.toml").config.name == "a"  # a run file of that name, and no run directory
+    (run / "config.toml").write_text('name = "a"\nruns = "runs"\nresume = "latest"\n')
+    config = load(run / "config.toml").config  # a run file of that name, and no run directory
+    assert (config.name, config.resume) == ("a", "latest")
     (run / "run.lock").touch()
     for path in (run / "config.toml", run):
         config = load(path).config
         assert (config.runs, config.name) == (str(tmp_path / "elsewhere"), "b")
+        assert config.resume is None, "that was said to the command that resumed the run"
+        assert load(path, ["--resume", "latest"]).config.resume == "latest"
     monkeypatch.chdir(run)
     assert load("config.toml").config.name == "b"
     assert load("config.toml", ["--name", "c"]).config.name == "c"

@@ -16,10 +16,12 @@ from pydantic import BaseModel
 
 from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
-from paceline.config.env import Arithmetic
+from paceline.config.env import Arithmetic, CustomEnv, Retrieval
 from paceline.config.fields import ROOT, Spot, dotted, is_union, places, spot_at
+from paceline.config.inference import Sampling
 from paceline.config.paths import resolve_paths
 from paceline.config.suggest import ALIASES, nearest_keys
+from paceline.config.trainer import Trainer
 
 # --- helpers
 
@@ -450,7 +452,7 @@ def test_command_line_errors(arguments, sentence):
         ("trainer.loss.clip_low = 1", "trainer.loss.clip_low: there is no key `clip_low` in [trainer.loss] "
          'of type `dppo`; it belongs to trainer.loss.type = "ppo" or "gspo"'),
         ("checkpoint.zzz = 1", "checkpoint.zzz: there is no key `zzz` in [checkpoint]; "
-         "the keys there are `every` and `keep`"),
+         "the keys there are `every`, `keep` and `allow_changed_rows`"),
         # Types.
         ("algo.type = 'gpro'", 'algo.type: there is no type "gpro"; did you mean "grpo"? '
          "The types are `grpo`, `max_rl`, `reward`, `constant`, `rae`, `hierarchical`, `gae`, `echo`, `opd`, "
@@ -606,6 +608,38 @@ def test_a_key_with_a_letter_missing_is_recognised_wherever_it_stands():
 def test_a_run_that_cannot_work_is_refused(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
         RunConfig(**keys)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: Trainer(lr=1e-3),  # ty: ignore[unknown-argument]
+            "Trainer: lr: there is no key `lr` in Trainer; did you mean `optimizer.lr` or `critic.lr`?",
+        ),
+        (
+            lambda: Trainer(optimizer={"lr": "1e-3"}),  # ty: ignore[invalid-argument-type]
+            'Trainer: optimizer.lr: expected a number, at least 0, got "1e-3"; write 1e-3, without quotes',
+        ),
+        (
+            lambda: Trainer(loss={"type": "cispo", "clip_hi": 1}),  # ty: ignore[invalid-argument-type]
+            "Trainer: loss.clip_hi: there is no key `clip_hi` in [loss] of type `cispo`; did you mean",
+        ),
+        (
+            lambda: Retrieval(topk=2),  # ty: ignore[unknown-argument]
+            "Retrieval: topk: there is no key `topk` in Retrieval; did you mean `top_k`?",
+        ),
+        (
+            lambda: CustomEnv(dataset="rows.jsonl"),
+            "CustomEnv: `import_path` is missing; it takes `package.module:name`",
+        ),  # ty: ignore[missing-argument]
+        (lambda: Sampling(max_tokens=0), "Sampling: max_tokens: expected a whole number, at least 1, got 0"),
+    ],
+)
+def test_a_section_made_in_python_is_refused_in_the_same_sentences(make, sentence):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(sentence)
 
 
 def test_what_is_left_out_is_filled_in():

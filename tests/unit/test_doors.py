@@ -8,10 +8,9 @@ import textwrap
 import threading
 
 import pytest
-from pydantic import ValidationError
 
 import launching
-from paceline.config import RunConfig
+from paceline.config import ConfigError, RunConfig
 from paceline.config.env import CustomEnv
 from paceline.config.env.doors import ModuleEnv, ReasoningGym
 from paceline.config.inference import Sampling
@@ -503,7 +502,7 @@ def test_a_dropped_rollout_drops_its_episode(rolled):
     ],
 )
 def test_reasoning_gym_sections_that_make_no_sense_are_refused(settings, says):
-    with pytest.raises(ValidationError, match=says):
+    with pytest.raises(ConfigError, match=says):
         ReasoningGym(**settings)
 
 

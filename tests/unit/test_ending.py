@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
+import signal
+import threading
 
 import pytest
 
 from paceline.cluster.ending import run_to_the_end
+from paceline.simulate.clock import leap
+from paceline.waits import DeadlineError, abandonable
 
 
 def test_a_task_that_refuses_to_be_cancelled_is_left_behind(caplog):
@@ -61,3 +65,53 @@ def test_an_interruption_in_the_middle_cancels_the_rest():
     with pytest.raises(KeyboardInterrupt):
         run_to_the_end(main())
     assert cleaned == [True]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_task_of_user_code_that_exits_does_not_end_the_loop(error, monkeypatch):
+    """While a run is under way SIGINT has a handler of its own, so that the exception is user code's."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+
+    async def exits():
+        raise error("mine")
+
+    async def main():
+        with pytest.raises(error, match="mine"):
+            await asyncio.gather(exits(), asyncio.sleep(0))
+        return 7
+
+    assert run_to_the_end(main()) == 7
+
+
+def test_threads_that_user_code_blocks_keep_nothing_else_waiting():
+    free = threading.Event()
+
+    async def main():
+        blocked = [asyncio.ensure_future(asyncio.to_thread(free.wait, 60)) for _ in range(64)]
+        try:
+            return await asyncio.to_thread(lambda: 7)
+        finally:
+            free.set()
+            await asyncio.gather(*blocked)
+
+    started = threading.active_count()
+    assert run_to_the_end(main()) == 7
+    assert threading.active_count() <= started + 65
+
+
+def test_work_that_swallows_its_cancellation_is_abandoned_with_its_line():
+    over = threading.Event()
+
+    async def stubborn():
+        while not over.is_set():
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(1)
+
+    async def main():
+        task = asyncio.create_task(abandonable(5, "an episode of `code`", stubborn()))
+        with pytest.raises(DeadlineError, match=r"cancelled and did not end within 30 s, at .*, line \d+, in stubborn"):
+            await task
+        over.set()
+        return asyncio.get_running_loop().time()
+
+    assert leap(main()) == 35

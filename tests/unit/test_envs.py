@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.config import env as config
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
+from paceline.envs.base import LARGEST_REWARD
+from paceline.orchestrator.episodes import metric_of
 from paceline.rollout import Reply
 
 laws = settings(max_examples=40, deadline=None)
@@ -75,10 +78,12 @@ def test_arithmetic_pays_the_exact_sum_and_nothing_else(answer, said, after):
 @laws
 @given(st.floats() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(width=32).map(np.float32))
 def test_a_reward_is_a_finite_number(reward):
-    if not isinstance(reward, str) and math.isfinite(reward):
+    if not isinstance(reward, str) and abs(reward) <= LARGEST_REWARD:
         assert Outcome.solo(reward).rewards == {POLICY: reward}
         return
-    with pytest.raises(EnvError, match=r"the reward of seat `judge` is .*: a reward must be a finite number"):
+    with pytest.raises(
+        EnvError, match=r"the reward of seat `judge` is .*: (a reward must be a finite|return a) number"
+    ):
         Outcome({POLICY: 0.0, "judge": reward})
 
 
@@ -168,6 +173,38 @@ def test_what_is_no_reward_is_a_sentence(custom, value):
 def test_a_function_may_not_return_infinity(custom, value):
     with pytest.raises(EnvError, match="must be a finite number"):
         play(custom("give"), {"value": value})
+
+
+class Sly:
+    def __float__(self):
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (1e308, "1e+308: a reward must be a finite number of at most 1e+18"),
+        (np.float64(-1e300), "a reward must be a finite number of at most"),
+        (10**400, "a reward must be one finite number (int too large to convert to float)"),
+        pytest.param(10**5000, "something of type int (Exceeds the limit", id="5000 digits"),
+        (np.ones(3), "a reward must be one finite number ("),
+        (Sly(), "a reward must be one finite number (not today)"),
+        (np.str_("1"), "return a number"),
+        (b"1", "return a number"),
+        (1j, "return a number"),
+    ],
+)
+def test_a_reward_of_any_kind_and_size_is_used_or_refused_with_its_value(custom, value, problem):
+    with pytest.raises(EnvError, match=re.escape(problem)):
+        play(custom("give"), {"value": value})
+    with pytest.raises(EnvError, match=re.escape(problem)):
+        Outcome.solo(value)
+    assert metric_of(value) is None or math.isnan(metric_of(value))
+
+
+@pytest.mark.parametrize("value", [True, 3, np.float32(0.5), np.bool_(True), np.int64(2), -1e18])
+def test_rewards_that_are_numbers_are_used(custom, value):
+    assert play(custom("give"), {"value": value}).rewards == {POLICY: float(value)}
 
 
 def test_a_class_brings_its_own_rows(custom):

@@ -5,6 +5,7 @@ Most of it in virtual time: outages of minutes pass in a moment, and what was to
 
 import asyncio
 import errno
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from paceline.config import Breaker, Checkpoint, Eval, RunConfig
 from paceline.config.env import CustomEnv
 from paceline.config.failures import Failures
 from paceline.config.inference import Sampling
-from paceline.data import Sample, Ticket
+from paceline.data import Sample, State, Ticket
 from paceline.envs import Environment, JudgeFailed, Outcome
 from paceline.envs.workers import WorkerFailed, Workers
 from paceline.failures import Drop, Fail, Retry, policy
@@ -478,6 +479,13 @@ async def garbage():
     [
         (lambda row, time: KeyError("answer"), "coins: KeyError: 'answer', at "),
         (lambda row, time: SystemExit(3), "coins: SystemExit: 3, at "),
+        (lambda row, time: KeyboardInterrupt(), "coins: KeyboardInterrupt, at "),
+        (lambda row, time: GeneratorExit(), "coins: GeneratorExit, at "),
+        (lambda row, time: pytest.fail.Exception("no"), "coins: Failed: no, at "),
+        (
+            lambda row, time: asyncio.CancelledError(),
+            "coins: something the environment awaited was cancelled (CancelledError, at ",
+        ),
         (lambda row, time: forever(), FOREVER),
         (lambda row, time: garbage(), "coins: the episode ended with 'seven': return an Outcome"),
         (lambda row, time: WorkerFailed("exited", "was killed by SIGKILL"), "coins: a worker process was killed by"),
@@ -493,6 +501,70 @@ def test_whatever_all_episodes_meet_stops_the_run_with_its_sentence(tmp_path, tr
     assert isinstance(error, RunStopped)
     assert f"5 rollouts failed in a row; the first cause: {sentence}" in str(error)
     assert seconds < 130
+
+
+def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_the_run_goes_on(tmp_path):
+    over = []
+
+    async def swallows(seat):
+        while not over:
+            try:
+                await asyncio.sleep(1)
+                await seat.complete([0, 1])
+            except BaseException:
+                continue
+        return Outcome.solo(1.0)
+
+    class Deaf(Coins):
+        async def play(self, example, seats):
+            first.append(example["row"])
+            outcome = await super().play(example, seats)
+            return await swallows(seats["policy"]) if example["row"] == first[0] else outcome
+
+    class Over(Monitor):
+        def step(self, step, metrics):
+            failed.append(metrics.get("failed/timeout", 0))
+            over.extend([True] * (step == 3))
+
+    failed: list[float] = []
+    first: list[int] = []
+    _, conductor, error, _ = conduct(tmp_path, Deaf(), monitor=Over(), trainer=Slow())
+    assert error is None
+    assert conductor.step == 3
+    assert sum(failed) == 2, "both of its group, counted as failures"
+    assert not conductor._ledger.first(State.IN_FLIGHT)
+
+
+class Slow(Counting):
+    """Waits for the slowest before its second step."""
+
+    async def step(self, batch):
+        await asyncio.sleep(200 * (self.version == 1))
+        return await super().step(batch)
+
+
+@pytest.mark.parametrize(
+    ("rest", "advice"), [(0, "the environment dropped every episode"), (1, "the environment dropped so many episodes")]
+)
+def test_rewards_that_are_always_none_end_the_run_with_the_right_advice(tmp_path, rest, advice):
+    async def none():
+        return None
+
+    notes: list[str] = []
+
+    class Notes(Monitor):
+        def note(self, text):
+            notes.append(text)
+
+    turns = itertools.count()
+    environment = Coins(lambda row, time: none() if next(turns) % 2 >= rest else None, rows=10_000)
+    pairs = CustomEnv(name="coins", import_path="x:y", group_size=2, min_group_size=2)
+    _, _, error, _ = conduct(tmp_path, environment, monitor=Notes(), env=[pairs])
+    assert isinstance(error, RunStopped)
+    assert str(error).startswith(advice)
+    assert "return a reward for" in str(error)
+    assert "An environment drops an episode by returning None" in notes[0]
+    assert "easier" not in notes[0]
 
 
 # --- workers

@@ -325,7 +325,7 @@ def test_where_somebody_else_speaks_nothing_in_flight_grows_old(tmp_path):
 # -- flow -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2), st.sampled_from([0.0, 0.5]), st.integers(5, 40))
 def test_a_slow_trainer_is_neither_run_away_from_nor_kept_waiting(tmp_path_factory, staleness, oversample, training):
     """Backpressure: only so many are begun before the next version is there. Refill: they are begun while it trains."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
+from paceline.config import ConfigError
 from paceline.config.env.graded import Code as CodeConfig
 from paceline.config.env.graded import Math as MathConfig
 from paceline.data import DataError, open_rows
@@ -575,5 +575,5 @@ def test_the_toy_answers_are_right():
 
 def test_settings_are_checked():
     for settings in ({"check_timeout": 0.0}, {"workers": 0}, {"unknown": 1}):
-        with pytest.raises(ValidationError):
+        with pytest.raises(ConfigError):
             MathConfig(dataset="rows.jsonl", **settings)

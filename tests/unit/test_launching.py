@@ -1,5 +1,7 @@
 """A process out of the nursery is what a fresh one would be: the tests that start one must not be able to tell."""
 
+import ast
+import itertools
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from launching import Launched, LaunchedPaceline, run
 
 TELL = """
@@ -43,6 +46,24 @@ def told(starts: type[subprocess.Popen], folder, passed: int) -> dict:
     assert process.returncode == 0, errors
     assert errors.startswith("heard")  # a native library may report what it leaks when the interpreter ends
     return json.loads(out)
+
+
+def test_every_python_that_is_started_keeps_the_current_folder_off_its_path():
+    """`python -m` without `-P` would import a `json.py` that happens to lie there."""
+    commands = 0
+    for file in Path(paceline.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            items = node.elts if isinstance(node, ast.List) else node.args if isinstance(node, ast.Call) else []
+            for first, second in itertools.pairwise(items):
+                if ast.unparse(first) == "sys.executable":
+                    commands += 1
+                    assert ast.unparse(second) in ("'-P'", "'-I'"), f"{file}:{node.lineno}"
+    assert commands >= 8
+
+
+def test_the_nursery_keeps_the_current_folder_off_the_path_where_it_is_told_to(tmp_path):
+    code = [sys.executable, "-P", "-c", "import os, sys; print(os.getcwd() in sys.path)"]
+    assert [run(code[:1] + code[at:], cwd=tmp_path).stdout.strip() for at in (1, 2)] == ["False", "True"]
 
 
 @pytest.fixture

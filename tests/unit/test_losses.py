@@ -188,7 +188,7 @@ def check(case, c, term):
 
 @pytest.mark.parametrize("proximal", PROXIMAL, ids=lambda p: "naive" if p is None else f"{p.level}-{p.cap}")
 @pytest.mark.parametrize(("loss", "term"), LOSSES, ids=lambda x: getattr(x, "type", ""))
-@settings(max_examples=8)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000))
 def test_every_loss_and_its_gradient_are_the_formula(loss, term, proximal, seed):
     c = config.Trainer(loss=loss)

@@ -574,7 +574,11 @@ class TestSummary:
         assert "--resume latest" in summary(self.lines(20), saved, tmp_path)[2]
         lost = RunOutcome("failed", 2, "out of memory")
         assert "failed at step 2" in summary(self.lines(2), lost, tmp_path)[0]
-        assert "--overwrite" in summary(self.lines(2), lost, tmp_path)[2]
+        assert summary(self.lines(2), lost, tmp_path)[2].endswith("config.toml --name NAME"), "two steps are kept"
+        unborn = RunOutcome("failed", 0, "out of memory")
+        assert summary([], unborn, tmp_path)[2].endswith("--overwrite")
+        (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+        assert "--overwrite" not in summary([], unborn, tmp_path)[2], "there is a checkpoint, if a damaged one"
 
 
 class TestTensorBoard:

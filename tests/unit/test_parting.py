@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.cli import main
 from paceline.cluster import session
 from paceline.config import Eval, RunConfig
+from paceline.config.inference import Engine
 from paceline.config.trainer import Trainer
 from paceline.data.sample import Sample
 from paceline.record import open_run
@@ -33,6 +34,7 @@ def trained(runs, name, **changes):
         batch_size=8,
         group_size=4,
         eval=Eval(every=2, examples=2),
+        engine=Engine(max_running=8, max_context=64),
         **{"trainer": Trainer(threads=1)} | changes,
     )
     return session.train(config).directory

@@ -19,7 +19,13 @@ from paceline.errors import PacelineError
 from paceline.model import UnsupportedModel, load_model, load_tokenizer
 from paceline.model.support import check_family
 
-SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 103,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -31,16 +37,20 @@ def model(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a model's config and a tokenizer, and no weights: enough for whatever the config decides."""
+    """A folder with a model's config and a tokenizer: enough for whatever the config decides. Without `weights` it has
+    an empty file of them."""
 
-    def make(config, **changes):
+    def make(config, weights=False, **changes):
         made = tmp_path / "folder"
         config.save_pretrained(made)
         for name in TOKENIZER:
             shutil.copy(QUICKSTART / name, made)
         file = made / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-        (made / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+        if weights:
+            hf.AutoModelForCausalLM.from_config(config).save_pretrained(made)
+        else:
+            (made / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
         return made
 
     return make
@@ -198,7 +208,7 @@ def test_a_model_of_the_hub_is_a_note_and_no_refusal():
 @pytest.mark.parametrize("kind", [hf.LlamaConfig, hf.Qwen2Config, hf.GPT2Config])
 def test_a_folder_without_a_tokenizer_says_so(folder, kind):
     """transformers makes an empty tokenizer for some families, and the run then said that the prompt is empty."""
-    made = folder(kind(**SMALL, num_key_value_heads=4))
+    made = folder(kind(**SMALL, num_key_value_heads=4), weights=True)
     for name in TOKENIZER:
         (made / name).unlink()
     with pytest.raises(PacelineError, match=r"there is no tokenizer in .*folder .*set model.tokenizer to") as refused:
@@ -216,8 +226,13 @@ def test_a_tokenizer_without_a_chat_template_is_refused(model, tmp_path):
     assert "model.chat_template: no such file" in absent
 
 
-def test_a_real_tokenizer_passes(load):
-    assert problems("--model.tokenizer", load("qwen3").name_or_path) == []
+def test_a_real_tokenizer_passes_where_the_model_has_its_ids(load, folder):
+    tokenizer = load("qwen3").name_or_path
+    sizes = SMALL | {"vocab_size": 151936, "hidden_size": 8}
+    made = folder(hf.Qwen3Config(**sizes, num_key_value_heads=4, head_dim=4), weights=True)
+    assert problems("--model.name", made, "--model.tokenizer", tokenizer) == []
+    (problem,) = problems("--model.tokenizer", tokenizer)
+    assert "has ids up to 151668 ('</think>'), and the model `paceline:quickstart` has embeddings for 103" in problem
 
 
 # -- data and user code ------------------------------------------------------------------------------------------------

@@ -338,6 +338,32 @@ def test_a_second_ctrl_c_stops_at_once():
         asyncio.run(cell())
 
 
+def test_a_second_ctrl_c_comes_back_from_a_run_whose_event_loop_is_blocked(monkeypatch):
+    """In a notebook the run has a thread of its own, which can be left behind; the kernel lives on."""
+    monkeypatch.setattr("paceline.api.thread.STOP_SECONDS", 0.1)
+    free = threading.Event()
+    blocked: list[str] = []
+
+    async def score(completion):
+        if not blocked:
+            blocked.append(completion)
+            os.kill(os.getpid(), signal.SIGINT)
+            free.wait(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            free.wait(100)
+        return len(completion)
+
+    async def cell():
+        return paceline.train(dataset=ROWS, reward=score, name="blocked", **SMALL)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
+    free.set()
+    for thread in threading.enumerate():
+        if thread.name == "paceline train":
+            thread.join(100)
+
+
 # --- what comes back
 
 

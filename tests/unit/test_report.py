@@ -101,7 +101,7 @@ def test_a_crashed_run_says_so_first_and_names_what_could_not_be_read(runs):
     text = _told(runs, "crashed")
     assert text.index("Crashed at step 23. Its process is gone") < text.index("Summary")
     assert "metrics.jsonl: a line is damaged and left out" in text
-    assert "--overwrite  to start again (no checkpoint was saved)" in text
+    assert "--name NAME  to begin anew beside it (no checkpoint was saved)" in text
 
 
 def test_a_run_that_never_trained_has_a_report_too(runs):

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.cluster import session
 from paceline.config import RunConfig
+from paceline.config.inference import Engine
 from paceline.config.run import Checkpoint, Eval, Record
 from paceline.config.trainer import Trainer
 from paceline.monitor import read_jsonl
@@ -24,6 +25,7 @@ def configured(tmp_path: Path, **more) -> RunConfig:
         staleness=more.pop("staleness", 0),
         checkpoint=Checkpoint(every=2),
         eval=Eval(every=0),
+        engine=Engine(max_running=16, max_context=64),
         record=Record(batches=STEPS),
         trainer=Trainer(on_bad_step="roll_back", threads=1),
         **more,

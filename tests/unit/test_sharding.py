@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from conftest import tiny_model
 from launching import Launched
 from once import once
 from paceline.cluster.training import Built, build_trainer
-from paceline.config import RunConfig
+from paceline.config import ConfigError, RunConfig
 from paceline.config import trainer as config
 from paceline.config.model import Lora, Model
 from paceline.config.parallel import Parallel
@@ -395,7 +394,7 @@ def test_a_sharded_export_loads_with_transformers(folder, name):
     ],
 )
 def test_parallel_settings_that_do_not_fit(settings, sentence):
-    with pytest.raises(ValidationError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         Parallel(**settings)
 
 
@@ -408,7 +407,7 @@ def test_parallel_settings_that_do_not_fit(settings, sentence):
     ],
 )
 def test_what_a_sharded_trainer_cannot_do(settings, sentence):
-    with pytest.raises(ValidationError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         config.Trainer(parallel=Parallel(ranks=2, shard="full"), **settings)
 
 

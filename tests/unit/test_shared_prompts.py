@@ -62,3 +62,42 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
                     sequence.future.set_result(None)
             scheduler.land(chunk)
         alive = [sequence for sequence in alive if not sequence.future.done()]
+
+
+def test_equal_prompts_are_admitted_together():
+    """The first computes the prompt, and all others share it one step later, not one a step."""
+    cache, catalog = Shadow(slots=64), Catalog()
+    scheduler = Scheduler(cache, prefill_tokens=100, catalog=catalog)
+    request = GenerateRequest(prompt_ids=PROMPTS[1], max_tokens=6)
+    for _ in range(64):
+        scheduler.add(Sequence(request, Future(), list(request.prompt_ids), 10))
+    assert len(scheduler.schedule()) == 1
+    assert len(scheduler.schedule()) == 64
+
+
+def test_calls_that_queue_take_turns():
+    """A call of many requests does not hold up a later call of few, and a stream of short calls does not starve it."""
+    cache, catalog = Shadow(slots=4), Catalog()
+    scheduler = Scheduler(cache, prefill_tokens=100, catalog=catalog)
+    admitted = []
+
+    def call(name: str, count: int) -> None:
+        for turn in range(count):
+            request = GenerateRequest(prompt_ids=(len(name), turn, 1), max_tokens=1, turn=turn, model="")
+            scheduler.add(Sequence(request, Future(), list(request.prompt_ids), 4))
+
+    def step() -> None:
+        for chunk in scheduler.schedule():
+            scheduler.land(chunk)
+            admitted.append(chunk.sequence.request.prompt_ids[:2])
+            scheduler.release(chunk.sequence)
+
+    call("many", 40)
+    step()
+    call("a", 2)
+    step()
+    assert {(1, 0), (1, 1)} <= set(admitted[:8])
+    for _ in range(30):  # a stream of short calls
+        call("bb", 4)
+        step()
+    assert {(4, turn) for turn in range(16)} <= set(admitted)

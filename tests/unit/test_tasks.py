@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from paceline.config import ConfigError
 from paceline.config.env import tasks as config
+from paceline.config.examples import examples_folder
 from paceline.data import DataError
+from paceline.data.importing import import_object
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import boxed, last_number, normalised, numbers, only_number, tagged
@@ -244,7 +246,7 @@ def test_a_reply_that_was_cut_off_ends_the_episode():
     ],
 )
 def test_a_list_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         config.AlphabetSort(**wrong)
 
 
@@ -313,8 +315,8 @@ def test_the_calculator_answers_or_refuses_whatever_it_is_asked(text):
     assert float(written(value)) == pytest.approx(float(value))
 
 
-def tool_call(arguments: str, at: str = "call_1") -> dict:
-    return {"id": at, "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+def tool_call(arguments: str, at: str = "call_1", name: str = "calculator") -> dict:
+    return {"id": at, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def calling(*expressions: str) -> Reply:
@@ -359,6 +361,29 @@ def test_no_call_is_run_after_the_last_turn(max_turns, text, expression, at_once
     assert outcome.metrics["tool_errors"] == (0 if expression == "1+1" else outcome.metrics["calls"])
     told = [m for m in speaker.heard[-1][1:] if m["role"] != "assistant"]
     assert sum(len(m["content"].splitlines()) for m in told) == outcome.metrics["calls"]
+
+
+def test_the_example_with_tools_answers_right_and_wrong_calls():
+    environment = import_object(f"{examples_folder()}/environments/tools.py:Customers")()
+    (row, *_), (held_out, *_) = environment.examples("train"), environment.examples("eval")
+    assert row["name"] != held_out["name"]
+
+    def using(name: str, arguments: object) -> Reply:
+        call = tool_call(json.dumps(arguments), name=name)
+        return Reply("", False, {"role": "assistant", "content": "", "tool_calls": [call]})
+
+    for asked in (row, held_out):
+        found = using("find_customer", {"name": asked["name"]})
+        _, speaker = play(environment, asked, found, "x")
+        number = speaker.heard[-1][-1]["content"]
+        outcome, speaker = play(environment, asked, found, using("city_of", {"customer": number}), asked["city"])
+        assert speaker.heard[-1][-1] == {"role": "tool", "tool_call_id": "call_1", "content": asked["city"]}
+        assert (outcome.rewards[POLICY], outcome.metrics) == (1.0, {"right": True, "calls": 2})
+    wrong = [("find_customer", {"name": "?"}), ("find_customer", ["?"]), ("city_of", {"customer": "x"}), ("x", {})]
+    for name, arguments in wrong:
+        outcome, speaker = play(environment, row, using(name, arguments), "?")
+        assert speaker.heard[-1][-1]["content"].startswith("error: ")
+        assert outcome.rewards[POLICY] < 1
 
 
 def test_results_answer_the_calls_they_belong_to_in_the_form_of_openai():
@@ -421,7 +446,7 @@ def test_a_wrong_answer_earns_less_than_one_however_it_is_consoled(lines, most):
     ],
 )
 def test_a_calculator_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         config.Calculator(**wrong)
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from test_context_parallel import HELD, cases_main, check_checkpoints, check_update, run_ranks, seen
 from test_sharding import SCORED, Case, make_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from conftest import VOCABULARY, tiny_model
 from once import once
+from paceline.config import ConfigError
 from paceline.config import trainer as config
 from paceline.config.parallel import Parallel
 from paceline.model import ATTENTION, UnsupportedModel
@@ -120,7 +120,7 @@ def test_a_plan_that_computes_something_else_is_refused():
     ],
 )
 def test_what_ranks_that_share_a_sample_cannot_do(parallel, settings, sentence):
-    with pytest.raises(ValidationError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         config.Trainer(parallel=Parallel(ranks=2, **parallel), **settings)
 
 

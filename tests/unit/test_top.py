@@ -97,7 +97,7 @@ def _watched(path: Path, *keys: str, size: tuple[int, int] = (80, 24)) -> tuple[
                 "crashed  crashed",
                 "step 23 of 40",
                 "killed, out of memory",
-                "to start again (no checkpoint was saved)",
+                "to begin anew beside it (no checkpoint was saved)",
             ],
         ),
         ("failed", ["failed  failed", "failed: bad reward", "step 5 of 40"]),

@@ -217,7 +217,7 @@ def reference_loss(sample: Sample, pi: np.ndarray, counts: tuple[int, int, int],
     return total
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([config.DPPO(), config.PPO(), config.PPO(clip_high=0.4, dual_clip=2.0)]))
 def test_the_loss_is_what_the_formulas_say(seed, loss):
     model = tiny_model()

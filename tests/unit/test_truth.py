@@ -160,10 +160,11 @@ def test_no_key_crosses_a_swap_whatever_the_numbers_are(config, versions):
 @contextlib.asynccontextmanager
 async def over_http(engine, tokenizer, monkeypatch, folder):
     """The real application around a real engine, and the real client, without a socket between."""
-    app = build_app(engine, tokenizer, [], name="tiny", allowed=[folder], max_body_bytes=1 << 26)
+    app = build_app(engine, tokenizer, [], name="tiny", api_key="k", allowed=[folder], max_body_bytes=1 << 26)
     client = HttpEngine("http://here", folder=folder)
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://here") as wire:
+    transport, bearer = httpx.ASGITransport(app), {"Authorization": "Bearer k"}
+    wire = httpx.AsyncClient(transport=transport, base_url="http://here", headers=bearer)
+    async with app.router.lifespan_context(app), wire:
         monkeypatch.setattr(client, "_client", lambda: wire)
         yield client
 

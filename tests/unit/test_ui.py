@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import paceline.ui
+from launching import Launched
 from paceline.cli import main
 from paceline.config import ConfigError
 from paceline.record import Span
@@ -393,7 +394,7 @@ def test_hostile_words_come_back_as_they_were_written(tmp_path):
 
 def test_the_command_says_where_it_listens_and_a_signal_ends_it_without_an_error(runs):
     command = [sys.executable, "-m", "paceline", "ui", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Launched(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         told = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+/", told)
         assert found, told

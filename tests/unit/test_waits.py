@@ -377,6 +377,23 @@ def test_a_run_that_does_not_move_says_who_waits_for_whom_within_a_minute_and_th
     assert "test_waits.py" in stacks
 
 
+def test_a_stall_in_which_no_wait_has_a_name_says_where_the_process_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "waits", list)
+    dog = Dog(tmp_path).after(70)
+    thread = threading.main_thread().name
+    assert f"nothing has moved for 59 s: the thread `{thread}` is at " in dog.ear.notes[-1]
+
+    async def lonely() -> None:
+        dog.dog.note("heard on the loop")
+        dog.after(70)
+
+    asyncio.run(lonely())
+    said = dog.ear.notes[-1]
+    assert "the task `Task-" in said
+    assert "test_waits.py:" in said
+    assert " lonely" in said
+
+
 def test_after_every_movement_a_stall_is_told_anew(tmp_path):
     dog = Dog(tmp_path).after(70)
     assert len(dog.ear.notes) == 1

@@ -1,10 +1,12 @@
 """The laws of weights between two processes: every byte arrives, nothing is left behind, one mark for the same bits."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+import paceline
 from paceline.inference.base import RequestError
-from paceline.inference.private import PrivateFolder, sweep
 from paceline.inference.raw import tensors_in
 from paceline.inference.server.spool import write_all
 from paceline.model.bits import MASK
 from paceline.model.torch_bits import bits_of, mix
 from paceline.model.weights import PIECE, STRETCH, tensor_sums
+from paceline.private_folder import PrivateFolder, sweep
 
 
 class Stingy:
@@ -39,10 +42,20 @@ def test_every_byte_is_written_however_few_a_file_takes_at_once(data, at_once):
     assert bytes(file.taken) == data
 
 
-def test_what_a_killed_owner_left_is_swept_and_a_living_ones_is_not(tmp_path, monkeypatch):
+def test_every_temporary_folder_is_one_that_is_swept():
+    """Others would stay behind after `kill -9`. Unnamed files (`TemporaryFile`) go by themselves."""
+    source = Path(paceline.__file__).parent
+    makers = re.compile(r"tempfile\.(mkdtemp|mkstemp|TemporaryDirectory|NamedTemporaryFile)\b")
+    found = {str(file.relative_to(source)) for file in source.rglob("*.py") if makers.search(file.read_text())}
+    assert found == {"private_folder.py"}
+
+
+@pytest.mark.parametrize("parent", ["", "parent"], ids=["temporary", "named"])
+def test_what_a_killed_owner_left_is_swept_and_a_living_ones_is_not(tmp_path, monkeypatch, parent):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import sys; from paceline.inference.private import PrivateFolder\n"
-    code += "mine = PrivateFolder(); print(mine.path, flush=True); sys.stdin.read()"
+    where = str(tmp_path) if parent else None
+    code = "import sys; from paceline.private_folder import PrivateFolder\n"
+    code += f"mine = PrivateFolder({where!r}); print(mine.path, flush=True); sys.stdin.read()"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     owner = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -50,14 +63,14 @@ def test_what_a_killed_owner_left_is_swept_and_a_living_ones_is_not(tmp_path, mo
     assert owner.stdout is not None
     theirs = tmp_path / owner.stdout.readline().strip().rpartition("/")[2]
     (theirs / "1.safetensors").write_bytes(b"weights")
-    mine = PrivateFolder()
-    sweep()
+    mine = PrivateFolder(where)
+    sweep(where)
     assert (theirs / "1.safetensors").exists()
     owner.send_signal(signal.SIGKILL)
     owner.wait(60)
     owner.stdout.close()
     assert theirs.exists()
-    sweep()
+    sweep(where)
     assert not theirs.exists()
     assert mine.path.exists()
     assert mine.path.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,34 @@
+"""While a run is led, Python looks for garbage rarely; afterwards as its caller had it."""
+
+import gc
+
+import pytest
+
+from paceline.cluster.garbage import rarely_collected
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    """Nothing is frozen, as in a process that knows nothing of it; this suite has frozen its modules."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_what_was_there_before_a_run_is_not_looked_through_until_it_ends():
+    before = gc.get_threshold()
+    with rarely_collected():
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold() > before
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
+
+
+def test_what_a_caller_has_frozen_stays_frozen():
+    before = gc.get_threshold()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with rarely_collected():
+        assert gc.get_threshold() > before
+    assert gc.get_freeze_count() == frozen
+    assert gc.get_threshold() == before

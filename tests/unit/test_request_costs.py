@@ -1,0 +1,243 @@
+"""What one request may cost: each piece of work has a bound before it starts."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+
+from paceline import connections
+from paceline.connections import BoundedProtocol
+from paceline.inference import RequestError
+from paceline.inference.base import Grammar
+from paceline.inference.engine import grammar
+from paceline.inference.engine.grammar import grammars
+from paceline.inference.engine.patterns import MOST_STATES, rewritten
+from paceline.inference.engine.schemas import prepared
+from paceline.inference.server import http
+from paceline.inference.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
+from paceline.inference.server.errors import Refusal, install_error_handlers
+from paceline.inference.server.http import Json, read_body
+from paceline.inference.server.scribe import Scribe, letters_in
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def scribe(load):
+    return Scribe(load("quickstart"), [1], max_context=64)
+
+
+# -- templates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "conversation", "messages", "tools", "documents", "tokenize", "tokenizer_kwargs", "eos_token"],
+)
+def test_a_client_cannot_set_what_the_server_says(scribe, name):
+    with pytest.raises(Refusal, match=f"cannot set `{name}`"):
+        asyncio.run(scribe.render(HELLO, None, {name: "{{ 'a' * 2000000000 }}"}))
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "options"),
+    [
+        ([{"role": "user", "content": "a"}] * 100_000, None, {}),
+        ([{"role": "user", "content": "a" * 1_000_000}], None, {}),
+        (HELLO, [{"function": {"name": "a", "parameters": {"x": ["b"] * 100_000}}}], {}),
+        (HELLO, None, {"thinking": {str(n): n for n in range(100_000)}}),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_a_template_runs(scribe, monkeypatch, messages, tools, options):
+    monkeypatch.setattr(type(scribe.tokenizer), "apply_chat_template", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(Refusal, match="far more than a context of 64 tokens holds"):
+        asyncio.run(scribe.render(messages, tools, options))
+
+
+def test_letters_are_counted_wherever_they_stand():
+    assert letters_in(["ab", {"cd": ["e", 1, None]}]) == 2 + 2 + 1 + 5
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def test_lists_have_a_longest_length():
+    for kind, body in (
+        (ChatBody, {"messages": HELLO * (MOST_MESSAGES + 1)}),
+        (ChatBody, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a"}}] * 1025}),
+        (CompletionBody, {"prompt": [1] * (MOST_TOKENS + 1)}),
+        (CompletionBody, {"prompt": ["a"] * 2049}),
+    ):
+        with pytest.raises(ValidationError, match="too_long"):
+            kind.model_validate_json(json.dumps(body))
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_a_prompt_has_four_forms(prompt):
+    assert CompletionBody.model_validate_json(json.dumps({"prompt": prompt})).prompt == prompt
+
+
+# -- grammars ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern", ["((.{0,99}){0,99}){0,99}b", f"a{{{MOST_STATES + 1}}}", "(a|b{50}){100}", "((((a{9}){9}){9}){9}){9}"]
+)
+def test_a_pattern_that_spells_out_to_too_many_states_is_refused(pattern):
+    with pytest.raises(RequestError, match="the regular expression is too large"):
+        rewritten(pattern)
+    with pytest.raises(RequestError, match="too large"):
+        prepared(json.dumps({"type": "string", "pattern": pattern}))
+
+
+def test_usual_patterns_are_taken():
+    for pattern in (r"\d{4}-\d{2}-\d{2}", r"(yes|no)", r".{0,1000}", r"[a-z]+(, [a-z]+){0,20}"):
+        rewritten(pattern)
+
+
+def nested(depth: int, **bounds: int) -> dict:
+    return {"type": "array", "items": nested(depth - 1, **bounds), **bounds} if depth else {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(3, maxItems=50),
+        nested(1, minItems=1_000_000),
+        {"type": "array", "items": {"type": "string", "maxLength": 100}, "maxItems": 100},
+        {"type": "object", "additionalProperties": {"type": "string", "maxLength": 100}, "maxProperties": 100},
+        {"type": "string", "maxLength": 1_000_000},
+    ],
+)
+def test_a_schema_that_spells_out_to_too_many_states_is_refused(schema):
+    with pytest.raises(RequestError, match="the JSON schema is too large"):
+        prepared(json.dumps(schema))
+
+
+def test_a_reference_that_leads_nowhere_is_refused():
+    item = {"type": "object", "properties": {"next": {"$ref": "#/$defs/item"}}}
+    assert prepared(json.dumps({"$ref": "#/$defs/item", "$defs": {"item": item}}))
+    for reference in ("#/$defs/other", "other.json", "#/$defs/item/properties/none", "http://host/schema"):
+        with pytest.raises(RequestError, match="which is not in the schema"):
+            prepared(json.dumps({"type": "array", "items": {"$ref": reference}, "$defs": {"item": item}}))
+
+
+def test_a_grammar_that_takes_too_long_is_given_up_and_others_are_not_held_up(load, monkeypatch):
+    """A pattern of a few states whose repeats within repeats can be read in countless ways."""
+    pytest.importorskip("xgrammar")
+    made = grammars(load("quickstart"), [1])
+    assert made(Grammar("regex", "(ab{1,3}){1,3}")).allowed(103).any()
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 1)
+    monkeypatch.setattr(made._workers, "_idle", [])
+    monkeypatch.setattr(grammar, "_start", sleeping)
+    with pytest.raises(RequestError, match="compiling the grammar takes more than 1 s"):
+        made(Grammar("regex", "(ab{1,4}){1,4}"))
+    monkeypatch.undo()
+    assert made(Grammar("regex", "(ab{1,4}){1,4}")).allowed(103).any()
+
+
+def sleeping(info):
+    """A worker that never answers."""
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+async def echo(request: Request):
+    await read_body(request, CompletionBody)
+    return Json("ok")
+
+
+@contextlib.asynccontextmanager
+async def listening():
+    app = FastAPI()
+    app.state.max_body_bytes = 1 << 20
+    app.add_api_route("/", echo, methods=["POST"], response_model=None)
+    install_error_handlers(app)
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=BoundedProtocol, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        )
+        server.capture_signals = contextlib.nullcontext
+        serving = asyncio.ensure_future(server.serve(sockets=[door]))
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        try:
+            yield door.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def say(port: int, *pieces: bytes, hang_up: bool = False) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+    if hang_up:
+        writer.transport.abort()
+        return b""
+    answer = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    return answer
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "a"}'
+WHOLE = HEAD + b"Content-Length: 15\r\n"
+
+
+def test_a_request_that_is_never_finished_is_given_up(monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.05)
+
+    async def work():
+        async with listening() as port:
+            assert b" 408 " in await say(port)
+            assert b" 408 " in await say(port, HEAD)
+            assert b" 408 " in await say(port, WHOLE + b"\r\n" + BODY[:5])
+            assert b" 200 " in await say(port, WHOLE + b"Connection: close\r\n\r\n" + BODY)
+            # A second request on the same connection has a deadline too.
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(WHOLE + b"\r\n" + BODY)
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b'"ok"'), 60)
+            writer.write(HEAD)
+            assert b" 408 " in await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+
+    asyncio.run(work())
+
+
+def test_headers_have_a_longest_length():
+    async def work():
+        async with listening() as port:
+            answer = b""
+            with contextlib.suppress(ConnectionError):  # it may be closed while we write
+                answer = await say(port, HEAD, *[b"X-More: " + b"a" * 8192] * 20)
+            assert answer in (b"", connections._TOO_LONG)
+            assert b" 200 " in await say(port, WHOLE + b"Connection: close\r\n\r\n" + BODY)
+
+    asyncio.run(work())
+
+
+def test_a_client_that_hangs_up_in_its_body_is_no_bug(caplog):
+    async def work():
+        async with listening() as port:
+            for _ in range(5):
+                await say(port, WHOLE + b"\r\n" + BODY[:5], hang_up=True)
+            assert b" 200 " in await say(port, WHOLE + b"Connection: close\r\n\r\n" + BODY)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(work())
+    assert [record for record in caplog.records if record.name == "paceline.server"] == []
