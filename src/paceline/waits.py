@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from paceline.errors import PacelineError
-from paceline.user_code import is_ctrl_c, user_place
+from paceline.user_code import user_place
 
 T = TypeVar("T")
 log = logging.getLogger("paceline.waits")
@@ -31,6 +31,10 @@ DEAF_SECONDS = 30.0
 
 class DeadlineError(PacelineError, TimeoutError):
     """Something took longer than it may, and here is what."""
+
+
+class AbandonedError(DeadlineError):
+    """User code that did not end after it was cancelled, and was left where it stood."""
 
 
 class Wait:
@@ -66,9 +70,9 @@ class Wait:
         """The deadline is over: whoever waits is woken, and woken again until they go."""
         assert isinstance(self.who, asyncio.Task)
         self.timer = self.who.get_loop().call_later(AGAIN_SECONDS, self.expire)
-        if self.cancels == round(DEAF_SECONDS / AGAIN_SECONDS):
+        if self.cancels == round(DEAF_SECONDS / AGAIN_SECONDS) + 1:  # user code is abandoned by now
             text = "%s does not let itself be cancelled, %g s after its %g s are over: pass asyncio.CancelledError on"
-            log.warning(text, self.what, DEAF_SECONDS, self.seconds)
+            log.warning(text, self.what, self.cancels * AGAIN_SECONDS, self.seconds)
         self.cancels += 1
         self.who.cancel()
 
@@ -152,127 +156,134 @@ async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool =
 async def abandonable(seconds: float, what: str, work: Awaitable[T]) -> T:
     """As `within`, for user code, which may swallow its cancellation.
 
-    The work runs in a task of its own. It is cancelled when the caller is cancelled, or when its time is over and then
-    again every `AGAIN_SECONDS`. `DEAF_SECONDS` later it is abandoned, as a task cannot be killed: the caller goes on,
-    with a `DeadlineError` or its own cancellation, and what the work still does or returns is thrown away.
+    A task cannot be killed, but its work can be left where it stands. `DEAF_SECONDS` after the deadline, or after the
+    caller was cancelled, the work is abandoned: the caller goes on with an `AbandonedError` or its own cancellation,
+    and the work is not resumed. Timers of the work may still cancel the caller's task, so that task should end soon.
     """
-    apart = _Apart(what, seconds, work)
+    call = _UserCall(work)
     try:
-        value, error = await apart.outcome()
+        return await within(seconds, what, call)
+    except DeadlineError as error:
+        if call.left is None:
+            raise
+        raise AbandonedError(call.left) from error
+    except asyncio.CancelledError:
+        if call.left is not None:
+            log.warning(call.left)
+        raise
     finally:
-        apart.close()
-    if error is not None:
-        raise error
-    registry.moved += 1
-    return value
+        call.close()
 
 
-class _Apart:
-    """Work in a task of its own, and the wait for it."""
+class _UserCall:
+    """Awaits user code within the caller's task, and can stop awaiting it although it has not ended."""
 
-    def __init__(self, what: str, seconds: float, work: Awaitable[Any]) -> None:
-        self._loop = asyncio.get_running_loop()
-        caller = asyncio.current_task()
-        assert caller is not None
+    def __init__(self, work: Awaitable[Any]) -> None:
+        self.left: str | None = None
+        """What to say of it, once it is abandoned."""
         self._work = work
-        self._wait = Wait(what, caller, seconds)
-        _open[self._wait] = None
-        self._token = _current.set(self._wait)
-        self._task = self._loop.create_task(self._settled(), name=caller.get_name())
-        self._wait.who = self._task  # whose stack is the one to show
-        self._ended: asyncio.Future[None] | None = None
-        self._task.add_done_callback(self._end)
-        self._timer = self._loop.call_later(seconds, self._expire)
-        self._begun = self._late = self._abandoned = False
-        self._last: asyncio.TimerHandle | None = None
-        """When it is given up, once it was cancelled."""
+        self._wait: Wait | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._begun = self._given_up = False
 
-    async def outcome(self) -> tuple[Any, BaseException | None]:
-        """What the work returned and raised."""
-        called_off: asyncio.CancelledError | None = None
-        while not (self._task.done() or self._abandoned):
-            self._ended = self._loop.create_future()
+    def __await__(self) -> Generator[Any, None, Any]:
+        self._wait, self._begun = _current.get(), True
+        driven = self._work.__await__()
+        error: BaseException | None = None
+        while True:
             try:
-                await self._ended  # bounded: by `_expire` and `_give_up`
-            except asyncio.CancelledError as error:
-                called_off = error
-                self._task.cancel()
-                self._give_up_later()
-        if self._abandoned:
-            text = self._abandon()
-            if called_off is not None:
-                log.warning(text)
-            return None, called_off or DeadlineError(text)
-        if called_off is not None:
-            return None, called_off  # whatever the work made of it
-        value, error = None, asyncio.CancelledError()
-        if not self._task.cancelled():  # before its first step
-            value, error = self._task.result()  # bounded: it is done
-        if isinstance(error, asyncio.CancelledError) and self._late:
-            late = DeadlineError(f"{self._wait.what} took longer than {self._wait.seconds:g} s")
-            late.__cause__ = error
-            return None, late
-        return value, error
-
-    async def _settled(self) -> tuple[Any, BaseException | None]:
-        """Never raises: a task that raises SystemExit or KeyboardInterrupt takes its event loop down."""
-        self._begun = True
-        try:
-            return await self._work, None  # bounded: by `_expire`
-        except BaseException as error:
-            if is_ctrl_c(error):
+                future = driven.send(None) if error is None else driven.throw(error)
+            except StopIteration as end:
+                return end.value
+            error = None
+            try:
+                if future is None or type(future) is asyncio.Future:
+                    yield future
+                else:
+                    yield from self._ended(future)
+            except GeneratorExit:
+                driven.close()
                 raise
-            return None, error
+            except BaseException as thrown:
+                error = thrown
+                if self._given_up:
+                    self._abandon()
+                    raise
+                self._give_up_later()
 
-    def _end(self, task: "asyncio.Task[Any] | None" = None) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
-
-    def _expire(self) -> None:
-        """Its time is over: cancel it, and again until it ends."""
-        self._late = True
-        self._give_up_later()
-        self._timer = self._loop.call_later(AGAIN_SECONDS, self._expire)
-        self._task.cancel()
+    def _ended(self, future: "asyncio.Future[Any]") -> Generator[Any, None, None]:
+        """Wait for a task, or for several: unlike a plain future it may outlive its cancellation."""
+        future._asyncio_future_blocking = False
+        while not future.done():
+            end = _End(future)
+            try:
+                yield end
+            except asyncio.CancelledError:
+                future.remove_done_callback(end.wake)
+                if self._given_up or not future.cancel():
+                    raise
+                self._give_up_later()
 
     def _give_up_later(self) -> None:
-        if self._last is None:
-            self._last = self._loop.call_later(DEAF_SECONDS, self._give_up)
+        if self._timer is None:
+            task = asyncio.current_task()
+            assert task is not None
+            assert self._wait is not None
+            # After the deadline the wait itself cancels every `AGAIN_SECONDS`: the last time must find it given up.
+            seconds = DEAF_SECONDS - (0.5 * AGAIN_SECONDS if self._wait.cancels else 0.0)
+            self._timer = task.get_loop().call_later(seconds, self._give_up, task, task.cancelling())
 
-    def _give_up(self) -> None:
-        self._abandoned = True
-        self._end()
+    def _give_up(self, task: "asyncio.Task[Any]", cancelling: int) -> None:
+        self._timer = None
+        if not task.cancelling() >= cancelling > 0:
+            return  # it has dealt with it: a time-out of its own
+        assert self._wait is not None
+        self._given_up = True
+        if not self._wait.cancels:
+            task.cancel()
 
-    def _abandon(self) -> str:
-        """Keep the task from the garbage collector, and say where it stands."""
-        _keep(self._task)
-        at = user_place(awaited_frames(self._task.get_coro()))
-        return (
+    def _abandon(self) -> None:
+        """Keep the work from the garbage collector, and say where it stands."""
+        _keep(self._work)
+        at = user_place(awaited_frames(self._work))
+        assert self._wait is not None
+        self.left = (
             f"{self._wait.what} was cancelled and did not end within {DEAF_SECONDS:g} s{at and f', at {at}'}: it is "
             "abandoned; let asyncio.CancelledError pass there"
         )
 
     def close(self) -> None:
-        for timer in (self._timer, self._last):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if not self._begun and inspect.iscoroutine(self._work):
             self._work.close()  # it never will be awaited
-        _leave(self._wait, self._token)
 
 
-abandoned: list["asyncio.Task[Any]"] = []
-"""Tasks that swallow their cancellation: nothing waits for them any more."""
+class _End(asyncio.Future[None]):
+    """The end of another future, to wait for in its place."""
+
+    def __init__(self, awaited: "asyncio.Future[Any]") -> None:
+        super().__init__(loop=awaited.get_loop())
+        self.awaited = awaited
+        self._asyncio_future_blocking = True
+        awaited.add_done_callback(self.wake)
+
+    def wake(self, _: object) -> None:
+        if not self.done():
+            self.set_result(None)
 
 
-def _keep(task: "asyncio.Task[Any]") -> None:
-    """Hold an abandoned task until the process ends. Collected, its coroutine would get a GeneratorExit, swallow that
-    too and go on without a loop: for ever, where it catches the error of that as well. A daemon thread's frame is the
-    one place that the interpreter does not clear when it shuts down."""
-    task._log_destroy_pending = False  # ty: ignore[missing-attribute]
-    if not abandoned:
-        threading.Thread(target=_hold, args=(abandoned,), name="abandoned tasks", daemon=True).start()
-    abandoned.append(task)
+_abandoned: list[object] = []
+"""User code that swallowed its cancellation: nothing waits for it any more."""
+
+
+def _keep(work: object) -> None:
+    """Hold abandoned work until the process ends. Collected, its coroutine would get a GeneratorExit, swallow that too
+    and go on without a loop: for ever, where it catches the error of that as well. A daemon thread's frame is the one
+    place that the interpreter does not clear when it shuts down."""
+    if not _abandoned:
+        threading.Thread(target=_hold, args=(_abandoned,), name="abandoned user code", daemon=True).start()
+    _abandoned.append(work)
 
 
 def _hold(kept: object) -> None:
@@ -287,6 +298,8 @@ def awaited_frames(coroutine: Any) -> Iterator[FrameType]:
             return
         yield frame
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+        if frame.f_code is _UserCall.__await__.__code__:
+            coroutine = frame.f_locals["self"]._work
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from paceline.monitor.watchdog import Watchdog, stalled_file, waits_file, watchi
 from paceline.orchestrator import DeadlineError, RealClock
 from paceline.orchestrator.stopwatch import Stopwatch
 from paceline.simulate import leap
-from paceline.waits import registry, waiting, within
+from paceline.waits import AbandonedError, abandonable, registry, waiting, within
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -58,6 +58,10 @@ async def own_timeout():
 
 async def answers():
     return "soon"
+
+
+async def fails():
+    raise ZeroDivisionError
 
 
 async def standard(seconds, what, work):
@@ -225,6 +229,98 @@ def test_a_stubborn_one_that_others_cancel_too_stays_cancelled():
         return task.cancelled()
 
     assert leap(run())
+
+
+# -- user code that is abandoned --------------------------------------------------------------------------------------
+
+
+over = threading.Event()
+
+
+async def deaf():
+    while not over.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await forever()
+
+
+async def behind_a_task():
+    await asyncio.create_task(deaf())
+
+
+async def behind_a_gather():
+    await asyncio.gather(deaf(), deaf())
+
+
+@pytest.mark.parametrize("work", [deaf, behind_a_task, behind_a_gather])
+def test_user_code_that_never_ends_is_left_30_s_after_its_deadline_or_its_cancellation(work, caplog):
+    async def run():
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        with pytest.raises(AbandonedError, match=r"it was cancelled and did not end within 30 s, at .*test_waits.py"):
+            await abandonable(60, "it", work())
+        late, left = loop.time(), task.cancelling()
+        task = asyncio.create_task(abandonable(60, "it", work()))
+        loop.call_later(10, task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        over.set()  # for tasks of its own, which are not abandoned
+        return late, left, loop.time()
+
+    over.clear()
+    assert leap(run()) == (90, 0, 130)
+    assert [record.getMessage()[:16] for record in caplog.records] == ["it was cancelled"]
+    assert not registry.open
+
+
+def test_user_code_may_clean_up_after_its_deadline():
+    async def work():
+        try:
+            await asyncio.gather(forever(), asyncio.create_task(forever()))
+        finally:
+            cleaning = asyncio.create_task(asyncio.sleep(29))
+            while not cleaning.done():  # cancelled again every five seconds
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(cleaning)
+
+    async def run():
+        with pytest.raises(DeadlineError, match="it took longer than 60 s"):
+            await abandonable(60, "it", work())
+        return asyncio.get_running_loop().time(), asyncio.current_task().cancelling()
+
+    assert leap(run()) == (89, 0)
+
+
+def test_user_code_keeps_its_own_time_outs_and_tasks():
+    async def own():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await asyncio.create_task(forever())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(forever(), 1)
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(asyncio.sleep(40, "first"))
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.gather(forever(), fails())
+        return first.result(), await asyncio.gather(answers(), asyncio.sleep(1, "second")), asyncio.current_task()
+
+    async def run():
+        first, rest, task = await abandonable(1000, "it", own())
+        return first, rest, task is asyncio.current_task(), task.cancelling(), asyncio.get_running_loop().time()
+
+    assert leap(run()) == ("first", ["soon", "second"], True, 0, 43)
+
+
+def test_user_code_that_raises_a_base_exception_raises_it_here():
+    async def run():
+        with pytest.raises(SystemExit):
+            await abandonable(60, "it", leaves())
+        with pytest.raises(GeneratorExit):
+            await abandonable(60, "it", leaves(GeneratorExit))
+
+    async def leaves(what=SystemExit):
+        await asyncio.sleep(1)
+        raise what
+
+    leap(run())
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from paceline.user_code import described, is_ctrl_c
-from paceline.waits import abandoned
 
 FAREWELL_SECONDS = 30.0
 """What tasks get to clean up in after they were cancelled."""
@@ -55,7 +54,7 @@ def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
 
 
 def _let_go(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], farewell: float) -> None:
-    left = {task for task in tasks if not (task.done() or task in abandoned)}
+    left = {task for task in tasks if not task.done()}
     for task in left:
         task.cancel()
     if left:

@@ -30,7 +30,7 @@ from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
 from paceline.rollout.endpoint import WordSeat
 from paceline.rollout.history import meaning
 from paceline.rollout.table import Guests
-from paceline.user_code import is_cancelled
+from paceline.user_code import is_cancelled, is_ctrl_c
 from paceline.waits import DeadlineError
 
 LOOKING = 2
@@ -235,6 +235,8 @@ async def episode(
     except PacelineError as failure:
         error = str(failure)
     except BaseException as failure:  # a user's code: shown with its place, so that it can be mended
+        if is_ctrl_c(failure):
+            raise
         error = f"{type(failure).__name__}: {failure}{_place(failure)}"
     finally:
         table.leave()

@@ -172,6 +172,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 def _next(future: "asyncio.Future[Any] | None") -> "asyncio.Future[Any] | None":
     """What is awaited: of a `gather`, the first that is not done."""
+    future = getattr(future, "awaited", future)  # user code's, in the place of which its end is awaited
     children = getattr(future, "_children", None)
     return future if not children else next((child for child in children if not child.done()), None)
 

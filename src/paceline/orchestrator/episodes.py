@@ -22,7 +22,8 @@ from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
 from paceline.rollout.template import ToolsDropped
 from paceline.rollout.types import own
 from paceline.seldom import Seldom
-from paceline.user_code import is_cancelled
+from paceline.user_code import is_cancelled, is_ctrl_c
+from paceline.waits import AbandonedError
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
@@ -141,7 +142,7 @@ class Player:
             case Fail():
                 text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
                 raise stopped(text, first.__cause__)
-            case Retry() if policy.again(failed):
+            case Retry() if policy.again(failed) and not isinstance(last.__cause__, AbandonedError):
                 pause = policy.pause(failed)
                 self.retried[last.kind] += 1
                 text = "%s: played again in %g s, try %d of %d (failures.%s)"
@@ -173,6 +174,8 @@ class Player:
             text = f"{course.name}: something the environment awaited was cancelled ({told(error)})"
             raise EpisodeLost(text) from error
         except BaseException as error:  # `sys.exit` or `pytest.fail` in an environment ends its episode, not the run
+            if is_ctrl_c(error):
+                raise
             if refused := getattr(voice.renderer, "refused_tools", None):
                 raise refused from error  # an agent behind a URL heard of it as an HTTP error like any other
             kind, trouble = kind_of(error), voice.pool.trouble
