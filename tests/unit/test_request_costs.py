@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
 from paceline import connections
+from paceline.config.serve import Serve
 from paceline.connections import BoundedProtocol
 from paceline.inference import RequestError
 from paceline.inference.base import Grammar
@@ -21,10 +22,11 @@ from paceline.inference.engine import grammar
 from paceline.inference.engine.grammar import grammars
 from paceline.inference.engine.patterns import MOST_STATES, rewritten
 from paceline.inference.engine.schemas import prepared
+from paceline.inference.http import _portions
 from paceline.inference.server import http
 from paceline.inference.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
 from paceline.inference.server.errors import Refusal, install_error_handlers
-from paceline.inference.server.http import Json, read_body
+from paceline.inference.server.http import BYTES_PER_COST, Json, json_cost, read_body
 from paceline.inference.server.scribe import Scribe, letters_in
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,6 +35,44 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def scribe(load):
     return Scribe(load("quickstart"), [1], max_context=64)
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HELLO, "unknown": [[]] * 100_000},
+        {"messages": HELLO, "metadata": {str(n): 1 for n in range(100_000)}},
+        {"messages": [{"role": "user", "content": "a"}] * 20_000},
+        {"messages": HELLO, "unknown": list(range(500_000))},
+    ],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(body):
+    assert json_cost(json.dumps({"model": "m", **body}).encode()) > Serve().max_body_bytes // BYTES_PER_COST
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [list(range(120_000, 120_064))] * 2048},
+        {"prompt": list(range(131_072))},
+        {"messages": [{"role": "user", "content": 'print({"a": [1, 2]})\n' * 12_000}]},
+        {"messages": HELLO * 4096, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}] * 1024},
+    ],
+)
+def test_what_clients_send_is_within_the_limit(body):
+    text = json.dumps({"model": "m", **body}).encode()
+    assert len(text) <= Serve().max_body_bytes
+    assert json_cost(text) <= Serve().max_body_bytes // BYTES_PER_COST
+
+
+def test_scores_are_asked_for_a_request_at_a_time():
+    sequences = [[1] * 60_000] * 5 + [[2] * 300_000] + [[3]] * 600
+    asked = list(_portions(sequences))
+    assert [len(some) for some in asked] == [2, 2, 1, 1, 256, 256, 88]
+    assert [ids for some in asked for ids in some] == sequences
 
 
 # -- templates --------------------------------------------------------------------------------------------------------
@@ -229,6 +269,19 @@ def test_headers_have_a_longest_length():
             assert b" 200 " in await say(port, WHOLE + b"Connection: close\r\n\r\n" + BODY)
 
     asyncio.run(work())
+
+
+def test_a_body_of_too_many_values_gets_a_sentence():
+    body = b'{"prompt": "a", "more": [' + b"{}," * 20_000 + b"{}]}"
+    head = HEAD + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+
+    async def work():
+        async with listening() as port:
+            return await say(port, head + body)
+
+    answer = asyncio.run(work())
+    assert b" 413 " in answer
+    assert b"the body holds too many values: send fewer prompts at a time" in answer
 
 
 def test_a_client_that_hangs_up_in_its_body_is_no_bug(caplog):

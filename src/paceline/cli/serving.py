@@ -42,7 +42,7 @@ def add_serve(commands: Commands) -> None:
         help="where /weights/group may connect to (127.0.0.1); repeatable",
     )
     serve.add_argument("--grace", type=float, help="seconds that requests get to finish after a signal (10)")
-    serve.add_argument("--max-body-bytes", type=int, help="longest request body (64 MiB)")
+    serve.add_argument("--max-body-bytes", type=int, help="longest request body (4 MiB)")
     serve.add_argument(
         "--isolate",
         action=argparse.BooleanOptionalAction,

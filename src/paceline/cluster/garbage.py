@@ -10,7 +10,7 @@ YOUNG, MIDDLE, OLD = 50_000, 20, 20
 
 @contextmanager
 def rarely_collected() -> Generator[None]:
-    """Look for cycles rarely while a run is led, and never among what was there before it.
+    """Look for cycles rarely while a run is led or a model served, and never among what was there before.
 
     With 20,000 rollouts in flight Python tracks over a million objects that are all alive. At its usual thresholds it
     walks through them again and again, which took half of the orchestrator's time while they were started and a fifth

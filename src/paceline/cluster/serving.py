@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
+from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.kits import kit_of
 from paceline.cluster.local import SMALL_MODEL
 from paceline.cluster.lost import leave, lost, watch
@@ -63,7 +64,7 @@ def serve_model(config: RunConfig, settings: Serve) -> None:
         )
         gone = engine.lost if isinstance(engine, EngineLink) else lost(engine)
         ready = f"paceline: serving {name} at {address}"
-        with asyncio.Runner(loop_factory=quick_loop()) as runner:
+        with asyncio.Runner(loop_factory=quick_loop()) as runner, rarely_collected():
             runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), gone))
     print("paceline: stopped", file=sys.stderr)
 

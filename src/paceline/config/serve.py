@@ -32,8 +32,8 @@ class Serve(Section):
     """Addresses that /weights/group may connect to, to receive weights that are broadcast."""
     grace: float = Field(default=10.0, ge=0, le=86_400)
     """Seconds that requests under way get to finish after a signal."""
-    max_body_bytes: int = Field(default=64 << 20, ge=1024)
-    """Longest request body."""
+    max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    """Longest request body; that of a control call may have 64 MiB."""
     scores_only: bool = False
     """Score given tokens and never sample: a reference or teacher without a KV cache, by the trainer's own code."""
     isolate: bool | None = None

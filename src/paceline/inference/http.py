@@ -6,7 +6,7 @@ import dataclasses
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ CONNECT_SECONDS = 10.0
 KEPT_CONNECTIONS = 1024
 FRESH_SECONDS = 1.0
 """How old `busy_seconds` may grow while answers come in."""
-SCORED_AT_ONCE = 256
+SEQUENCES_AT_ONCE = 256
+SCORED_AT_ONCE = 128_000
+"""Tokens in one request for scores, unless one sequence has more: a server bounds what a body may hold."""
 KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), seconds)
     for name, seconds in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -117,8 +119,7 @@ class HttpEngine:
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         scores: list[list[float]] = []
-        for start in range(0, len(sequences), SCORED_AT_ONCE):
-            some = [list(ids) for ids in sequences[start : start + SCORED_AT_ONCE]]
+        for some in _portions(sequences):
             body = {"token_ids": some, "temperature": temperature} | ({"model": model} if model else {})
             scores += (await self._post("/v1/score", body))["logprobs"]
         return scores
@@ -245,6 +246,20 @@ MISMATCH = "weights_mismatch"
 """The code of a refusal because weights are not what they claim to be."""
 OTHER_BASE = "other_base"
 """The code of a refusal because the engine does not hold what a delta builds on."""
+
+
+def _portions(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
+    """The sequences in order, a request's worth at a time."""
+    some: list[list[int]] = []
+    tokens = 0
+    for ids in sequences:
+        if some and (tokens + len(ids) > SCORED_AT_ONCE or len(some) == SEQUENCES_AT_ONCE):
+            yield some
+            some, tokens = [], 0
+        some.append(list(ids))
+        tokens += len(ids)
+    if some:
+        yield some
 
 
 def _body(request: GenerateRequest) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.rollout.types import Message
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0
 """For the server to come up, or to go down: both are a matter of milliseconds."""
 MODEL = "policy"

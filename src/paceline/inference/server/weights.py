@@ -16,7 +16,7 @@ from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded
 from paceline.inference.link import EngineLink
 from paceline.inference.server.bodies import AdapterBody, CanaryBody, WeightsBody
 from paceline.inference.server.errors import MISMATCH, OTHER_BASE, Refusal, bad
-from paceline.inference.server.http import Json, read_body
+from paceline.inference.server.http import CONTROL_BYTES, Json, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.stored import StoredTensors
 from paceline.model.adapter_names import canonical
@@ -29,7 +29,7 @@ ADAPTER_ENDINGS = ("lora_A.weight", "lora_B.weight")
 async def load_adapter(request: Request) -> Response:
     """Serve a LoRA adapter; answers once it is applied."""
     service = service_of(request)
-    body = await read_body(request, AdapterBody)
+    body = await read_body(request, AdapterBody, CONTROL_BYTES)
     update = await asyncio.to_thread(adapter_update, body)
     answer = await apply(service, update)
     await service.models.refresh()
