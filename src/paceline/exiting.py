@@ -1,9 +1,14 @@
-"""Ends a process whose user code has left threads behind, which the interpreter would wait for."""
+"""Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one."""
 
+import atexit
+import contextlib
+import gc
+import io
 import os
 import sys
 import threading
 import time
+from _io import _IOBase  # `io.IOBase` without its slow check of subclasses
 from typing import NoReturn
 
 from paceline.user_code import frames_of, user_place
@@ -14,9 +19,41 @@ _exit = os._exit
 
 
 def exit_process(code: int) -> NoReturn:
-    """`sys.exit`, which waits for ever for a thread that is no daemon: `asyncio.to_thread` makes such threads."""
-    threading.Thread(target=_leave_threads, args=(code,), name="the end", daemon=True).start()
-    sys.exit(code)
+    """As `sys.exit`: waits for threads, runs what `atexit` holds and closes files. But it does not wait for ever for a
+    thread that is no daemon (`asyncio.to_thread` makes such threads), and leaves all memory to the system: with torch
+    and transformers imported, the interpreter needs a second to give it back piece by piece."""
+    threading.Thread(target=_leave_threads, args=(code,), name="exit", daemon=True).start()
+    if "torch" not in sys.modules or sys.getprofile() or sys.gettrace():  # a profiler writes its results after us
+        sys.exit(code)
+    with contextlib.suppress(KeyboardInterrupt):  # it ends already
+        threading._shutdown()  # ty: ignore[missing-attribute]
+        atexit._run_exitfuncs()
+        _close_files()
+    _exit(code)
+
+
+def _close_files() -> None:
+    """What the end of the interpreter does to files that are still open: data may wait in their buffers."""
+    files = [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]
+    for file in sorted(files, key=_height, reverse=True):
+        with contextlib.suppress(Exception):
+            file.flush()
+            if not _is_standard(file):
+                file.close()
+
+
+def _height(file: io.IOBase) -> int:
+    """A text lies on a buffer, which lies on the file of the system; a compressed one may lie between."""
+    levels = {io.FileIO: 0, io.BufferedWriter: 1, io.BufferedRandom: 1, io.BufferedReader: 1, io.TextIOWrapper: 3}
+    return levels.get(type(file), 2)
+
+
+def _is_standard(file: io.IOBase) -> bool:
+    """Whether it writes to the process's own output, as its last lines do."""
+    try:
+        return file.fileno() <= 2
+    except Exception:  # in memory
+        return False
 
 
 def _leave_threads(code: int) -> None:
