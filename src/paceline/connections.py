@@ -1,6 +1,7 @@
 """How long a connection may take to say what it wants."""
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -11,6 +12,21 @@ _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Lengt
 _TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+class LenientTransport:
+    """A transport that ignores what is written after its end, as asyncio's does. uvloop's raises, and a client that
+    resets its connection ends it before uvicorn hears of it: each such answer would be logged as a bug."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol, which by itself waits for a request's headers for ever and takes any number of them."""
 
@@ -19,6 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self.transport = LenientTransport(transport)  # ty: ignore[invalid-assignment]
         self._begin()
 
     def data_received(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from paceline import connections
 from paceline.config.serve import Serve
-from paceline.connections import BoundedProtocol
+from paceline.connections import BoundedProtocol, LenientTransport
 from paceline.inference import RequestError
 from paceline.inference.base import Grammar
 from paceline.inference.engine import grammar
@@ -294,3 +294,38 @@ def test_a_client_that_hangs_up_in_its_body_is_no_bug(caplog):
     with caplog.at_level(logging.ERROR):
         asyncio.run(work())
     assert [record for record in caplog.records if record.name == "paceline.server"] == []
+
+
+def test_an_answer_to_a_connection_that_was_reset_is_no_bug():
+    """uvloop's transport, closed by a reset that uvicorn has not heard of yet."""
+
+    class Closed:
+        closed, written = False, b""
+
+        def is_closing(self):
+            return self.closed
+
+        def write(self, data):
+            if self.closed:
+                raise RuntimeError("unable to perform operation; the handler is closed")
+            self.written += data
+
+    below = Closed()
+    transport = LenientTransport(below)
+    transport.write(b"a")
+    below.closed = True
+    transport.write(b"b")
+    assert below.written == b"a"
+
+
+def test_the_protocol_writes_through_it():
+    async def work():
+        async with listening() as port:
+            made = []
+            usual = BoundedProtocol.connection_made
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(BoundedProtocol, "connection_made", lambda self, t: (usual(self, t), made.append(self)))
+                assert b" 200 " in await say(port, WHOLE + b"Connection: close\r\n\r\n" + BODY)
+            assert [type(protocol.transport) for protocol in made] == [LenientTransport]
+
+    asyncio.run(work())
