@@ -7,6 +7,7 @@ import contextlib
 import functools
 import http.client
 import json
+import math
 import os
 import random
 import re
@@ -240,19 +241,22 @@ class Probes:
     """Latencies of `/health`, with those of ticks that a slow probe left out, and delays of idle sleeps."""
 
     latencies: list[float] = field(default_factory=list)
+    calm: list[float] = field(default_factory=list)
+    """Those of the time without attacks."""
     delays: list[float] = field(default_factory=list)
     failed: int = 0
     slow: list[tuple[float, float]] = field(default_factory=list)
     """When a probe over the bar began, and how long it took."""
 
 
-def probes(path: Path) -> Probes:
+def probes(path: Path, calm_from: float) -> Probes:
     found = Probes()
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             at, status, seconds, late = line.split()
             found.failed += status != "200"
             found.latencies += spread(float(seconds))
+            found.calm += spread(float(seconds)) if float(at) > calm_from else []
             found.delays += spread(float(late))
             if float(seconds) > HEALTH_SECONDS:
                 found.slow.append((float(at), float(seconds)))
@@ -469,11 +473,12 @@ def group_call(s: Strike) -> None:
 
 def nasty_pattern(dice: random.Random, depth: int) -> str:
     if not depth:
-        return dice.choice(["a", ".", "[^a]", r"\w", r"\s", "", "é", r"\p{L}", "[a-", "(?=a)", r"\1", "^", "$", "b?"])
+        strange = [r"\p{L}", "[a-", "(?=a)", r"\1", "^", "$", ""]
+        return dice.choice(strange if dice.random() < 0.02 else ["a", ".", "[^a]", r"\w", r"\s", "é", "b?"])
     inner = nasty_pattern(dice, depth - 1)
     other = nasty_pattern(dice, depth - 1)
-    low = dice.choice([0, 1, 9, 99])
-    most = dice.choice([low, low + 9, low + 99, 999, 99999, 10**12])
+    low = dice.choice([0, 0, 1, 1, 9, 99])
+    most = dice.choice([low, low + 9, low + 99] * 5 + [999, 99999, 10**12])
     ways = [f"({inner})*", f"({inner})+", f"({inner}){{{low},{most}}}", f"({inner}|{other})", f"{inner}{other}"]
     return dice.choice([*ways, f"(({inner})*)*", f"(?:{inner}|{inner}a)+"])
 
@@ -482,8 +487,8 @@ def nasty_pattern(dice: random.Random, depth: int) -> str:
 def nasty_regex(s: Strike) -> None:
     """Quantifiers within quantifiers, alternatives that overlap, syntax that no engine knows."""
     patterns = [nasty_pattern(s.dice, s.dice.randint(1, 7)), "((.{0,99}){0,99}){0,99}b", "(x+x+)+y", "(" * 5000]
-    pattern = s.dice.choice([*patterns[:1] * 5, *patterns])
-    s.call(s.dice.choice([CHAT, COMPLETIONS]), chat(prompt="a") | {"regex": pattern or "a"})
+    for pattern in (s.dice.choice(patterns), *(nasty_pattern(s.dice, s.dice.randint(1, 5)) for _ in range(3))):
+        s.call(s.dice.choice([CHAT, COMPLETIONS]), chat(prompt="a", regex=pattern or "a"))
 
 
 def nasty_schema(dice: random.Random, depth: int) -> object:
@@ -886,7 +891,7 @@ def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, k
         honest.start()
         end = begun + seconds - calm - 2
         order: list[str] = []
-        worst_log = 0
+        worst_log, calm_from = 0, math.inf
         try:
             while time.monotonic() < end:
                 order = order or dice.sample(names, len(names))
@@ -900,9 +905,8 @@ def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, k
                 siege.look(at_once)
             print(f"  {time.monotonic() - begun:5.0f} s  calm for {calm:.0f} s", flush=True)
             peak = server.resident()
-            calm_end = time.monotonic() + calm
-            while time.monotonic() < calm_end and not enough(before, server.resident()):
-                time.sleep(0.5)
+            calm_from = time.monotonic()
+            time.sleep(calm)
             after = server.resident()
             worst_log = len(server.log)
         except RuntimeError as error:
@@ -914,13 +918,14 @@ def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, k
             prober.wait()
         honest.join(ANSWER_SECONDS)
         took = end_server(server, book, dice)
-        probed = probes(measured)
+        probed = probes(measured, calm_from)
     if probed.failed:
         book.violate("server", "/health", f"{probed.failed} of {len(probed.latencies)} probes had no answer")
     return {
         "key": bool(key),
         "seconds": time.monotonic() - begun,
         "latencies": probed.latencies,
+        "calm": probed.calm,
         "delays": probed.delays,
         "slow_health": siege.during(probed.slow),
         "honest": honest.seconds,
