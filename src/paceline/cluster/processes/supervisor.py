@@ -101,6 +101,8 @@ class Supervisor:
             brief = stack.enter_context(self._briefed())
             stack.enter_context(self._listening())
             stack.callback(self._end_all)
+            if self.screen is not None:  # it takes them a while to say something themselves
+                print("... starting server, trainer and orchestrator", file=self.screen, flush=True)
             for role in ROLES:
                 log = self.directory.live / f"{role}.log"
                 log.write_bytes(b"")
