@@ -542,9 +542,15 @@ def many_choices(s: Strike) -> None:
 @attack
 def many_prompts(s: Strike) -> None:
     """Lists of equal, distinct, empty and too long prompts."""
-    n = s.dice.choice([16, 256, 2048, 5000])
+    n = s.dice.choice([16, 256, 256, 2048, 2049])
     prompts = s.dice.choice(
-        [["ab"] * n, [s.word() for _ in range(n)], [""] * n, ["word " * 200] * min(n, 64), [[1, 2]] * n]
+        [
+            ["ab"] * n,
+            [s.word() for _ in range(n)],
+            [""] * n,
+            ["word " * s.dice.choice([50, 200])] * min(n, 64),
+            [[1, 2]] * n,
+        ]
     )
     s.call(COMPLETIONS, {"prompt": prompts, "max_tokens": 2, "n": s.dice.choice([1, 2])}, seconds=2 * ANSWER_SECONDS)
 
