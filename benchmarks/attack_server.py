@@ -624,7 +624,7 @@ def cancelled_streams(s: Strike) -> None:
         more = {"n": s.dice.choice([1, 1, 8]), "stream": True, "logprobs": s.dice.random() < 0.5, "ignore_eos": True}
         body = json.dumps(chat(max_tokens=s.dice.choice([4, 64]), **more)).encode()
         with contextlib.suppress(OSError), s.socket() as door:
-            door.sendall(s.head(CHAT, len(body)) + b"\r\n" + body)
+            door.sendall(s.head(CHAT, len(body), Connection="close") + b"\r\n" + body)
             for _ in range(s.dice.randint(0, 4)):
                 door.recv(s.dice.choice([1, 100, 4000]))
         s.answers["hung up"] += 1
@@ -948,6 +948,7 @@ def warm_up(server: Server) -> None:
         HONEST,
         chat(n=64, logprobs=True),
         chat(regex="(ab|c){1,3}"),
+        chat(regex="(ab{1,3}){1,3}"),  # by a process of its own
         chat(response_format={"type": "json_object"}),
         {"messages": [{"role": "user", "content": "word " * 20}], "max_tokens": 4, "n": 64},
     ):
