@@ -25,10 +25,17 @@ def test_every_kind_that_init_writes_is_valid_and_trains(here, tmp_path, kind):
     assert (tmp_path / "runs" / kind / "export" / "model.safetensors").exists()
 
 
-def test_an_example_trains_from_any_folder_and_its_run_may_be_moved(here, tmp_path):
-    done = here("train", "quickstart", *SMALL, "--steps", "2")
+def test_an_example_trains_from_any_folder_by_its_name(here, tmp_path):
+    done = here("train", "quickstart", *SMALL, "--steps", "1")
     assert done.returncode == 0, done.stderr
-    (tmp_path / "runs" / "quickstart").rename(tmp_path / "runs" / "b")
+    assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-000001").is_dir()
+
+
+def test_a_run_may_be_moved_and_fewer_steps_than_it_has_are_refused(here, tmp_path):
+    (tmp_path / "run.toml").write_text('name = "a"\n')
+    done = here("train", "run.toml", *SMALL, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "runs" / "a").rename(tmp_path / "runs" / "b")
     done = here("train", "runs/b/config.toml", "--resume", "latest", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["b"]

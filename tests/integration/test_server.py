@@ -269,6 +269,8 @@ def adapter(**tensors) -> str:
 
 
 ASK = {"messages": CHAT, "max_tokens": 2}
+LIST = {"type": "array", "items": {"$ref": "other.json"}}
+NOWHERE = {"type": "json_schema", "json_schema": {"name": "a", "schema": LIST}}
 REFUSED = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"max_tokens": 1}, 400, "messages"),
@@ -295,6 +297,10 @@ REFUSED = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 20_000}]}, 400, None),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
+    ("/v1/chat/completions", ASK | {"chat_template_kwargs": {"chat_template": "a"}}, 400, "chat_template_kwargs"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 20_000}, 400, "messages"),
+    ("/v1/chat/completions", ASK | {"regex": "((a{0,99}){0,99}){0,99}b"}, 400, None),
+    ("/v1/chat/completions", ASK | {"response_format": NOWHERE}, 400, None),
     ("/v1/responses", {"input": []}, 400, "input"),
     ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
     ("/v1/responses", {"input": "a", "reasoning": {"effort": "high"}}, 400, "reasoning"),
@@ -408,6 +414,19 @@ def test_a_client_that_leaves_frees_its_places(server, stream):
         server.post("/resume")
     assert server.idle()
     assert server.get("/stats").json()["tokens"] == told
+
+
+def test_a_client_that_hangs_up_in_its_body_is_not_logged_as_a_bug(server):
+    before = server.log.read_text().count("Traceback")
+    host, port = server.url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99"
+    head += f"\r\nAuthorization: {server.bearer['Authorization']}"
+    with socket.create_connection((host, int(port)), timeout=60) as wire:
+        wire.sendall(f'{head}\r\nContent-Type: application/json\r\n\r\n{{"pro'.encode())
+        server.get("/health")
+    for _ in range(5):  # by then the server has noticed
+        server.get("/health")
+    assert server.log.read_text().count("Traceback") == before
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

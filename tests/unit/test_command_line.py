@@ -19,25 +19,42 @@ from paceline.config.target import load_target
 from paceline.data.importing import HookError, import_object
 from paceline.envs.workers import Workers
 
-COMMANDS = the_commands().parsers
+README = Path(__file__).parents[2] / "README.md"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example_that_names_files_a_pip_user_has(name):
-    text = COMMANDS[name].format_help()
+@pytest.fixture
+def help_of(capsys):
+    """What `--help` prints for a command, or for none."""
+
+    def ask(*command: str) -> str:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        return capsys.readouterr().out
+
+    return ask
+
+
+@pytest.mark.parametrize("name", the_commands().parsers)
+def test_every_command_has_help_with_an_example_that_names_files_a_pip_user_has(name, help_of):
+    text = help_of(name)
     assert re.search(rf"^ *(?:\S+=\S+ )?paceline {name}\b", text.partition("examples")[2], re.MULTILINE), text
     assert "examples/" not in text
 
 
-def test_the_help_recommends_only_what_a_pip_user_can_type():
-    text = the_commands().parser.format_help()
+def test_the_help_and_the_readme_recommend_first_what_a_pip_user_can_type(help_of):
+    text = help_of()
     assert "paceline train quickstart" in text
     assert "examples/" not in text
+    first = README.read_text(encoding="utf-8").partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert [line.partition("#")[0].split() for line in first[:2]] == [
+        ["pip", "install", "paceline"],
+        ["paceline", "train", "quickstart"],
+    ]
 
 
-def test_the_help_of_train_lists_common_keys_in_the_words_of_the_schema():
-    text = " ".join(COMMANDS["train"].format_help().split())
-    for key in COMMON_KEYS:
+def test_the_help_of_train_lists_common_keys_in_the_words_of_the_schema(help_of):
+    text = " ".join(help_of("train").split())
+    for key in ("resume", "name", "steps", *COMMON_KEYS):
         assert f"--{key.replace('_', '-')} " in text
     for key, words in (("--resume", "`latest`, or the path of a checkpoint"), ("--seed", "Fixes row order")):
         assert f"{key} {words}" in text
@@ -69,15 +86,15 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys, typed, 
         (["search-server"], "--embeddings-url", "embeddings_endpoint"),
     ],
 )
-def test_an_idea_has_one_spelling_and_the_old_one_still_works(command, old, new):
+def test_an_idea_has_one_spelling_and_the_old_one_still_works(command, old, new, help_of):
     option = f"--{new.replace('_', '-')}"
+    text = help_of(command[0])
+    assert option in text
+    assert f"{old} " not in text
     parser = the_commands().parser
     for flag in (old, option):
         known, rest = parser.parse_known_args([*command, flag, "3"])
         assert (str(getattr(known, new)), rest) == ("3", [])
-    text = COMMANDS[command[0]].format_help()
-    assert option in text
-    assert f"{old} " not in text
 
 
 def test_a_typed_table_of_free_keys_replaces_and_a_section_merges(tmp_path):

@@ -88,6 +88,14 @@ def test_check_names_unset_keys_in_comments_that_change_nothing(tmp_path: Path, 
     assert ("# lora = (unset)" in model) == (config.model.lora is None)
 
 
+def test_the_command_prints_unset_keys_too(tmp_path: Path, capsys):
+    (tmp_path / "run.toml").write_text("steps = 3\n")
+    assert main(["check", str(tmp_path / "run.toml")]) == 0
+    shown = capsys.readouterr().out
+    assert "# tokenizer = (unset)" in shown.splitlines()
+    assert tomllib.loads(shown)["steps"] == 3
+
+
 def _unset(section) -> list[str]:
     """Names of the keys without a value, wherever they are."""
     found = []

@@ -434,12 +434,23 @@ def test_check_and_train_refuse_all_of_it_at_once_in_the_same_words(user, here):
     assert "nowhere`: no such folder" in compared.stderr
 
 
+def test_the_command_refuses_a_mixture_of_experts_and_a_gguf_file(user, folder, here):
+    (user / "quick.toml").write_text("steps = 1\n")
+    (user / "model.gguf").write_text("GGUF")
+    experts = folder(hf.MixtralConfig(**SMALL))
+    for model, sentence in ((experts, "it is a mixture of experts"), ("model.gguf", "gguf_file='model.gguf'")):
+        done = here("check", "quick.toml", "--model.name", str(model))
+        assert (done.returncode, "is valid" in done.stderr) == (2, False)
+        assert sentence in done.stderr
+
+
 def test_serve_and_rollout_say_the_same(folder, here):
     """A tokenizer that is missing is found before weights are read, a model that reads images before that."""
     made = folder(hf.Qwen2_5_VLConfig(), **VISION)
     for command in (("serve", str(made), "--port", "0"), ("rollout", "reverse-text", "--model.name", str(made))):
         done = here(*command)
-        assert (done.returncode, done.stderr) == (2, f"paceline: {problems('--model.name', made)[0]}\n")
+        assert (done.returncode, "(model type `qwen2_5_vl`) reads images" in done.stderr) == (2, True)
+        assert done.stderr == f"paceline: {problems('--model.name', made)[0]}\n"
     for name in TOKENIZER:
         (made / name).unlink()
     for command in (("serve", str(made), "--port", "0"), ("rollout", "reverse-text", "--model.name", str(made))):

@@ -200,13 +200,13 @@ def test_a_dataset_that_cannot_be_used_is_named_and_leaves_no_folder(dataset, se
 
 
 def test_a_config_a_loaded_file_and_a_path_train():
-    Path("run.toml").write_text('name = "file"\nsteps = 9\n[[env]]\ntype = "arithmetic"\n')
-    loaded = paceline.load("run.toml")
     small = {key: value for key, value in SMALL.items() if key != "quiet"}
     config = paceline.RunConfig(**small, name="config", env=[{"type": "arithmetic"}])
+    Path("run.toml").write_text(paceline.config.dump(config))
+    loaded = paceline.load("run.toml", ["--name", "loaded"])
+    assert paceline.train(loaded).directory == Path("runs/loaded")
     assert paceline.train(config, quiet=True).outcome.step == 1
-    assert paceline.train(paceline.load("run.toml", ["--name", "loaded"]), **SMALL).directory == Path("runs/loaded")
-    assert paceline.train("run.toml", **SMALL).outcome.step == 1
+    assert paceline.train("run.toml", **SMALL | {"name": "path"}).outcome.step == 1
     assert (
         paceline.train(loaded, reward=right, dataset=ROWS, name="mixed", **SMALL).metrics[-1]["reward/mixed/mean"] >= 0
     )
@@ -283,8 +283,12 @@ def test_a_warning_of_the_config_is_a_python_warning():
 
 
 def test_train_works_inside_a_running_loop(capsys):
+    """As in the cells of a notebook."""
+    small = {key: value for key, value in SMALL.items() if key != "quiet"}
+    config = paceline.RunConfig(**small, name="cell", env=[{"type": "arithmetic"}])
+
     async def cell():
-        return paceline.train(dataset=ROWS, reward=right, name="cell", **SMALL)
+        return paceline.train(config)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import logging
 import socket
 import subprocess
 import sys
@@ -220,14 +219,11 @@ async def listening():
             await serving
 
 
-async def say(port: int, *pieces: bytes, hang_up: bool = False) -> bytes:
+async def say(port: int, *pieces: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for piece in pieces:
         writer.write(piece)
         await writer.drain()
-    if hang_up:
-        writer.transport.abort()
-        return b""
     answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     return answer
@@ -282,18 +278,6 @@ def test_a_body_of_too_many_values_gets_a_sentence():
     answer = asyncio.run(work())
     assert b" 413 " in answer
     assert b"the body holds too many values: send fewer prompts at a time" in answer
-
-
-def test_a_client_that_hangs_up_in_its_body_is_no_bug(caplog):
-    async def work():
-        async with listening() as port:
-            for _ in range(5):
-                await say(port, WHOLE + b"\r\n" + BODY[:5], hang_up=True)
-            assert b" 200 " in await say(port, WHOLE + b"Connection: close\r\n\r\n" + BODY)
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(work())
-    assert [record for record in caplog.records if record.name == "paceline.server"] == []
 
 
 def test_an_answer_to_a_connection_that_was_reset_is_no_bug():

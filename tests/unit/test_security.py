@@ -198,7 +198,10 @@ def kwargs(**entries) -> list[str]:
 NAMES = "api_key apiKey OPENAI_API_KEY openai_apikey x-api-key hf_token hfToken token client_secret db_password"
 
 
-@pytest.mark.parametrize("name", [*NAMES.split(), "aws_secret_access_key", "Authorization", "api_keys"])
+MORE = "openai_key auth pwd bearer credentials aws_secret_access_key Authorization api_keys"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), *MORE.split()])
 def test_a_name_tells_by_its_end(name):
     assert kwargs(**{name: KEY})
     assert kwargs(**{name: ["MY_VARIABLE", KEY]})

@@ -25,7 +25,7 @@ class Untouchable:
 
 
 def client(key=None, peers=("127.0.0.1",), base="http://127.0.0.1:8000"):
-    app = build_app(Untouchable(), None, [], name="m", api_key=key, peers=peers, max_body_bytes=1 << 20)
+    app = build_app(Untouchable(), None, [], name="m", api_key=key, max_body_bytes=1 << 20)
     app.state.service = SimpleNamespace(engine=Untouchable(), peers=frozenset(peers), joining=False, receiver=None)
     return TestClient(app, base)
 
