@@ -80,6 +80,7 @@ def test_a_run_is_refused_with_the_fix_before_a_token_is_sampled(tmp_path, speak
     agent = CustomEnv(name="agent", import_path="x:y")
     env, given = (Calculator(name="calculator"), None) if speaks == "seat" else (agent, {"agent": Agent()})
     keys = {"runs": str(tmp_path), "steps": 1, "batch_size": 4, "group_size": 2, "eval": Eval(every=0), "env": [env]}
+    keys["filters"] = {"zero_advantage": False}  # so that a run that is not refused ends
     done = train(RunConfig(**keys, sampling=Sampling(max_tokens=4), device="cpu"), environments=given)
     assert done.outcome.status == "failed"
     assert isinstance(done.error, ToolsDropped)

@@ -241,12 +241,12 @@ def test_what_cannot_be_exported_is_a_sentence(run: Path, copy: Path, capsys, ar
 def test_a_run_is_served_by_its_export_and_a_checkpoint_names_the_command(run: Path, copy: Path, capsys):
     from paceline.cluster.targets import served_model
 
-    assert served_model(str(run)) == str(run / "export")
-    assert served_model(QUICKSTART) == QUICKSTART
     for name in (f"{run}/checkpoints/latest", f"{run}@2", f"{run}/checkpoints/step-000002"):
         code, _, err = asked(capsys, "serve", name)
         assert code == 2
         assert f"`paceline export {run}@2 -o FOLDER`" in err
+    assert served_model(str(run)) == str(run / "export")
+    assert served_model(QUICKSTART) == QUICKSTART
     shutil.rmtree(copy / "export")
     code, _, err = asked(capsys, "serve", str(copy))
     assert (code, f"`paceline export {copy} -o FOLDER`" in err) == (2, True)
