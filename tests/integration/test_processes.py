@@ -150,7 +150,7 @@ def test_the_current_folder_is_on_no_childs_path_and_user_code_is_found(run_file
     hooks += ("--trainer.loss.type", "custom", "--trainer.loss.import_path", "task/losses.py:loss")
     short = ("--steps", "1", "--batch_size", "8", "--eval.every", "0", "--record.batches", "0")
     result = Supervisor(config_of(run_file, "--name", "clean", "--placement", "processes", *hooks, *short)).run()
-    assert result.outcome.status == "finished", result.outcome.cause
+    assert result.outcome.status == "finished", result.outcome.message
 
 
 def test_what_cannot_start_is_said_at_once(run_file, capfd):

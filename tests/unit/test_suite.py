@@ -132,8 +132,8 @@ def test_a_failed_command_shows_in_a_newcomers_table(newcomer, tmp_path, capsys)
 
 
 def test_the_smollm2_script_names_the_package_it_needs_before_it_downloads():
-    hidden = "import sys; sys.path.insert(0, 'scripts'); import get_smollm2 as s; "
-    code = hidden + "s.importlib.util.find_spec = lambda name: None; s.smollm2(s.Path('nowhere'))"
+    hidden = "import importlib.util, sys; sys.path.insert(0, 'scripts'); import get_smollm2 as s; "
+    code = hidden + "importlib.util.find_spec = lambda name: None; s.smollm2(s.Path('nowhere'))"
     done = run([sys.executable, "-c", code], cwd=ROOT)
     assert done.returncode == 1
     assert "needs the package gguf, which is not installed: " in done.stderr
