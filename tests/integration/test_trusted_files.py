@@ -89,11 +89,11 @@ DAMAGE = {
 def refused(done, *words: str) -> str:
     """A run that could not be resumed: one sentence, and no advice to overwrite what there is."""
     assert done.outcome.status == "failed"
-    for word in words:
-        assert word in done.outcome.message, word
     advice = "\n".join(done.summary)
     assert "overwrite" not in advice + done.outcome.message
     assert "no batch was trained" not in advice
+    for word in words:
+        assert word in done.outcome.message, word
     assert not done.outcome.trace, "a sentence, no traceback"
     return done.summary[-1]
 
