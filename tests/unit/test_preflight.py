@@ -434,14 +434,16 @@ def test_check_and_train_refuse_all_of_it_at_once_in_the_same_words(user, here):
     assert "nowhere`: no such folder" in compared.stderr
 
 
-def test_the_command_refuses_a_mixture_of_experts_and_a_gguf_file(user, folder, here):
+@pytest.mark.parametrize(
+    ("model", "sentence"), [("experts", "it is a mixture of experts"), ("model.gguf", "gguf_file='model.gguf'")]
+)
+def test_the_command_refuses_a_mixture_of_experts_and_a_gguf_file(user, folder, here, model, sentence):
     (user / "quick.toml").write_text("steps = 1\n")
     (user / "model.gguf").write_text("GGUF")
-    experts = folder(hf.MixtralConfig(**SMALL))
-    for model, sentence in ((experts, "it is a mixture of experts"), ("model.gguf", "gguf_file='model.gguf'")):
-        done = here("check", "quick.toml", "--model.name", str(model))
-        assert (done.returncode, "is valid" in done.stderr) == (2, False)
-        assert sentence in done.stderr
+    folder(hf.MixtralConfig(**SMALL)).rename(user / "experts")
+    done = here("check", "quick.toml", "--model.name", str(user / model))
+    assert (done.returncode, "is valid" in done.stderr) == (2, False)
+    assert sentence in done.stderr
 
 
 def test_serve_and_rollout_say_the_same(folder, here):
