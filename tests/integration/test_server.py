@@ -298,7 +298,7 @@ REFUSED = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
     ("/v1/chat/completions", ASK | {"chat_template_kwargs": {"chat_template": "a"}}, 400, "chat_template_kwargs"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 20_000}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 20_000}, 413, None),
     ("/v1/chat/completions", ASK | {"regex": "((a{0,99}){0,99}){0,99}b"}, 400, None),
     ("/v1/chat/completions", ASK | {"response_format": NOWHERE}, 400, None),
     ("/v1/responses", {"input": []}, 400, "input"),

@@ -481,3 +481,16 @@ def test_requests_queue_by_order_then_arrival(model):
         scheduler.land(chunks[0])
         scheduler.release(chunks[0].sequence)
     assert served == [1, 1, 3, 5]
+
+
+def test_the_statistics_of_an_engine_that_stopped_say_so_at_once(model):
+    """`/health` asks for them, and must not wait for a thread that works or is gone."""
+
+    async def work(engine):
+        await engine.stats()
+        engine._inbox.put(lambda: 1 // 0)
+        await until(lambda: engine._failure is not None)
+        with pytest.raises(EngineError, match="the engine stopped: integer division"):
+            await engine.stats()
+
+    serve(model, work)

@@ -25,7 +25,9 @@ from paceline.inference.http import _portions
 from paceline.inference.server import http
 from paceline.inference.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
 from paceline.inference.server.errors import Refusal, install_error_handlers
+from paceline.inference.server.guard import AT_ONCE, Guard
 from paceline.inference.server.http import BYTES_PER_COST, Json, json_cost, read_body
+from paceline.inference.server.metrics import Meter
 from paceline.inference.server.scribe import Scribe, letters_in
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -313,3 +315,25 @@ def test_the_protocol_writes_through_it():
             assert [type(protocol.transport) for protocol in made] == [LenientTransport]
 
     asyncio.run(work())
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_hundreds_that_arrive_together_do_not_keep_health_waiting():
+    begun: list[str] = []
+
+    async def app(scope, receive, send):
+        begun.append(scope["path"])
+
+    async def work():
+        guard = Guard(app, Meter(), ["/health", "/v1/models"], None)
+        scope = {"type": "http", "headers": [(b"host", b"localhost")]}
+        many = [asyncio.create_task(guard(scope | {"path": "/v1/models"}, None, None)) for _ in range(300)]
+        many[5].cancel()
+        health = asyncio.create_task(guard(scope | {"path": "/health"}, None, None))
+        await asyncio.wait([*many, health])
+
+    asyncio.run(work())
+    assert begun.index("/health") <= AT_ONCE
+    assert begun.count("/v1/models") == 299

@@ -153,6 +153,8 @@ class DecodingEngine:
         return Limits(self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._served.bytes)
 
     async def stats(self) -> EngineStats:
+        if self._failure is not None:
+            raise EngineError(f"the engine stopped: {self._failure}") from self._failure
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from paceline.inference.base import Engine, EngineError
+from paceline.inference.base import Engine
 from paceline.inference.server.bodies import ScoreBody, TokenizeBody
 from paceline.inference.server.errors import bad
 from paceline.inference.server.http import Json, read_body, unless_gone
@@ -94,11 +94,7 @@ def lever(pull: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Req
     """An endpoint that does one thing to the engine."""
 
     async def endpoint(request: Request) -> Response:
-        try:
-            await pull(service_of(request).engine)
-        except EngineError as error:
-            service_of(request).note(error)
-            raise
+        await pull(service_of(request).engine)
         return Json({"status": "ok"})
 
     endpoint.__doc__ = text

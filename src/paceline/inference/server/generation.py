@@ -11,6 +11,9 @@ from paceline.inference.server.mailbox import Mailbox, Post
 Event = tuple[int, Piece | Completion]
 """A choice's index with what it said or how it ended."""
 
+AT_ONCE = 32
+"""Choices handed to the engine in one turn of the event loop: a request of thousands lets others be heard."""
+
 
 class Generation:
     """Runs requests side by side and tells what happens, in order for each choice.
@@ -28,10 +31,16 @@ class Generation:
         self._stopped: set[int] = set()
 
     async def __aenter__(self) -> "Generation":
-        for index, request in enumerate(self._requests):
-            task = asyncio.ensure_future(self._engine.generate(request, self._listener(index)))
-            task.add_done_callback(partial(self._ended, index))
-            self._tasks.append(task)
+        try:
+            for index, request in enumerate(self._requests):
+                if index and index % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                task = asyncio.ensure_future(self._engine.generate(request, self._listener(index)))
+                task.add_done_callback(partial(self._ended, index))
+                self._tasks.append(task)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
         return self
 
     async def __aexit__(

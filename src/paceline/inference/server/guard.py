@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from collections import deque
 from collections.abc import Collection
 
 from starlette.responses import Response
@@ -14,6 +15,38 @@ from paceline.inference.server.metrics import Meter
 
 OPEN_PATHS = {"/health"}
 """Answered without a key, so that a load balancer needs none."""
+
+AT_ONCE = 4
+"""Requests that begin in one turn of the event loop."""
+
+
+class Turns:
+    """Lets a few requests begin in each turn of the event loop, in the order in which they came: hundreds that arrive
+    together do not keep `/health`, and streams under way, from their turn."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next, loop)
+        if self._begun < AT_ONCE:
+            self._begun += 1
+            return
+        self._waiting.append(turn := loop.create_future())
+        await turn  # bounded: by the requests that came before
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < AT_ONCE:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its client has gone
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next, loop)
 
 
 class Guard:
@@ -32,6 +65,7 @@ class Guard:
         self._meter = meter
         self._routes, self._control = frozenset(routes), frozenset(control)
         self._expected = f"Bearer {api_key}".encode() if api_key else None
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,6 +82,8 @@ class Guard:
 
         self._meter.open += 1
         try:
+            if scope["path"] not in OPEN_PATHS:
+                await self._turns.wait()  # bounded: by the requests that came before
             await (self._refusal(scope) or self._app)(scope, receive, watched)
         except asyncio.CancelledError:
             # Only a shutdown whose grace is over cancels a request. Whoever still waits for a status gets one.

@@ -17,7 +17,6 @@ class Meter:
     def __init__(self) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()
         self.open = 0
-        self.engine_errors = 0
         self._buckets: dict[str, list[int]] = {}
         self._seconds: Counter[str] = Counter()
 

@@ -120,7 +120,6 @@ async def stream(
                     begun = True
                     yield data
     except EngineError as error:
-        reply.service.note(error)
         if not begun:
             raise
         refusal = refusal_of(error)

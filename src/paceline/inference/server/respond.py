@@ -41,7 +41,6 @@ async def _stream(talk: Talk, writer: ResponseWriter) -> AsyncGenerator[bytes]:
                         begun = True
                         yield data
     except EngineError as error:
-        talk.reply.service.note(error)
         if not begun:
             raise
         refusal = refusal_of(error)

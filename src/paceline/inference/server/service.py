@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 
-from paceline.inference.base import Engine, EngineError
+from paceline.inference.base import Engine
 from paceline.inference.server.mailbox import Post
 from paceline.inference.server.metrics import Meter
 from paceline.inference.server.models import Models
@@ -42,12 +42,6 @@ class Service:
     async def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""
         await self.engine.stats()
-        if self.meter.engine_errors:
-            # Vital signs can outlive the engine's thread; its policy cannot. Asked only after something went wrong.
-            await self.engine.policy()
-
-    def note(self, error: EngineError) -> None:
-        self.meter.engine_errors += 1
 
 
 def service_of(request: Request) -> Service:

@@ -62,7 +62,6 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
     except OtherBase as error:
         raise Refusal(409, str(error), code=OTHER_BASE) from error
     except EngineError as error:
-        service.note(error)
         await service.check_alive()
         raise bad(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
     except RuntimeError as error:  # torch's word for a shape that does not fit
