@@ -60,6 +60,8 @@ START_SECONDS = 240.0
 MEASURING_SECONDS = 1.5
 DISK = "512m"
 MOUNTED = "PACELINE_ATTACK_DISK"
+MOUNTING = "-m" if os.geteuid() == 0 else "-rm"
+"""Root stays what it is, and may give the prober its priority."""
 WIRED = "--wired"
 CAMPAIGN_SECONDS = 300.0
 WHOLE_MINUTES = 20
@@ -661,7 +663,7 @@ def main() -> int:
     if not os.environ.get(MOUNTED) and may_mount():
         # A mount of our own: what fills it does not fill the machine's disk.
         os.environ[MOUNTED] = "1"
-        os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
+        os.execvp("unshare", ["unshare", MOUNTING, sys.executable, *sys.argv])
     book = Book(given.seed)
     names = [name for one in given.only or halves for name in halves.get(one, [one])]
     if not os.environ.get(MOUNTED):
@@ -705,7 +707,7 @@ def mounted() -> Generator[Path]:
 
 
 def may_mount() -> bool:
-    tried = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tempfile.gettempdir()]
+    tried = ["unshare", MOUNTING, "mount", "-t", "tmpfs", "tmpfs", tempfile.gettempdir()]
     return bool(shutil.which("unshare")) and subprocess.run(tried, check=False, capture_output=True).returncode == 0
 
 

@@ -16,7 +16,7 @@ from paceline.inference.server.metrics import Meter
 OPEN_PATHS = {"/health"}
 """Answered without a key, so that a load balancer needs none."""
 
-AT_ONCE = 4
+AT_ONCE = 2
 """Requests that begin in one turn of the event loop."""
 
 

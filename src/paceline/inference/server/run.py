@@ -16,6 +16,9 @@ from paceline.inference.base import EngineError
 BACKLOG = 4096
 """Connections the system may hold for us: a thousand clients arrive at once."""
 
+ACCEPTED_AT_ONCE = 16
+"""Connections taken in one turn of the event loop. uvloop takes one from each socket that it listens on, so it is given
+ours so often: else the last of hundreds waits until all before it have begun their requests."""
 MOST_FILES = 10_240
 """What macOS allows at most; plenty elsewhere."""
 
@@ -99,7 +102,8 @@ async def serve(
     server = Gentle(config, ready)
     watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
     async with app.router.lifespan_context(app):
-        await server.serve(sockets=[door])  # unbounded: serving is its job
+        doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
+        await server.serve(sockets=doors)  # unbounded: serving is its job
     if watching is not None:
         if watching.done():
             raise watching.result()  # bounded: it is done
