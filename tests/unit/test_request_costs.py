@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import uvicorn
@@ -36,6 +38,21 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def scribe(load):
     return Scribe(load("quickstart"), [1], max_context=64)
+
+
+def test_equal_prompts_are_tokenised_once_and_many_on_another_thread(scribe, monkeypatch):
+    encode, threads = scribe.tokenizer.encode, []
+
+    def noted(text, **more):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(text, **more)
+
+    monkeypatch.setattr(scribe.tokenizer, "encode", noted)
+    few, many = ["ab", "cd", "ab"], ["".join(pair) for pair in itertools.product("abcdefgh", repeat=2)]
+    for texts in (few, many * 2):
+        tokens = asyncio.run(scribe.encode_all(texts, special=True))
+        assert tokens == [tuple(encode(text, add_special_tokens=True)) for text in texts]
+    assert threads == [True] * 2 + [False] * 64
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
@@ -104,7 +121,8 @@ def test_what_cannot_fit_is_refused_before_a_template_runs(scribe, monkeypatch, 
 
 
 def test_letters_are_counted_wherever_they_stand():
-    assert letters_in(["ab", {"cd": ["e", 1, None]}]) == 2 + 2 + 1 + 5
+    assert letters_in(["ab", {"cd": ["e", 1, None]}], 100) == 2 + 2 + 1 + 5
+    assert 10 < letters_in([[1] * 100] * 100, 10) < 500, "it is not counted to the end"
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------

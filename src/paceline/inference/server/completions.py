@@ -60,7 +60,9 @@ async def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ..
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
-    return [await service.scribe.encode(p, special=True) if isinstance(p, str) else tuple(p) for p in given]
+    if isinstance(given[0], str):
+        return await service.scribe.encode_all(given, special=True)
+    return [tuple(prompt) for prompt in given]
 
 
 class Continuation:

@@ -36,6 +36,7 @@ async def plan(
     if len(body.stops) > MOST_STOPS:
         raise bad(f"{len(body.stops)} stop strings are more than {MOST_STOPS}", "stop")
     ends = frozenset() if body.ignore_eos else scribe.end_tokens
+    first = secrets.randbits(64) if body.seed is None else body.seed
     return [
         GenerateRequest(
             prompt_ids=prompt,
@@ -44,7 +45,7 @@ async def plan(
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=min(max(body.top_k or 0, 0), models.limits.vocabulary),
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
-            noise=_noise(body, index),
+            noise=_noise(body, first, index),
             order=body.order or 0,
             turn=index,
             model=model,
@@ -111,8 +112,8 @@ def _call_schema(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
-def _noise(body: Sampled, index: int) -> int:
+def _noise(body: Sampled, seed: int, index: int) -> int:
     """An exact key is the first choice's own; further choices need streams of their own."""
     if body.noise is not None:
         return body.noise if index == 0 else noise_key(body.noise, index)
-    return noise_key(secrets.randbits(64) if body.seed is None else body.seed, index)
+    return noise_key(seed, index)

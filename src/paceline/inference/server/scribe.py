@@ -15,6 +15,8 @@ from paceline.inference.server.lexicon import Lexicon
 
 LONG_TEXT = 20_000
 """Letters from which a text is tokenised on another thread, so that streams go on meanwhile."""
+FEW = 16
+"""As many short texts are tokenised at once; more, on another thread too."""
 CONTEXT = 4
 """Prompt tokens a decoder may look back at."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -37,15 +39,26 @@ class Scribe:
 
     async def encode(self, text: str, special: bool) -> tuple[int, ...]:
         """The text's tokens; `special` adds what the tokenizer puts around a bare text."""
-        self._check_length(len(text))
-        if len(text) < LONG_TEXT:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=special))
-        return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special))
+        return (await self.encode_all([text], special))[0]
+
+    async def encode_all(self, texts: Sequence[str], special: bool) -> list[tuple[int, ...]]:
+        """The tokens of each text; equal ones are written once."""
+        distinct = list(dict.fromkeys(texts))
+        for text in distinct:
+            self._check_length(len(text))
+
+        def write() -> dict[str, tuple[int, ...]]:
+            return {text: tuple(self.tokenizer.encode(text, add_special_tokens=special)) for text in distinct}
+
+        few = len(distinct) <= FEW and sum(map(len, distinct)) < LONG_TEXT
+        tokens = write() if few else await asyncio.to_thread(write)
+        return [tokens[text] for text in texts]
 
     def _check_length(self, letters: int) -> None:
         if letters > self._most_letters:
             raise bad(
-                f"the prompt has {letters} letters, far more than a context of {self._max_context} tokens holds",
+                f"the prompt has at least {letters} characters, far more than a context of {self._max_context} tokens "
+                "holds",
                 code="context_length_exceeded",
             )
 
@@ -55,7 +68,7 @@ class Scribe:
         """The conversation, and the opening of the reply, as the model's chat template writes them."""
         if clash := (RESERVED | self.tokenizer.special_tokens_map.keys()) & options.keys():
             raise bad(f"chat_template_kwargs cannot set `{sorted(clash)[0]}`", "chat_template_kwargs")
-        letters = letters_in([messages, tools, options])
+        letters = letters_in([messages, tools, options], self._most_letters)
         self._check_length(letters)
         if self.tokenizer.chat_template is None:
             raise bad("this model has no chat template: use /v1/completions, or serve it with --model.chat_template")
@@ -89,10 +102,10 @@ class Scribe:
         return Detokeniser(self.decode, before[-CONTEXT:])
 
 
-def letters_in(data: Any) -> int:
-    """Letters of all texts in JSON data; whatever else there is counts as one."""
+def letters_in(data: Any, most: int) -> int:
+    """Letters of all texts in JSON data; whatever else there is counts as one. Not counted on beyond `most`."""
     total, rest = 0, [data]
-    while rest:
+    while rest and total <= most:
         item = rest.pop()
         total += len(item) if isinstance(item, str) else 1
         if isinstance(item, dict):
