@@ -46,7 +46,7 @@ from attack_server import (
     quantile,
     tree,
 )
-from attack_world import FAULTS, VARIABLE
+from attack_world import FAULTS, VARIABLE, VARIABLE_FIRED
 from bars import arguments, machine
 from chaos_books import dropped, lines, wrong_tickets
 from chaos_wires import Odds, Wires
@@ -239,6 +239,8 @@ class Run:
     def __init__(self, folder: Path, temporary: Path, book: Book, seed: int, placement: str) -> None:
         self.folder, self.temporary, self.book, self.seed, self.placement = folder, temporary, book, seed, placement
         self.root = folder / "runs" / NAME
+        self.fired = temporary.with_suffix(".fired")
+        """A line for each fault of user code."""
         self.what, self.number = "", 0
         self.faults: dict[str, float] = {}
         (folder / "run.toml").write_text(
@@ -293,6 +295,7 @@ class Run:
         if dice is not None:
             names = dice.sample(list(FAULTS), dice.choice([0, 1, 1, 2, 3]))
             self.faults = {name: odds(name, dice) for name in names}
+            environment[VARIABLE_FIRED] = str(self.fired)
             environment[VARIABLE] = json.dumps({"seed": dice.random(), "odds": self.faults})
         if clock:
             (self.folder / "clock").mkdir(exist_ok=True)
@@ -347,7 +350,14 @@ class Run:
         if left := [path.name for path in self.temporary.iterdir()]:
             self.violate("leftovers", f"left in TMPDIR: {left[:10]}")
         tickets = len({record["number"] for record in lines(self.root / "tickets.jsonl")})
-        return {"placement": self.placement, "steps": steps, "tickets": tickets, "dropped": dropped(self.root)}
+        fired = Counter(self.fired.read_text().split()) if self.fired.exists() else Counter()
+        return {
+            "placement": self.placement,
+            "steps": steps,
+            "tickets": tickets,
+            "dropped": dropped(self.root),
+            "faults": dict(fired),
+        }
 
 
 def odds(name: str, dice: random.Random) -> float:

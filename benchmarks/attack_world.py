@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "PACELINE_ATTACK"
+VARIABLE_FIRED = "PACELINE_ATTACK_FIRED"
+"""The file in which faults are counted."""
 _settings = json.loads(os.environ.get(VARIABLE, "{}"))
 _dice = random.Random(_settings.get("seed", 0))
 _odds: dict[str, float] = _settings.get("odds", {})
@@ -28,6 +30,13 @@ def fault(function: Callable[[dict], Any]) -> Callable[[dict], Any]:
     return function
 
 
+def note(name: str) -> None:
+    """Keep count of what was done, whatever becomes of this process."""
+    if VARIABLE_FIRED in os.environ:
+        with open(os.environ[VARIABLE_FIRED], "a") as file:  # noqa: PTH123
+            file.write(name + "\n")
+
+
 class Outcome(BaseException):
     """As test frameworks end a test."""
 
@@ -39,6 +48,7 @@ async def play(row: dict, seat: Any) -> Any:
     reward = sum(a == b for a, b in zip(reply.text.strip(), wanted, strict=False)) / len(wanted)
     for name, chance in _odds.items():
         if _dice.random() < chance:
+            note(name)
             answer = FAULTS[name](row)
             if asyncio.iscoroutine(answer):
                 answer = await answer
