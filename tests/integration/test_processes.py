@@ -124,7 +124,7 @@ from words import WORDS  # beside this file
 
 class Task(paceline.SingleTurn):
     def examples(self, split):
-        assert importlib.util.find_spec("planted") is None, "the current folder is on the path"
+        assert importlib.util.find_spec("lies_here") is None, "the current folder is on the path"
         return [{"messages": [{"role": "user", "content": f"copy: {word}"}]} for word in WORDS]
 
     def score(self, example, reply):
@@ -134,14 +134,14 @@ LOSS = """
 import importlib.util
 
 def loss(streams):
-    assert importlib.util.find_spec("planted") is None, "the current folder is on the path"
+    assert importlib.util.find_spec("lies_here") is None, "the current folder is on the path"
     return -streams.advantages * streams.logprobs
 """
 
 
 def test_the_current_folder_is_on_no_childs_path_and_user_code_is_found(run_file, tmp_path, forked):
     """A `grp.py` that lies there would hide Python's own. The task finds what lies beside it."""
-    (tmp_path / "planted.py").write_text("")
+    (tmp_path / "lies_here.py").write_text("")
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "task.py").write_text(TASK)
     (tmp_path / "task" / "words.py").write_text("WORDS = ['ab', 'cd', 'ef', 'gh']")
