@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CORES = os.sched_getaffinity(0)
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
 READY = re.compile(r"paceline: serving (\S+) at http://127\.0\.0\.1:(\d+)/v1")
 BODY_LIMIT = 4 << 20
 GRACE = 2
@@ -221,7 +221,8 @@ def serving(key: str | None) -> Generator[Server]:
                 process.kill()
             process.wait()
             process.stdout.close()
-            os.sched_setaffinity(0, CORES)
+            if len(CORES) > 1:
+                os.sched_setaffinity(0, CORES)
 
 
 # -- the prober --------------------------------------------------------------------------------------------------------

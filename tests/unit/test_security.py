@@ -1,6 +1,7 @@
 """What must hold so that a run can be left alone on a shared machine. `docs/security.md` says it in words."""
 
 import ast
+import importlib
 import json
 import threading
 from functools import cache
@@ -24,6 +25,8 @@ from paceline.errors import PacelineError
 from paceline.inference.server.errors import Refusal
 from paceline.inference.server.weights import find_files
 from paceline.rollout import Recorder
+
+ROOT = Path(__file__).parents[2]
 
 SOURCE = Path(paceline.__file__).parent
 SANDBOX = SOURCE / "envs" / "sandbox"
@@ -316,3 +319,12 @@ def test_a_solution_has_the_memory_it_is_given_and_no_more():
     tests = ["assert f(8) == 8\nassert f(2000) == 'refused'"]
     (outcome,) = graded(solution, tests=tests, memory_mb=256)
     assert outcome.rewards[POLICY] == 1
+
+
+def test_the_attack_has_as_many_kinds_as_the_page_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    attack, server, world = map(importlib.import_module, ("attack", "attack_server", "attack_world"))
+    page = " ".join((ROOT / "docs" / "security.md").read_text().split())
+    assert f"{len(server.ATTACKS)} attacks on the server" in page
+    assert f"{len(attack.TRAINING)} faults of signals" in page
+    assert f"misbehaves in {len(world.FAULTS)} ways" in page
