@@ -24,9 +24,9 @@ from paceline.user_code import user_place
 T = TypeVar("T")
 log = logging.getLogger("paceline.waits")
 AGAIN_SECONDS = 5.0
-"""Whoever is cancelled gets so long to clean up, and is then cancelled again: some swallow it and go on."""
-DEAF_SECONDS = 30.0
-"""Whoever has not gone by then is named, and user code abandoned."""
+"""Cancelled work has this long to clean up, and is then cancelled again: some swallows it and goes on."""
+ABANDON_SECONDS = 30.0
+"""Work that has not ended by then is named; user code is abandoned."""
 
 
 class DeadlineError(PacelineError, TimeoutError):
@@ -70,7 +70,7 @@ class Wait:
         """The deadline is over: whoever waits is woken, and woken again until they go."""
         assert isinstance(self.who, asyncio.Task)
         self.timer = self.who.get_loop().call_later(AGAIN_SECONDS, self.expire)
-        if self.cancels == round(DEAF_SECONDS / AGAIN_SECONDS) + 1:  # user code is abandoned by now
+        if self.cancels == round(ABANDON_SECONDS / AGAIN_SECONDS) + 1:  # user code is abandoned by now
             text = "%s does not let itself be cancelled, %g s after its %g s are over: pass asyncio.CancelledError on"
             log.warning(text, self.what, self.cancels * AGAIN_SECONDS, self.seconds)
         self.cancels += 1
@@ -156,8 +156,8 @@ async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool =
 async def abandonable(seconds: float, what: str, work: Awaitable[T]) -> T:
     """As `within`, for user code, which may swallow its cancellation.
 
-    A task cannot be killed, but its work can be left where it stands. `DEAF_SECONDS` after the deadline, or after the
-    caller was cancelled, the work is abandoned: the caller goes on with an `AbandonedError` or its own cancellation,
+    A task cannot be killed, but its work can be left where it stands. `ABANDON_SECONDS` after the deadline, or after
+    the caller was cancelled, the work is abandoned: the caller goes on with an `AbandonedError` or its cancellation,
     and the work is not resumed. Timers of the work may still cancel the caller's task, so that task should end soon.
     """
     call = _UserCall(work)
@@ -230,7 +230,7 @@ class _UserCall:
             assert task is not None
             assert self._wait is not None
             # After the deadline the wait itself cancels every `AGAIN_SECONDS`: the last time must find it given up.
-            seconds = DEAF_SECONDS - (0.5 * AGAIN_SECONDS if self._wait.cancels else 0.0)
+            seconds = ABANDON_SECONDS - (0.5 * AGAIN_SECONDS if self._wait.cancels else 0.0)
             self._timer = task.get_loop().call_later(seconds, self._give_up, task, task.cancelling())
 
     def _give_up(self, task: "asyncio.Task[Any]", cancelling: int) -> None:
@@ -248,7 +248,7 @@ class _UserCall:
         at = user_place(awaited_frames(self._work))
         assert self._wait is not None
         self.left = (
-            f"{self._wait.what} was cancelled and did not end within {DEAF_SECONDS:g} s{at and f', at {at}'}: it is "
+            f"{self._wait.what} was cancelled and did not end within {ABANDON_SECONDS:g} s{at and f', at {at}'}: it is "
             "abandoned; let asyncio.CancelledError pass there"
         )
 

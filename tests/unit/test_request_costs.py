@@ -30,7 +30,7 @@ from paceline.inference.server.errors import Refusal, install_error_handlers
 from paceline.inference.server.guard import AT_ONCE, Guard
 from paceline.inference.server.http import BYTES_PER_COST, Json, json_cost, read_body
 from paceline.inference.server.metrics import Meter
-from paceline.inference.server.scribe import Scribe, letters_in
+from paceline.inference.server.scribe import Scribe, characters_in
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -121,8 +121,8 @@ def test_what_cannot_fit_is_refused_before_a_template_runs(scribe, monkeypatch, 
 
 
 def test_letters_are_counted_wherever_they_stand():
-    assert letters_in(["ab", {"cd": ["e", 1, None]}], 100) == 2 + 2 + 1 + 5
-    assert 10 < letters_in([[1] * 100] * 100, 10) < 500, "it is not counted to the end"
+    assert characters_in(["ab", {"cd": ["e", 1, None]}], 100) == 2 + 2 + 1 + 5
+    assert 10 < characters_in([[1] * 100] * 100, 10) < 500, "it is not counted to the end"
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------

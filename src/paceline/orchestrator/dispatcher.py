@@ -25,7 +25,7 @@ from paceline.orchestrator.replay import Replay, Replayed
 from paceline.orchestrator.tally import Tally
 from paceline.rollout import Group
 from paceline.user_code import raised
-from paceline.waits import DEAF_SECONDS, waiting
+from paceline.waits import ABANDON_SECONDS, waiting
 
 __all__ = ["Ahead", "Dispatcher", "Tally", "without_signal"]
 
@@ -34,7 +34,7 @@ STALE, OVERSAMPLED = "stale", "oversampled"
 the slow ones would get less than their weight."""
 SHUNNED = "shunned"
 BAD_ROW = "bad_row"
-FAREWELL_SECONDS = DEAF_SECONDS + 5.0
+CLEAN_UP_SECONDS = ABANDON_SECONDS + 5.0
 """What cancelled episodes get to clean up in: by then, those that do not end are abandoned."""
 
 Ahead = Callable[[list[Group]], Awaitable[None]]
@@ -323,7 +323,7 @@ class Dispatcher:
             task.cancel()
         if not tasks:
             return
-        await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
+        await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from paceline.inference.server.errors import bad
 from paceline.inference.server.lexicon import Lexicon
 
 LONG_TEXT = 20_000
-"""Letters from which a text is tokenised on another thread, so that streams go on meanwhile."""
+"""Characters from which a text is tokenised on another thread, so that streams go on meanwhile."""
 FEW = 16
 """As many short texts are tokenised at once; more, on another thread too."""
 CONTEXT = 4
@@ -30,7 +30,7 @@ class Scribe:
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
         self.lexicon = Lexicon(tokenizer)
-        self._most_letters = max_context * max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_characters = max_context * max(map(len, tokenizer.get_vocab()), default=1)
         self._max_context = max_context
         # Streams decode a few tokens at a time, and transformers' wrapper costs several times the decoding itself.
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -54,11 +54,11 @@ class Scribe:
         tokens = write() if few else await asyncio.to_thread(write)
         return [tokens[text] for text in texts]
 
-    def _check_length(self, letters: int) -> None:
-        if letters > self._most_letters:
+    def _check_length(self, characters: int) -> None:
+        if characters > self._most_characters:
             raise bad(
-                f"the prompt has at least {letters} characters, far more than a context of {self._max_context} tokens "
-                "holds",
+                f"the prompt has at least {characters} characters, far more than a context of {self._max_context} "
+                "tokens holds",
                 code="context_length_exceeded",
             )
 
@@ -68,15 +68,15 @@ class Scribe:
         """The conversation, and the opening of the reply, as the model's chat template writes them."""
         if clash := (RESERVED | self.tokenizer.special_tokens_map.keys()) & options.keys():
             raise bad(f"chat_template_kwargs cannot set `{sorted(clash)[0]}`", "chat_template_kwargs")
-        letters = letters_in([messages, tools, options], self._most_letters)
-        self._check_length(letters)
+        characters = characters_in([messages, tools, options], self._most_characters)
+        self._check_length(characters)
         if self.tokenizer.chat_template is None:
             raise bad("this model has no chat template: use /v1/completions, or serve it with --model.chat_template")
         write = partial(
             self.tokenizer.apply_chat_template, messages, tools, tokenize=False, add_generation_prompt=True, **options
         )
         try:
-            text = write() if letters < LONG_TEXT else await asyncio.to_thread(write)
+            text = write() if characters < LONG_TEXT else await asyncio.to_thread(write)
         # A template is a small program that is run on what the client sent: whatever it trips over is the client's.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise bad(f"the model's chat template cannot express this conversation: {error}", "messages") from error
@@ -102,8 +102,8 @@ class Scribe:
         return Detokeniser(self.decode, before[-CONTEXT:])
 
 
-def letters_in(data: Any, most: int) -> int:
-    """Letters of all texts in JSON data; whatever else there is counts as one. Not counted on beyond `most`."""
+def characters_in(data: Any, most: int) -> int:
+    """Characters of all texts in JSON data; whatever else there is counts as one. Not counted on beyond `most`."""
     total, rest = 0, [data]
     while rest and total <= most:
         item = rest.pop()
