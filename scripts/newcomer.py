@@ -1,12 +1,13 @@
 """Tries the repository as a newcomer would: fresh clone, empty home and caches, `TMPDIR` of four lengths.
 
-Each round clones the current commit, then runs `make demo` and `make test` there with `TMPDIR` of another length. Then
-a wheel is built and installed into a clean environment, and `paceline train quickstart` runs from an empty folder.
+Each round clones the current commit, then runs `make demo` and `make test` there with `TMPDIR` of another length; the
+first two run `make smoke` after it. Then a wheel is built and installed into a clean environment, and `paceline train
+quickstart` runs from an empty folder.
 Rounds share one pip cache, made here; pip's own configuration stays in force. Prints a table of times and exits with 1
 if anything failed.
 
   python scripts/newcomer.py                             everything: four rounds and the wheel
-  python scripts/newcomer.py --lengths 1 --only demo     one round of `make demo`
+  python scripts/newcomer.py --lengths 40 --only demo    one round of `make demo`
   python scripts/newcomer.py --only wheel --json times.json
 """
 
@@ -29,7 +30,9 @@ LENGTHS = (16, 40, 90, 150)
 """Characters in the path of `TMPDIR`."""
 KEPT = ("LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 """Variables of this shell that a newcomer has too; beside them those of pip and of proxies."""
-PARTS = ("demo", "test", "wheel")
+PARTS = ("demo", "test", "smoke", "wheel")
+SMOKES = 2
+"""Rounds that run `make smoke` too."""
 LONGEST = 7200.0
 
 
@@ -106,14 +109,14 @@ def clone(into: Path) -> Path:
 
 
 def one_round(place: Path, length: int, parts: Sequence[str], pip_cache: Path, logs: Path) -> list[Trial]:
-    """`make demo` and `make test` in one clone, with one length of `TMPDIR`."""
+    """The commands of `make` in one clone, with one length of `TMPDIR`."""
     copy = clone(place / "paceline")
     tmpdir = folder_of_length(place.parent, length)
     environment = surroundings(place / "home", tmpdir, pip_cache)
     trials = [
         attempt(f"make {part}", ["make", part], copy, environment, logs / f"{part}-{length}.log")
-        for part in ("demo", "test")
-        if part in parts
+        for part in parts
+        if part != "wheel"
     ]
     shutil.rmtree(place, ignore_errors=True)
     shutil.rmtree(tmpdir, ignore_errors=True)
@@ -138,21 +141,21 @@ def table(trials: Sequence[Trial]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--lengths", type=int, default=len(LENGTHS), help="how many lengths of TMPDIR to try (default 4)"
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="characters in the path of TMPDIR, a round for each"
     )
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part; may be given again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there too")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs there")
     known = parser.parse_args()
-    parts, lengths = known.only or PARTS, LENGTHS[: known.lengths]
+    parts = [part for part in PARTS if part in (known.only or PARTS)]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as folder:
         base = Path(folder)
         logs = known.logs.resolve() if known.logs else base / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        if {"demo", "test"} & set(parts):
-            for number, length in enumerate(lengths):
-                trials += one_round(base / f"round{number}", length, parts, base / "pip", logs)
+        for number, length in enumerate(known.lengths if set(parts) - {"wheel"} else ()):
+            these = [part for part in parts if part != "smoke" or number < SMOKES]
+            trials += one_round(base / f"round{number}", length, these, base / "pip", logs)
         if "wheel" in parts:
             trials.append(wheel_round(base / "wheel", base / "pip", logs))
     print(table(trials))

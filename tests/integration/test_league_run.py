@@ -10,7 +10,7 @@ from paceline.cli import main
 from paceline.cluster.league import leagues
 from paceline.cluster.session import RunResult, train
 from paceline.config import env, load
-from paceline.data.importing import import_object
+from paceline.importing import import_object
 
 GAME = Path(__file__).parents[2] / "examples" / "arenas" / "tic_tac_toe.toml"
 SMALL = {

@@ -130,7 +130,7 @@ def test_a_bug_of_our_own_ends_the_run_as_failed_and_asks_for_a_report(tmp_path,
 
 
 async def _raises(hooks: Path):
-    from paceline.data.importing import import_object
+    from paceline.importing import import_object
     from paceline.user_code import user_code
 
     with user_code("the loss `x` (trainer.loss)", "ticket 3"):

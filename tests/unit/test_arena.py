@@ -30,7 +30,7 @@ from paceline.config.env.arena import ArenaEnv
 from paceline.config.inference import Sampling
 from paceline.config.model import Model
 from paceline.data import Ticket
-from paceline.data.importing import import_object
+from paceline.importing import import_object
 from paceline.inference import Completion, Pool
 from paceline.model import load_tokenizer
 from paceline.orchestrator.episodes import finished

@@ -33,8 +33,8 @@ from paceline.data import (
     open_rows,
     pack,
 )
-from paceline.data.importing import HookError, import_object
 from paceline.data.sample import SCALAR_FIELDS, STREAM_DTYPES, WEIGHT_STREAMS
+from paceline.importing import HookError, import_object
 
 laws = settings(max_examples=25, deadline=None)
 

@@ -15,11 +15,11 @@ from paceline.config.env import CustomEnv
 from paceline.config.env.doors import ModuleEnv, ReasoningGym
 from paceline.config.inference import Sampling
 from paceline.data import DataError, Ticket
-from paceline.data.importing import HookError, import_object
 from paceline.envs.base import EnvError
 from paceline.envs.module import ModuleEnvironment
 from paceline.envs.offloop import Threads, run_user_code
 from paceline.envs.reasoning_gym import shares
+from paceline.importing import HookError, import_object
 from paceline.orchestrator import RealClock, lay_out
 from paceline.orchestrator.episodes import Player
 from paceline.rollout import Voice

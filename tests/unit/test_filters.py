@@ -17,8 +17,8 @@ from paceline.config.filters import Filters as FiltersConfig
 from paceline.config.filters import Length
 from paceline.config.inference import Sampling
 from paceline.config.reference import ModelRef
-from paceline.data.importing import HookError
 from paceline.envs import Outcome
+from paceline.importing import HookError
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.filters import FINE, FilterError, Filters
 from paceline.rollout import Group

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from paceline.cluster.garbage import rarely_collected
+from paceline.garbage import freeze_more, rarely_collected
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +32,14 @@ def test_what_a_caller_has_frozen_stays_frozen():
         assert gc.get_threshold() > before
     assert gc.get_freeze_count() == frozen
     assert gc.get_threshold() == before
+
+
+def test_what_a_run_makes_and_keeps_is_frozen_with_the_rest_and_only_then():
+    freeze_more()
+    assert gc.get_freeze_count() == 0
+    with rarely_collected():
+        before = gc.get_freeze_count()
+        kept = [[] for _ in range(1000)]
+        freeze_more()
+        assert gc.get_freeze_count() >= before + len(kept)
+    assert gc.get_freeze_count() == 0

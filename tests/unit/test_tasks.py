@@ -17,7 +17,6 @@ from paceline.config import ConfigError
 from paceline.config.env import tasks as config
 from paceline.config.examples import examples_folder
 from paceline.data import DataError
-from paceline.data.importing import import_object
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import boxed, last_number, normalised, numbers, only_number, tagged
@@ -25,6 +24,7 @@ from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, 
 from paceline.envs.equality import Equality
 from paceline.envs.gsm8k import GSM8K, final_number
 from paceline.envs.token_in import TokenIn
+from paceline.importing import import_object
 from paceline.rollout import Reply
 
 laws = settings(max_examples=40, deadline=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.algorithms.base import Algorithm, AlgorithmError, spread
 from paceline.config.algorithm import Custom as Config
-from paceline.data.importing import import_object
+from paceline.importing import import_object
 from paceline.rollout import Group, Rollout
 from paceline.user_code import user_code, user_frames
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.algorithms.base import AlgorithmError, Means
 from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import Echo as Config
-from paceline.data.importing import import_object
+from paceline.importing import import_object
 from paceline.rollout import Message, RenderError, Rollout, Turn, threads
 from paceline.rollout.bodies import Bodies
 from paceline.rollout.history import Chain

@@ -10,15 +10,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from paceline.config import ConfigError, ConfigWarning, Loaded, RunConfig, load
-from paceline.config.base import FROM_PYTHON
 from paceline.config.document import PYTHON, plain_value
 from paceline.config.env import CustomEnv, RewardEnv
 from paceline.config.run import FOLDER_NAME
 from paceline.data import Row
-from paceline.data.importing import import_object
 from paceline.envs import Environment, Split
 from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reward import RewardEnvironment, Rewards, reward_functions
+from paceline.importing import FROM_PYTHON, import_object
 
 Source = str | Path | RunConfig | Loaded
 """A run file, or a config that was read or made."""

@@ -11,8 +11,8 @@ from paceline.arena.league import League, Match
 from paceline.arena.types import ArenaError, EpisodeRequest, EpisodeResult
 from paceline.config.env.arena import ArenaEnv as Config
 from paceline.data import Row
-from paceline.data.importing import import_object
 from paceline.envs import Environment, Outcome, Split
+from paceline.importing import import_object
 from paceline.rollout import Seat, Table
 from paceline.user_code import user_code
 

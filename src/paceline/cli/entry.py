@@ -21,6 +21,7 @@ from paceline.cli.serving import add_search, add_serve
 from paceline.config import ConfigError
 from paceline.errors import PacelineError
 from paceline.exiting import exit_process
+from paceline.garbage import collect_rarely
 
 EXAMPLES = """
 examples:
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """`main` as a process of its own."""
+    collect_rarely()
     exit_process(main())
 
 

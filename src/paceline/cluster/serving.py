@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.kits import kit_of
 from paceline.cluster.local import SMALL_MODEL
 from paceline.cluster.lost import leave, lost, watch
@@ -23,6 +22,7 @@ from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
 from paceline.config.serve import Serve
 from paceline.errors import PacelineError
+from paceline.garbage import rarely_collected
 from paceline.inference.base import Grammar
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.engine.sequence import Guide

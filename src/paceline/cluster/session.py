@@ -14,7 +14,6 @@ from paceline.cluster.colocated.seat import refuse_torchrun
 from paceline.cluster.dtypes import with_settled_dtype
 from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.forced_end import ForcedEnd
-from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
 from paceline.cluster.preflight import NEEDS_RAY, refuse_unready
@@ -24,6 +23,7 @@ from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
 from paceline.errors import PacelineError
+from paceline.garbage import rarely_collected
 from paceline.monitor import (
     Monitor,
     Monitors,

@@ -24,10 +24,6 @@ ModelName = Annotated[str, PathKey("model")]
 FilePath = Annotated[str, PathKey("file")]
 
 
-FROM_PYTHON = "python"
-"""Stands before the `:` of an import path or a dataset that `paceline.train` was given as a Python object."""
-
-
 class _ExplainsErrors(type(BaseModel)):
     """Makes `Trainer(**values)` raise the sentences of the command line in place of pydantic's report."""
 

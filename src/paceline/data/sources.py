@@ -15,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from paceline.config.base import FROM_PYTHON
 from paceline.data.fields import Shape
 from paceline.data.formats import FORMATS, Listed, Stored
 from paceline.data.hub import open_hub
 from paceline.data.rows import DataError, Row
+from paceline.importing import FROM_PYTHON
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]+):(?!//)([^?]*)(?:\?(.*))?")
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from paceline.config import env as config
 from paceline.data import Address, Row, register_scheme
-from paceline.data.importing import import_object
 from paceline.envs.arithmetic import Arithmetic
 from paceline.envs.base import POLICY, EnvError, Environment, JudgeFailed, Outcome, SingleTurn, Split
 from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reverse_text import ReverseText
+from paceline.importing import import_object
 
 __all__ = [
     "POLICY",

@@ -6,10 +6,10 @@ from typing import Any
 
 from paceline.config.env import CustomEnv as Config
 from paceline.data import Row, listed_rows
-from paceline.data.importing import import_object
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.handmade import take_over
+from paceline.importing import import_object
 from paceline.rollout import Rollout, Seat
 from paceline.user_code import user_code
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from paceline.config.env.doors import ModuleEnv as Config
 from paceline.data import Row
-from paceline.data.importing import import_object
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
+from paceline.importing import import_object
 from paceline.rollout import Message, Seat
 
 REQUIRED = ("messages", "answer")

@@ -11,11 +11,11 @@ from typing import Any
 
 from paceline.config.env.reward import RewardEnv as Config
 from paceline.data import BadRow, Row, listed_rows
-from paceline.data.importing import import_object
 from paceline.envs.answers import conversation
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import name_of, run_user_code
+from paceline.importing import import_object
 from paceline.rollout import Reply, Seat
 
 COMPLETION, PROMPT = "completion", "prompt"

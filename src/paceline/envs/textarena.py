@@ -6,10 +6,10 @@ from typing import Any
 
 from paceline.config.env.doors import TextArena as Config
 from paceline.data import Row
-from paceline.data.importing import import_object
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
 from paceline.envs.offloop import run_user_code
 from paceline.envs.textarena_game import Game, random_move
+from paceline.importing import import_object
 from paceline.rollout import Message, Seat
 
 HELD_OUT = 1 << 30

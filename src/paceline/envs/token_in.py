@@ -6,11 +6,11 @@ from typing import Any
 
 from paceline.config.env.tasks import TokenIn as Config
 from paceline.data import Row
-from paceline.data.importing import import_object
 from paceline.envs.answers import normalised, wanted
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
+from paceline.importing import import_object
 from paceline.rollout import Seat
 
 REQUIRED = ("input_token_ids",)

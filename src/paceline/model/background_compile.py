@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from paceline.garbage import freeze_more
 from paceline.parent import WITH_PARENT
 
 SWITCH_SECONDS = 10.0
@@ -106,6 +107,7 @@ class BackgroundCompile:
         """The part runs compiled code from now on."""
         if self._state != "used":
             self._state = "used"
+            freeze_more()
             log.warning("the %s runs compiled code from here on", self.part)
 
     def remember(self) -> None:

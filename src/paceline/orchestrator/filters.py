@@ -11,8 +11,8 @@ import numpy as np
 from paceline.config import RunConfig
 from paceline.config.filters import Length
 from paceline.data import Sample
-from paceline.data.importing import import_object
 from paceline.errors import PacelineError
+from paceline.importing import import_object
 from paceline.rollout import Group, Rollout
 from paceline.user_code import user_code
 

@@ -12,7 +12,7 @@ from math import inf
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
-from paceline.data.importing import import_object
+from paceline.importing import import_object
 from paceline.model.weights import Array
 from paceline.trainer.base import TrainerError
 from paceline.trainer.ops import (

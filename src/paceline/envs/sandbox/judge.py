@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from paceline.data.importing import import_object
+from paceline.importing import import_object
 from paceline.private_folder import PrivateFolder
 
 HERE = Path(__file__).parent

@@ -8,6 +8,11 @@ YOUNG, MIDDLE, OLD = 50_000, 20, 20
 """Allocations before the youngest objects are looked through, and how often that happens before older ones are."""
 
 
+def collect_rarely() -> None:
+    """Python's usual thresholds look through all of torch again and again while it is imported: most of a second."""
+    gc.set_threshold(YOUNG, MIDDLE, OLD)
+
+
 @contextmanager
 def rarely_collected() -> Generator[None]:
     """Look for cycles rarely while a run is led or a model served, and never among what was there before.
@@ -21,10 +26,16 @@ def rarely_collected() -> Generator[None]:
     if ours:
         gc.collect()
         gc.freeze()
-    gc.set_threshold(YOUNG, MIDDLE, OLD)
+    collect_rarely()
     try:
         yield
     finally:
         gc.set_threshold(*before)
         if ours:
             gc.unfreeze()
+
+
+def freeze_more() -> None:
+    """What was made since, such as compiled code, stays to the end too: looking through it once took half a second."""
+    if gc.get_freeze_count():
+        gc.freeze()

@@ -2,7 +2,7 @@
 
 A file is loaded under a private name, and so is whatever it imports from its own folder: such files and packages are
 importable for the modules of that folder alone. They hide nothing from the rest of the program, and two folders may
-each have a `helper.py`.
+each have a `helper.py`. Needs nothing but the standard library: worker processes start with it.
 """
 
 import builtins
@@ -17,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.config.base import FROM_PYTHON
 from paceline.errors import PacelineError
 from paceline.user_code import described, is_ctrl_c
 
 PREFIX = "paceline_user_"
+FROM_PYTHON = "python"
+"""Stands before the `:` of an import path or a dataset that `paceline.train` was given as a Python object."""
 
 
 class HookError(PacelineError):
