@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import tarfile
+from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +90,7 @@ def repeatable_draws() -> None:
     """What a test draws without a seed is the same whichever tests ran before it in this process."""
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed writes the whole stack down for CUDA, each time
 
 
 @pytest.fixture
@@ -108,21 +110,27 @@ def here(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def load(tmp_path_factory):
-    """Loads a tokenizer by name, unpacking the archive when it is first needed."""
+    """Loads a tokenizer by name, unpacking the archive when it is first needed. A large one is read once; each caller
+    gets a copy whose template it may change."""
     from transformers import AutoTokenizer
 
-    unpacked: list[Path] = []
+    @cache
+    def unpacked() -> Path:
+        folder = tmp_path_factory.mktemp("tokenizers")
+        with tarfile.open(ARCHIVE) as archive:
+            archive.extractall(folder, filter="data")
+        return folder / "tokenizers"
+
+    @cache
+    def large(name: str):
+        return AutoTokenizer.from_pretrained(unpacked() / name, local_files_only=True)
 
     def load(name: str):
         if name == "quickstart":
             return AutoTokenizer.from_pretrained(QUICKSTART, local_files_only=True)
         if not ARCHIVE.exists():
             pytest.skip(f"needs the real tokenizers of {ARCHIVE.parent.name}/{ARCHIVE.name}")
-        if not unpacked:
-            unpacked.append(tmp_path_factory.mktemp("tokenizers"))
-            with tarfile.open(ARCHIVE) as archive:
-                archive.extractall(unpacked[0], filter="data")
-        return AutoTokenizer.from_pretrained(unpacked[0] / "tokenizers" / name, local_files_only=True)
+        return copy(large(name))
 
     return load
 

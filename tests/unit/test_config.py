@@ -192,7 +192,7 @@ def load_text(text: str, *overrides: str):
         return load(path, overrides)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(RUN_FILES)
 def test_a_dumped_config_loads_as_itself(table):
     first = load_text(tomli_w.dumps(table))
@@ -224,7 +224,7 @@ def flags(table: dict[str, Any], at: str = "--") -> list[str]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(RUN_FILES)
 def test_an_override_means_what_the_same_key_means_in_a_file(table):
     table.pop("env", None)

@@ -195,7 +195,7 @@ def test_garbage_is_a_wire_error(data):
         decode(data)
 
 
-@settings(laws, max_examples=100)
+@settings(laws, max_examples=40)
 @given(st.integers(0, 10**6), st.integers(0, 255), SEEDS)
 def test_a_damaged_byte_is_a_wire_error_or_another_valid_batch(at, byte, seed):
     data = bytearray(encode([sample(3, seed)]))

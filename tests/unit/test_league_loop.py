@@ -168,7 +168,7 @@ def numbers(log: Log, after: int = 0) -> list[dict]:
 # --- again and again
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(timings=st.tuples(st.integers(0, 99), st.integers(100, 199)), rule=st.sampled_from(["hardest", "uniform"]))
 def test_however_long_games_take_a_synchronous_run_meets_the_same_opponents(tmp_path_factory, timings, rule):
     runs = []
@@ -180,7 +180,7 @@ def test_however_long_games_take_a_synchronous_run_meets_the_same_opponents(tmp_
     assert len({match.opponent for _, match in runs[0][0].values() if match}) == 3, "v0, v3 and v6"
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.integers(0, 99), st.integers(100, 199), st.integers(1, 5))
 def test_a_resumed_run_meets_whom_the_unbroken_one_met(tmp_path_factory, timing, other, step):
     folder = tmp_path_factory.mktemp("run")

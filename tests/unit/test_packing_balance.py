@@ -13,7 +13,7 @@ from paceline.data.cutting import everyone, held, only
 from paceline.data.scales import owners
 from paceline.trainer.blank import BLANK_PACK, packed
 
-laws = settings(max_examples=100, deadline=None)
+laws = settings(max_examples=40, deadline=None)
 lengths_lists = st.lists(st.integers(1, 40), max_size=60)
 ranks_counts = st.integers(1, 9)
 budgets = st.integers(1, 60)
@@ -36,7 +36,7 @@ def plain_first_fit(lengths: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=120), st.integers(1, 60))
 def test_first_fit_is_its_definition(lengths, budget):
     assert first_fit_decreasing(lengths, budget) == plain_first_fit(lengths, budget)

@@ -257,7 +257,7 @@ engines_st = st.lists(
     st.lists(st.floats(0, 30), max_size=3),
     st.integers(0, 9),
 )
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_request_is_answered_once_with_current_weights(engines, arrivals, publishes, seed):
     """However engines fill up, die and return: one right answer each, of weights no older than the published ones.
 

@@ -65,7 +65,7 @@ def episodes(draw):
     return turns
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(episodes())
 def test_every_sampled_token_trains_once_where_the_engine_saw_it(turns):
     samples = samples_of(turns)
@@ -87,7 +87,7 @@ def test_every_sampled_token_trains_once_where_the_engine_saw_it(turns):
         assert (sample.env, sample.ticket, sample.rollout) == ("maze", TICKET, 3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(episodes())
 def test_a_turn_joins_the_longest_sample_that_its_prompt_repeats_and_no_other(turns):
     threads: list[list[Turn]] = []

@@ -529,7 +529,7 @@ def runs(rows: list[dict], length: int) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + length]) for words in texts for i in range(len(words) - length + 1)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(DOCUMENTS, DOCUMENTS, st.integers(1, 6))
 def test_a_row_is_dropped_exactly_when_it_shares_a_run_of_words(rows, held_out, length):
     clean = [row for row in rows if not runs([row], length) & runs(held_out, length)]

@@ -270,7 +270,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(EXPRESSIONS)
 def test_the_calculator_says_what_python_says(expression):
     try:
@@ -281,7 +281,7 @@ def test_the_calculator_says_what_python_says(expression):
     assert (type(value), value) == (type(python), python)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 10**6)), min_size=1, max_size=8))
 def test_the_calculator_refuses_no_sum_of_a_school_book(terms):
     expression = "1" + "".join(f"{op}{number}" for op, number in terms)
