@@ -1,5 +1,7 @@
 """Model code compiled layer by layer."""
 
+import warnings
+
 import torch
 import torch._dynamo
 import torch._functorch.config
@@ -20,6 +22,7 @@ def compile_blocks(decoder: nn.Module, again: bool = False) -> None:
     `again`: one forward pass may have several backward passes, so none may write over its inputs.
     """
     compile_cache()
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # float32 is meant where it is used
     number_layers(decoder)
     # The compiler's settings belong to this thread in torch 2.13 and to the process in 2.11: engine and trainer set the
     # same ones, or one would compile with the other's and not find its code on disk.

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import Sample
+from paceline.garbage import freeze_more
 from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.background_compile import BackgroundCompile
@@ -55,6 +56,7 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
         self._model = model
         self._background, self._total_steps = background, total_steps
         self._eager_seconds, self._eager_steps = 0.0, 0
+        self._kept_code = False
         if group is not None and (size := get_world_size(group)) != c.parallel.ranks:
             raise TrainerError(f"trainer.parallel.ranks is {c.parallel.ranks}, but {size} ranks have met")
         compiled = c.compile is True or (c.compile == "auto" and group is not None)
@@ -98,10 +100,13 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
             self._background.switched()
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
-        start = time.perf_counter()
+        start, compiled = time.perf_counter(), self.learner.forward.is_compiled
         report = super()._step(batch)
-        if self._background is not None and not self.learner.forward.is_compiled:
+        if self._background is not None and not compiled:
             self._consider_compiling(time.perf_counter() - start)
+        elif compiled and not self._kept_code:  # the first step with compiled code has just made it
+            self._kept_code = True
+            freeze_more()
         return report
 
     def _consider_compiling(self, seconds: float) -> None:
