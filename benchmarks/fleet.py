@@ -29,13 +29,13 @@ import ray
 
 from bars import Row, arguments, finish
 from fleet_rack import LONGEST, Rack
-from paceline.cluster.garbage import rarely_collected
 from paceline.cluster.ray.engines import RayEngine
 from paceline.config import Checkpoint, Eval, RunConfig
 from paceline.config.env import CustomEnv
 from paceline.config.inference import Sampling
 from paceline.data import State
 from paceline.envs import Environment, Outcome
+from paceline.garbage import rarely_collected
 from paceline.inference import Pool
 from paceline.model.weights import WeightUpdate
 from paceline.monitor import Monitor, Monitors, Recorder

@@ -27,11 +27,11 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 from bars import Row, arguments, finish
-from paceline.cluster.garbage import rarely_collected
 from paceline.config import Checkpoint, Eval, RunConfig
 from paceline.config.env import CustomEnv
 from paceline.config.inference import Sampling
 from paceline.envs import Environment, Outcome
+from paceline.garbage import rarely_collected
 from paceline.inference import Completion, GenerateRequest, Pool
 from paceline.model.weights import Policy, WeightUpdate
 from paceline.monitor import Monitor, Monitors, Recorder

@@ -1,6 +1,8 @@
 """What `make demo`, `make test`, `make smoke` and CI promise: what they install, run and do not skip."""
 
+import ast
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -137,3 +139,24 @@ def test_the_smollm2_script_names_the_package_it_needs_before_it_downloads():
     assert "needs the package gguf, which is not installed: " in done.stderr
     assert "-m pip install 'gguf>=0.19,<1'" in done.stderr
     assert not (ROOT / "nowhere").exists()
+
+
+def test_what_benchmarks_and_scripts_import_is_there():
+    """No type checker reads them."""
+    files = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    wanted = {
+        (node.module, name.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "paceline"
+        for name in node.names
+    }
+    assert len(wanted) > 100
+    for module, name in sorted(wanted):
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if (error.name or "paceline").startswith("paceline"):
+                raise  # only an optional package may be missing
+        else:
+            assert hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
