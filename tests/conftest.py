@@ -29,7 +29,16 @@ settings.load_profile("repeatable")
 # Here and in every process a test starts: no request to the hub, and the same terminal and language everywhere, so that
 # what a test reads is broken into the same lines and written in the same characters.
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
-UNSET = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "LANGUAGE")
+UNSET = (
+    "PYTHONUNBUFFERED",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "CLICOLOR",
+    "CLICOLOR_FORCE",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "LANGUAGE",
+)
 os.environ.update(SURROUNDINGS)
 for name in UNSET:
     os.environ.pop(name, None)

@@ -22,6 +22,9 @@ def exit_process(code: int) -> NoReturn:
     """As `sys.exit`: waits for threads, runs what `atexit` holds and closes files. But it does not wait for ever for a
     thread that is no daemon (`asyncio.to_thread` makes such threads), and leaves all memory to the system: with torch
     and transformers imported, the interpreter needs a second to give it back piece by piece."""
+    for stream in (sys.stdout, sys.stderr):  # before anything that may end the process first
+        with contextlib.suppress(Exception):
+            stream.flush()
     threading.Thread(target=_leave_threads, args=(code,), name="exit", daemon=True).start()
     if "torch" not in sys.modules or sys.getprofile() or sys.gettrace():  # a profiler writes its results after us
         sys.exit(code)
@@ -34,6 +37,7 @@ def exit_process(code: int) -> NoReturn:
 
 def _close_files() -> None:
     """What the end of the interpreter does to files that are still open: data may wait in their buffers."""
+    gc.unfreeze()  # what is frozen is not listed
     files = [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]
     for file in sorted(files, key=_height, reverse=True):
         with contextlib.suppress(Exception):

@@ -140,3 +140,19 @@ def test_a_process_ends_with_its_threads_its_exit_functions_and_its_files(tmp_pa
     assert (done.returncode, done.stdout, done.stderr) == (3, "a thread's last line\natexit", "")
     assert (tmp_path / "text").read_text() == (tmp_path / "raw").read_text() == "kept"
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"kept"
+
+
+STAYS = """
+import sys, threading, time
+from paceline.exiting import exit_process
+
+print("the last line")
+threading.Thread(target=time.sleep, args=(600,)).start()
+exit_process(3)
+"""
+
+
+def test_what_was_printed_is_seen_where_threads_do_not_end(tmp_path):
+    done = subprocess.run([sys.executable, "-c", STAYS], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "the last line\n")
+    assert "threads of user code did not end" in done.stderr

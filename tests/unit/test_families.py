@@ -167,7 +167,7 @@ KNOWN = {
     "qwen3_5_text": "`linear_attention`",
     "mamba2": "`linear_attention`",
     "bamba": "`linear_attention`",
-    "recurrent_gemma": "`recurrent`",
+    "recurrent_gemma": " layers",  # `recurrent`, or `linear_attention` since transformers 5.23
     "lfm2": "`conv`",
     "gemma3n_text": "share keys and values",
     "gemma4_unified_text": "different numbers of heads",
