@@ -107,6 +107,7 @@ lint: setup ## Lint, format, types, import contracts and waits without a bound
 	$(BIN)/ty check src
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/lint_waits.py
+	$(BIN)/python scripts/lint_names.py
 
 bench: setup ## Compare speed with transformers and TRL (installs the `bench` extra)
 	$(call pip,$(VENV)) -c $(CONSTRAINTS) -e '.[bench]'

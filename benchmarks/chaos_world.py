@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.config.env import ReverseText as Words
+from paceline.config.env import ReverseTextConfig as Words
 from paceline.data import Row
 from paceline.envs import POLICY, Environment, Outcome, ReverseText, Split
 from paceline.envs.workers import Workers

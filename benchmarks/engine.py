@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, P
 
 from bars import Row, arguments, finish
 from paceline.config import inference
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.inference import EmbeddedEngine, GenerateRequest
 from paceline.model import load_model, quick_handover, small_products
 from paceline.model.native import has_half_products
@@ -140,8 +140,8 @@ async def closed_loop(work: list[Chat], clients: int, ask: Callable) -> tuple[li
 
 
 def paceline(dtype: str, products: Literal["exact", "half"], work: list[Chat], clients: int) -> Outcome:
-    model = load_model(Model(name=str(SMOLLM2), dtype=dtype))
-    config = inference.Engine(max_running=clients, max_context=MAX_CONTEXT, threads=THREADS, products=products)
+    model = load_model(ModelConfig(name=str(SMOLLM2), dtype=dtype))
+    config = inference.EngineConfig(max_running=clients, max_context=MAX_CONTEXT, threads=THREADS, products=products)
     engine = EmbeddedEngine(model, config)
 
     async def ask(number: int, chat: Chat) -> list[float]:
@@ -304,7 +304,9 @@ def precision(dtype: str) -> Row:
     texts = [tuple(chat.prompt_ids) for chat in workload(32, seed=1, shortest=1, longest=2)]
     scores = []
     for products in ("exact", "half"):
-        engine = EmbeddedEngine(load_model(Model(name=str(SMOLLM2), dtype=dtype)), inference.Engine(products=products))
+        engine = EmbeddedEngine(
+            load_model(ModelConfig(name=str(SMOLLM2), dtype=dtype)), inference.EngineConfig(products=products)
+        )
         with small_products(torch.float32):
             engine.start()
             scores.append(asyncio.run(engine.score(texts)))

@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bars import machine
-from paceline.config.inference import Engine as EngineConfig
+from paceline.config.inference import EngineConfig
 from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model import ATTENTION, Adapter, WeightUpdate
 

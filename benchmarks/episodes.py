@@ -21,13 +21,13 @@ from pathlib import Path
 from bars import Row, arguments, finish
 from paceline.cluster.local import Placed, local
 from paceline.config import RunConfig
-from paceline.config.env import CustomEnv
+from paceline.config.env import CustomEnvConfig
 from paceline.data import Ticket
 from paceline.envs import Environment, Outcome
 from paceline.envs.offloop import run_user_code
 from paceline.orchestrator import RealClock
-from paceline.orchestrator.episodes import Player
-from paceline.rollout import Voice
+from paceline.orchestrator.episodes import RolloutRunner
+from paceline.rollout import SamplingClient
 
 TURNS = 4
 
@@ -74,8 +74,8 @@ class SlowTools(Environment):
         return Outcome.solo(1.0)
 
 
-async def crowd(here: Placed, voice: Voice, options: argparse.Namespace) -> dict[str, float]:
-    player = Player(voice, RealClock(), seed=0)
+async def crowd(here: Placed, voice: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
+    player = RolloutRunner(voice, RealClock(), seed=0)
     course = here.courses["slow"]
     ends, turns = Counter(), 0
     begun, stop = 0, False
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="measured, after --warm")
     parser.add_argument("--warm", type=float, default=30)
     options = parser.parse_args()
-    section = CustomEnv(
+    section = CustomEnvConfig(
         name="slow", import_path="benchmarks:none", timeout=300.0, group_size=1, algo={"type": "reward"}
     )
     config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1, eval={"every": 0})

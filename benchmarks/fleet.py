@@ -1,6 +1,6 @@
 """One orchestrator, 256 engines on a local Ray: does its event loop stay quick?
 
-Conductor, dispatcher, gate, ledger, seats, pool, registry and the run directory are the real code, and every request
+Orchestrator, dispatcher, gate, ledger, seats, pool, registry and the run directory are the real code, and every request
 and every update of weights goes to a Ray actor and back as it does in `placement = "ray"`. Only the GPUs are simulated:
 a few actors hold 256 engines between them, which sample replies of long-tailed lengths in real time. A trainer that
 only waits publishes a version per batch, to all 256.
@@ -30,18 +30,18 @@ import ray
 from bars import Row, arguments, finish
 from fleet_rack import LONGEST, Rack
 from paceline.cluster.ray.engines import RayEngine
-from paceline.config import Checkpoint, Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.data import State
 from paceline.envs import Environment, Outcome
-from paceline.garbage import rarely_collected
 from paceline.inference import Pool
 from paceline.model.weights import WeightUpdate
-from paceline.monitor import Monitor, Monitors, Recorder
-from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, lay_out
-from paceline.rollout import Voice
+from paceline.monitor import Monitor, Monitors, RunRecorder
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, lay_out
+from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
+from paceline.util.gc_tuning import rarely_collected
 
 BAR_SECONDS = 0.020
 EVERY_SECONDS = 0.005
@@ -145,24 +145,24 @@ async def lead(options, racks: list, folder: Path) -> dict:
         group_size=8,
         staleness=8,
         max_inflight=in_flight,
-        sampling=Sampling(max_tokens=LONGEST),
-        eval=Eval(every=0),
-        checkpoint=Checkpoint(every=0),
-        env=[CustomEnv(name="null", import_path="x:y", timeout=600.0)],
+        sampling=SamplingConfig(max_tokens=LONGEST),
+        eval=EvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+        env=[CustomEnvConfig(name="null", import_path="x:y", timeout=600.0)],
     )
     pool, steps = Pool(engines), Steps()  # ty: ignore
-    voice = Voice(pool, Silent(), config.sampling, frozenset({7}))  # ty: ignore
-    parts = Parts(
+    voice = SamplingClient(pool, Silent(), config.sampling, frozenset({7}))  # ty: ignore
+    parts = OrchestratorParts(
         pool=pool,
         trainer=WaitingTrainer(options.seconds / 8),  # ty: ignore
         voice=voice,
         eval_voice=voice,
         courses=lay_out(config, {"null": OneTurn()}),
-        monitor=Monitors(Recorder(folder), steps),
+        monitor=Monitors(RunRecorder(folder), steps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),
     )
-    conductor = Conductor(config, parts)
+    conductor = Orchestrator(config, parts)
     running = asyncio.create_task(conductor.run())
     await asyncio.sleep(options.warm)  # the first thousands of requests all start at once
     began, before = time.perf_counter(), sum(steps.trained)

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from paceline.inference.desk import Desk
 from paceline.inference.frames import Answer, FromEngine, Load, decode_to_engine
+from paceline.inference.rpc_handler import EngineRpcHandler
 from paceline.model.weights import WeightUpdate
+from paceline.simulate.cost import Lengths
 from paceline.simulate.engine import SimulatedEngine
-from paceline.simulate.lengths import Lengths
 
 LONGEST = 8192
 LENGTHS = Lengths(median=700.0, spread=0.9, longest=LONGEST)
@@ -17,7 +17,7 @@ class Rack:
 
     def __init__(self, engines: int, slots: int, seconds: float) -> None:
         pace = seconds / LENGTHS.mean
-        self._desks = [Desk(SimulatedEngine(slots, lambda running: pace, LENGTHS)) for _ in range(engines)]
+        self._desks = [EngineRpcHandler(SimulatedEngine(slots, lambda running: pace, LENGTHS)) for _ in range(engines)]
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def answer(self, number: int, question: bytes) -> bytes:

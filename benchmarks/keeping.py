@@ -1,4 +1,4 @@
-"""Records of a run that say what they cost: put in place of `paceline.cluster.session.Keeper`."""
+"""Records of a run that say what they cost: put in place of `paceline.cluster.session.RolloutRecorder`."""
 
 import time
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline.monitor import RunOutcome, RunPlan
-from paceline.record import Keeper
+from paceline.record import RolloutRecorder
 
 
-class Timed(Keeper):
+class Timed(RolloutRecorder):
     """Counts what handing over costs the event loop, and what the run costs meanwhile."""
 
     made: ClassVar[list["Timed"]] = []

@@ -27,17 +27,17 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 from bars import Row, arguments, finish
-from paceline.config import Checkpoint, Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.envs import Environment, Outcome
-from paceline.garbage import rarely_collected
 from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.model.weights import Policy, WeightUpdate
-from paceline.monitor import Monitor, Monitors, Recorder
-from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, lay_out
-from paceline.rollout import Voice
+from paceline.model.weights import ServedPolicy, WeightUpdate
+from paceline.monitor import Monitor, Monitors, RunRecorder
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, lay_out
+from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
+from paceline.util.gc_tuning import rarely_collected
 
 BAR = 5_000.0
 PROMPT, REPLY = 16, 16
@@ -76,8 +76,8 @@ class NullEngine:
         self.version = update.version
         return 0.0
 
-    async def policy(self) -> Policy:
-        return Policy(self.version, "")
+    async def policy(self) -> ServedPolicy:
+        return ServedPolicy(self.version, "")
 
 
 class NullTrainer:
@@ -128,7 +128,7 @@ class Laps(Monitor):
     """When each batch was done, and how many rollouts were being played then; ends the run after the last one."""
 
     def __init__(self, environment: OneTurn, batches: int) -> None:
-        self.conductor: Conductor | None = None
+        self.conductor: Orchestrator | None = None
         self.marks: list[float] = []
         """CPU seconds of this process."""
         self.wall: list[float] = []
@@ -152,19 +152,19 @@ async def lead(config: RunConfig, batches: int, folder: Path) -> Laps:
     environment = OneTurn()
     laps = Laps(environment, batches)
     pool = Pool([NullEngine()])  # ty: ignore
-    voice = Voice(pool, Silent(), Sampling(max_tokens=REPLY), frozenset({7}))  # ty: ignore
+    voice = SamplingClient(pool, Silent(), SamplingConfig(max_tokens=REPLY), frozenset({7}))  # ty: ignore
     courses = lay_out(config, {"null": environment})
-    parts = Parts(
+    parts = OrchestratorParts(
         pool=pool,
         trainer=NullTrainer(),  # ty: ignore
         voice=voice,
         eval_voice=voice,
         courses=courses,
-        monitor=Monitors(Recorder(folder), laps),
+        monitor=Monitors(RunRecorder(folder), laps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),
     )
-    laps.conductor = Conductor(config, parts)
+    laps.conductor = Orchestrator(config, parts)
     await laps.conductor.run()
     return laps
 
@@ -177,9 +177,9 @@ def run(options, batches: int) -> Laps:
         group_size=options.group,
         staleness=staleness,
         max_inflight=options.in_flight,
-        eval=Eval(every=0),
-        checkpoint=Checkpoint(every=0),
-        env=[CustomEnv(name="null", import_path="x:y")],
+        eval=EvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+        env=[CustomEnvConfig(name="null", import_path="x:y")],
     )
     with tempfile.TemporaryDirectory() as folder, rarely_collected():  # as every run is led
         return asyncio.run(lead(config, batches, Path(folder)))

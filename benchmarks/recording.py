@@ -41,11 +41,11 @@ from bars import Row, alternate, arguments, finish
 from keeping import Timed
 from paceline.cluster import session
 from paceline.config import RunConfig
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.inference import Completion, GenerateRequest, Pool
 from paceline.record import open_run
-from paceline.rollout import Renderer, Rollout, Seat, Voice, assemble
+from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, assemble
 
 ARCHIVE = Path(__file__).parents[2] / "shared" / "tokenizers.tar.xz"
 QUICKSTART = Path(paceline.__file__).parent / "quickstart"
@@ -147,7 +147,9 @@ class Load:
 
     def recorded(self, turns: int, conversations: int) -> float:
         """CPU milliseconds a turn through a seat, samples included."""
-        voice = Voice(Pool([Instant(self.replies)]), Renderer(self.tokenizer, [self.end]), Sampling(), frozenset())
+        voice = SamplingClient(
+            Pool([Instant(self.replies)]), Renderer(self.tokenizer, [self.end]), SamplingConfig(), frozenset()
+        )
 
         async def play() -> None:
             for number in range(conversations):
@@ -211,7 +213,7 @@ def main() -> int:
 
 def steps(folder: Path, count: int) -> list[Row]:
     """The record's milliseconds a step, beside a hundredth of the step's."""
-    session.Keeper = Timed
+    session.RolloutRecorder = Timed
     result = session.train(RunConfig(runs=str(folder), name="quickstart", steps=count))
     keeper = Timed.made.pop()
     wall = sum(line.get("time/step", 0.0) + line.get("time/eval", 0.0) for line in result.metrics)

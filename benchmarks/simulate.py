@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bars import Row, arguments, finish
-from paceline.simulate import CARDS, Lengths, Model, Plan, Report, best, simulate, sweep
-from paceline.simulate.split import WAIT
+from paceline.simulate import CARDS, Lengths, Model, SimulationPlan, SimulationReport, best, simulate, sweep
+from paceline.simulate.run import WAIT
 
 PICTURE = Path(__file__).parent.parent / "docs" / "curves" / "simulate.png"
 GROWTH = 0.02
@@ -26,7 +26,7 @@ INK, FAINT, BLUE, RED = "#333333", "#DDDDDD", "#4477AA", "#EE6677"
 
 def options():
     parser = arguments(__doc__ or "")
-    plan = Plan()
+    plan = SimulationPlan()
     parser.add_argument("--model-b", type=float, default=7.0, help="parameters, in billions")
     parser.add_argument("--card", choices=sorted(CARDS), default="h100")
     parser.add_argument("--gpus", type=int, default=plan.gpus)
@@ -52,8 +52,8 @@ def options():
     return parser.parse_args()
 
 
-def planned(given) -> Plan:
-    return Plan(
+def planned(given) -> SimulationPlan:
+    return SimulationPlan(
         model=Model(given.model_b * 1e9),
         card=CARDS[given.card],
         gpus=given.gpus,
@@ -72,7 +72,7 @@ def planned(given) -> Plan:
     )
 
 
-def summary(report: Report) -> dict[str, float]:
+def summary(report: SimulationReport) -> dict[str, float]:
     mean, most = report.staleness
     return {
         "sampling_gpus": report.plan.sampling_gpus,
@@ -93,7 +93,7 @@ def summary(report: Report) -> dict[str, float]:
     }
 
 
-def show(reports: list[Report], chosen: Report) -> None:
+def show(reports: list[SimulationReport], chosen: SimulationReport) -> None:
     table = Table(title=f"{chosen.plan.gpus:,} GPUs, {chosen.plan.model.parameters / 1e9:g}B parameters")
     for heading in ("sampling", "training", "trained tok/s", "batches/h", "waits", "stale mean / max", "too late", ""):
         table.add_column(heading, justify="right")
@@ -112,7 +112,7 @@ def show(reports: list[Report], chosen: Report) -> None:
     Console(width=110).print(table)
 
 
-def draw(path: Path, reports: list[Report], chosen: Report, long: Report) -> None:
+def draw(path: Path, reports: list[SimulationReport], chosen: SimulationReport, long: SimulationReport) -> None:
     """Throughput and waiting by split; staleness and memory over the long run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -150,7 +150,7 @@ def draw(path: Path, reports: list[Report], chosen: Report, long: Report) -> Non
     figure.savefig(path, format="png")
 
 
-def tell(report: Report) -> None:
+def tell(report: SimulationReport) -> None:
     print(
         f"{report.plan.sampling_gpus:5d} sample, {report.plan.gpus - report.plan.sampling_gpus:5d} train: "
         f"{report.tokens_per_second:12,.0f} trained tok/s, the trainer waits {report.waiting:6.1%} "

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from bars import arguments, machine
 from http_load import chunks_of
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model import load_model
 
 KEY = "soak"
@@ -146,7 +146,7 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = load_model(Model(name="paceline:quickstart"))
+        model = load_model(ModelConfig(name="paceline:quickstart"))
         save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, folder / "model.safetensors")
         command = [sys.executable, "-m", "paceline.cli", "serve", "paceline:quickstart", "--name", "soak"]
         command += ["--port", str(PORT), "--allow", name, "--isolate" if given.isolate else "--no-isolate"]

@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bars import Row, alternate, arguments, finish
 from paceline import RunConfig, train
-from paceline.config import Checkpoint, Eval, Filters, Record, inference, trainer
-from paceline.config.env import ReverseText
-from paceline.config.inference import Sampling
-from paceline.config.model import Model
+from paceline.config import CheckpointConfig, EvalConfig, FiltersConfig, RecordConfig, inference, trainer
+from paceline.config.env import ReverseTextConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelConfig
 from paceline.data import Sample, Ticket
 from paceline.envs.reverse_text import ReverseText as Environment
 from paceline.inference import EmbeddedEngine, GenerateRequest
@@ -60,8 +60,8 @@ def workload(seed: int = 0) -> list[tuple[list[int], int]]:
 
 def engine_rate(work: list[tuple[list[int], int]]) -> float:
     """A closed loop: each of the clients sends its next request when the last one is answered."""
-    config = inference.Engine(max_running=CLIENTS, threads=THREADS)
-    engine = EmbeddedEngine(load_model(Model(name=QUICKSTART)), config)
+    config = inference.EngineConfig(max_running=CLIENTS, threads=THREADS)
+    engine = EmbeddedEngine(load_model(ModelConfig(name=QUICKSTART)), config)
     engine.start()
     queue = [GenerateRequest(prompt_ids=tuple(p), max_tokens=n, noise=i) for i, (p, n) in enumerate(work)][::-1]
 
@@ -126,8 +126,8 @@ def _sample(rng: np.random.Generator, length: int, number: int) -> Sample:
 
 
 def packed_rate(batch: list[Sample]) -> float:
-    c = trainer.Trainer(threads=THREADS, optimizer=trainer.Optimizer(lr=1e-6), loss=trainer.PPO())
-    ours = TorchTrainer(load_model(Model(name=QUICKSTART)), c)
+    c = trainer.TrainerConfig(threads=THREADS, optimizer=trainer.OptimizerConfig(lr=1e-6), loss=trainer.PPOConfig())
+    ours = TorchTrainer(load_model(ModelConfig(name=QUICKSTART)), c)
     with small_products(torch.float32), quick_handover():
         asyncio.run(ours.step(batch[:8]))
         start = time.perf_counter()
@@ -181,15 +181,17 @@ def our_step_seconds() -> float:
             batch_size=PROMPTS * GROUP,
             group_size=GROUP,
             staleness=0,
-            model=Model(name=QUICKSTART),
-            engine=inference.Engine(threads=THREADS),
-            sampling=Sampling(max_tokens=MAX_TOKENS),
-            trainer=trainer.Trainer(optimizer=trainer.Optimizer(lr=LR, betas=(0.9, 0.999)), loss=trainer.PPO()),
-            env=[ReverseText()],
-            filters=Filters(zero_advantage=False),
-            eval=Eval(every=0),
-            checkpoint=Checkpoint(every=0),
-            record=Record(rollouts=0),
+            model=ModelConfig(name=QUICKSTART),
+            engine=inference.EngineConfig(threads=THREADS),
+            sampling=SamplingConfig(max_tokens=MAX_TOKENS),
+            trainer=trainer.TrainerConfig(
+                optimizer=trainer.OptimizerConfig(lr=LR, betas=(0.9, 0.999)), loss=trainer.PPOConfig()
+            ),
+            env=[ReverseTextConfig()],
+            filters=FiltersConfig(zero_advantage=False),
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=0),
+            record=RecordConfig(rollouts=0),
         )
         result = train(config, quiet=True)
     assert result.outcome.status == "finished", result.outcome.message
@@ -201,7 +203,7 @@ def trl_step_seconds() -> float:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    environment = Environment(ReverseText())
+    environment = Environment(ReverseTextConfig())
     rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in environment.examples("train")]
 
     def reward(completions, answer, **_):

@@ -109,7 +109,7 @@ def peak_memory(device: str) -> int:
 def ours(shape: str, device: str, budget: int, rounds: int, **settings) -> tuple[float, float, float]:
     """Share of the peak, tokens a second, and bytes beyond static state."""
     model = model_of(shape, device)
-    trainer = TorchTrainer(model, config.Trainer(micro_batch_tokens=budget, compile=True, **settings))
+    trainer = TorchTrainer(model, config.TrainerConfig(micro_batch_tokens=budget, compile=True, **settings))
     batches = [batch_of(4, budget, seed) for seed in range(rounds + 2)]
 
     async def steps() -> list[float]:
@@ -136,7 +136,7 @@ def ours(shape: str, device: str, budget: int, rounds: int, **settings) -> tuple
 def plain(shape: str, device: str, budget: int, rounds: int) -> tuple[float, float, float]:
     """A Hugging Face step with full logits: the same figures."""
     model = model_of(shape, device, "sdpa").train()
-    optimizer = MasterAdamW(trainable(model), config.Optimizer(), None)
+    optimizer = MasterAdamW(trainable(model), config.OptimizerConfig(), None)
     length = 1024
     times = []
     for i in range(rounds + 1):
@@ -209,7 +209,7 @@ def whole_steps(
         "filters": {"zero_advantage": False},  # a group drawn anew would be one more, slow pass
         "env": [{"type": "reverse-text", "name": "bench"}],
     }
-    session.Keeper = keeper
+    session.RolloutRecorder = keeper
     bench = {"bench": Guessing(prompts * (steps + 2), inside)}
     result = train(RunConfig.model_validate(run), environments=bench, overwrite=True, quiet=True)
     for line in result.metrics:

@@ -47,14 +47,14 @@ import paceline
 from bars import arguments
 from engine_gpu import SHAPES, VOCABULARY, Sheet
 from paceline.config import trainer as config
-from paceline.config.inference import Engine as EngineConfig
-from paceline.config.model import Model
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
 from paceline.data import Sample
 from paceline.inference import EmbeddedEngine, HttpEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
 from paceline.model.delta import LastSent
 from paceline.model.torch_bits import bits_of
-from paceline.model.weights import Policy
+from paceline.model.weights import ServedPolicy
 from paceline.trainer.torch_trainer import TorchTrainer
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +144,7 @@ async def publish(engine, tensors, rounds: int, device: str, first: int) -> tupl
         pauses.append(await engine.load_weights(WeightUpdate(version, tensors, expected=expected)))
         times.append(time.perf_counter() - begin)
         held = await engine.policy()
-        assert held == Policy(version, expected or fingerprint(tensors.items())), "other weights arrived"
+        assert held == ServedPolicy(version, expected or fingerprint(tensors.items())), "other weights arrived"
     return statistics.median(times[1:]), statistics.median(pauses[1:])
 
 
@@ -201,7 +201,7 @@ def note(sheet: Sheet, what: str, took: float, paused: float) -> None:
 # -- how few elements a step changes ----------------------------------------------------------------------------------
 
 
-def samples_of(rows: Path, model: Model, count: int, longest: int) -> list[Sample]:
+def samples_of(rows: Path, model: ModelConfig, count: int, longest: int) -> list[Sample]:
     """Worked solutions as samples: every token of a solution is trained on."""
     tokenizer = load_tokenizer(model)
     made = []
@@ -248,9 +248,9 @@ async def shares(trainer: TorchTrainer, samples: list[Sample], steps: int, batch
 
 def deltas(sheet: Sheet, given: argparse.Namespace) -> None:
     for lr, bar in ((1e-6, BAR), (1e-5, None)):
-        wanted = Model(name=str(given.model), dtype="float32")
+        wanted = ModelConfig(name=str(given.model), dtype="float32")
         samples = samples_of(given.rows, wanted, given.steps * given.batch, given.longest)
-        settings = config.Trainer(optimizer=config.Optimizer(lr=lr), micro_batch_tokens=1024)
+        settings = config.TrainerConfig(optimizer=config.OptimizerConfig(lr=lr), micro_batch_tokens=1024)
         trainer = TorchTrainer(load_model(wanted, "cuda" if given.gpu else "cpu"), settings)
         try:
             lines = asyncio.run(shares(trainer, samples, given.steps, given.batch))

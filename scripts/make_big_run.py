@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from rich.progress import Progress
 
-from paceline.config import Checkpoint, Eval, Record, RunConfig, dump
-from paceline.config.env import CustomEnv
+from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig, dump
+from paceline.config.env import CustomEnvConfig
 from paceline.data import Ledger, Sample, Ticket
-from paceline.monitor import Recorder, RunDirectory, RunOutcome, RunPlan
-from paceline.record import Keeper
+from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.record import RolloutRecorder
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 
@@ -150,17 +150,17 @@ def make(
         runs=str(path.parent),
         steps=steps,
         batch_size=batch - batch % GROUP,
-        eval=Eval(every=max(1, steps // EVALUATIONS)),
-        checkpoint=Checkpoint(every=0),
-        record=Record(rollouts=1),
-        env=[CustomEnv(name=name, import_path=f"examples.{name}:Environment") for name in ENVS],
+        eval=EvalConfig(every=max(1, steps // EVALUATIONS)),
+        checkpoint=CheckpointConfig(every=0),
+        record=RecordConfig(rollouts=1),
+        env=[CustomEnvConfig(name=name, import_path=f"examples.{name}:Environment") for name in ENVS],
     )
     writer, count, journal = Writer(seed), 0, []
     ledger = Ledger(journal.append)
     clock = [time.time() - STEP_SECONDS * steps]
     with RunDirectory.claim(path, overwrite=True) as directory:
         directory.begin(dump(config))
-        recorder, keeper = Recorder(path, clock=lambda: clock[0]), Keeper(path, clock=lambda: clock[0])
+        recorder, keeper = RunRecorder(path, clock=lambda: clock[0]), RolloutRecorder(path, clock=lambda: clock[0])
         with recorder, keeper:
             plan = RunPlan(path.name, path, steps, 0, {}, ENVS, "cpu", 603_904)
             recorder.begin(plan)
@@ -181,7 +181,9 @@ def make(
             keeper.end(RunOutcome("finished", steps))
 
 
-def one_step(writer: Writer, ledger: Ledger, recorder: Recorder, keeper: Keeper, step: int, room: int) -> int:
+def one_step(
+    writer: Writer, ledger: Ledger, recorder: RunRecorder, keeper: RolloutRecorder, step: int, room: int
+) -> int:
     """A batch and what was dropped on the way to it; answers with how many rollouts that were."""
     trained: list[Rollout] = []
     made = 0
@@ -221,7 +223,7 @@ def one_step(writer: Writer, ledger: Ledger, recorder: Recorder, keeper: Keeper,
     return made
 
 
-def evaluation(writer: Writer, keeper: Keeper, step: int) -> int:
+def evaluation(writer: Writer, keeper: RolloutRecorder, step: int) -> int:
     tickets = [Ticket(row, ENVS[row % 3], 0, row, row) for row in range(HELD_OUT)]
     played = [rollout for ticket in tickets for rollout in writer.group(ticket, step, 1, trains=False)]
     keeper.played(step, "evaluated", played)

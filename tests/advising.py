@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from paceline.config import RunConfig, dump
-from paceline.config.advice import Advice
-from paceline.config.env import ReverseText
+from paceline.config.advice import AdviceConfig
+from paceline.config.env import ReverseTextConfig
 from paceline.data import Sample, Ticket
-from paceline.monitor import Recorder, RunDirectory, RunOutcome, RunPlan
-from paceline.record import Keeper
-from paceline.record.advice import Sight
-from paceline.record.advice.memory import Memory
+from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.record import RolloutRecorder
+from paceline.record.advice import AdviceWindow
+from paceline.record.advice.memory import AdviceMemory
 from paceline.rollout import Rollout
 from paceline.rollout.types import Turn
 
@@ -80,8 +80,8 @@ class Plot:
             name="told",
             batch_size=GROUP * GROUPS,
             group_size=GROUP,
-            env=[ReverseText(name=name) for name in self.plays],
-            advice=Advice(steps=STEPS),
+            env=[ReverseTextConfig(name=name) for name in self.plays],
+            advice=AdviceConfig(steps=STEPS),
         )
 
     def told(self) -> Iterator[tuple[int, dict[str, float], Sequence[Rollout]]]:
@@ -111,8 +111,8 @@ class Plot:
                 }
             yield step, metrics | self.more(rng, step), played
 
-    def remembered(self) -> Sight:
-        memory = Memory(self.config.model_dump())
+    def remembered(self) -> AdviceWindow:
+        memory = AdviceMemory(self.config.model_dump())
         for step, metrics, played in self.told():
             memory.take(step, metrics, [("trained", played)])
         return memory.sight()
@@ -122,7 +122,7 @@ class Plot:
         path = runs / name
         with RunDirectory.claim(path) as directory:
             directory.begin(dump(self.config))
-            keepers = (Recorder(path), Keeper(path))
+            keepers = (RunRecorder(path), RolloutRecorder(path))
             for keeper in keepers:
                 keeper.begin(RunPlan(name, path, self.steps, 0, {}, tuple(self.plays), "cpu", 1))
             for step, metrics, played in self.told():

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.inference.engine import sampler as torch_sampler
-from paceline.inference.engine.noise import uniform as torch_uniform
+from paceline.inference.engine.sampler import uniform as torch_uniform
 from paceline.inference.engine.slots import SlotCache as TorchSlotCache
 from paceline.model.shape import AttentionShape
 
@@ -42,7 +42,8 @@ if MLX:
 
     from in_mlx import as_mlx
     from paceline.inference.engine.engine import DecodingEngine
-    from paceline.inference.mlx import MlxEngine, sampler, served
+    from paceline.inference.mlx import MlxEngine, sampler
+    from paceline.inference.mlx import engine as served
     from paceline.inference.mlx.slots import KeyShape, MlxSlots
     from paceline.inference.noise import uniform_array
     from paceline.model.mlx.arrays import as_array
@@ -85,17 +86,19 @@ if MLX:
             lambda model, name, array: copy_one(next(numbers), functools.partial(put, model, name), array),
         )
 
-    def _numpy(draw: torch_sampler.Draw) -> sampler.Draw:
-        fields = {name: getattr(draw, name) for name in torch_sampler.Draw.__dataclass_fields__}
-        return sampler.Draw(**{n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+    def _numpy(draw: torch_sampler.SamplingMetadata) -> sampler.MlxSamplingMetadata:
+        fields = {name: getattr(draw, name) for name in torch_sampler.SamplingMetadata.__dataclass_fields__}
+        return sampler.MlxSamplingMetadata(
+            **{n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
+        )
 
     def _torch(array: mx.array | None) -> torch.Tensor | None:
         return None if array is None else torch.from_numpy(np.array(array))
 
-    def sample(logits: torch.Tensor, draw: torch_sampler.Draw) -> torch_sampler.Sampled:
+    def sample(logits: torch.Tensor, draw: torch_sampler.SamplingMetadata) -> torch_sampler.SamplerOutput:
         got = sampler.sample(as_array(logits), _numpy(draw))
         top = None if got.top is None else (_torch(got.top[0]), _torch(got.top[1]))
-        return torch_sampler.Sampled(_torch(got.tokens).long(), _torch(got.logprobs), _torch(got.log_z), top)
+        return torch_sampler.SamplerOutput(_torch(got.tokens).long(), _torch(got.logprobs), _torch(got.log_z), top)
 
     def keep_top(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
         ranks = sampler._ranks(top_k.numpy(), probs.shape[-1])

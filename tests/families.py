@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from paceline.model import ATTENTION, PLAN, Head, PackedPlan, UnsupportedModel
+from paceline.model import ATTENTION, PLAN, LMHead, PackedPlan, UnsupportedModel
 from paceline.model.support import check_supported
 
 VOCABULARY = 67
@@ -114,7 +114,7 @@ def packed_logprobs(model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tens
     plan = PackedPlan(lengths, model.device)
     ids = torch.cat(list(rows)).to(model.device)
     out = model.get_decoder()(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
-    return list(Head(model)(out.last_hidden_state[0]).log_softmax(-1).split(lengths))
+    return list(LMHead(model)(out.last_hidden_state[0]).log_softmax(-1).split(lengths))
 
 
 def eager_logprobs(model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:

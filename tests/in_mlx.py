@@ -13,8 +13,8 @@ import torch
 from mlx.utils import tree_flatten
 from transformers import PreTrainedModel
 
-from paceline.config.model import Model
-from paceline.inference.mlx.served import replace_parameter
+from paceline.config.model import ModelConfig
+from paceline.inference.mlx.engine import replace_parameter
 from paceline.model.mlx.arrays import as_array
 from paceline.model.mlx.loading import MlxModel, load_model, twin
 
@@ -36,7 +36,7 @@ def _loaded(config: str, kind: type[PreTrainedModel]) -> MlxModel:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         kind._from_config(described).save_pretrained(folder)
-        return load_model(Model(name=folder, dtype=str(described.dtype or torch.float32).removeprefix("torch.")))
+        return load_model(ModelConfig(name=folder, dtype=str(described.dtype or torch.float32).removeprefix("torch.")))
 
 
 def quantised(model: PreTrainedModel, folder: Path) -> tuple[MlxModel, PreTrainedModel]:
@@ -54,4 +54,4 @@ def quantised(model: PreTrainedModel, folder: Path) -> tuple[MlxModel, PreTraine
             if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
                 whole = mx.dequantize(module.weight, module.scales, module.biases, **QUANTISED)
                 dense.get_parameter(f"{name}.weight").copy_(torch.from_numpy(np.array(whole)))
-    return load_model(Model(name=str(folder), dtype="float32")), dense
+    return load_model(ModelConfig(name=str(folder), dtype="float32")), dense

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paceline.cluster import session
-from paceline.config import Eval, RunConfig
-from paceline.config.trainer import Trainer
+from paceline.config import EvalConfig, RunConfig
+from paceline.config.trainer import TrainerConfig
 
 STEPS = 2
 TEMPLATE = (
@@ -33,8 +33,8 @@ def trained(runs: Path, name: str, **changes: Any) -> Path:
             "steps": STEPS,
             "batch_size": 8,
             "group_size": 4,
-            "eval": Eval(every=0),
-            "trainer": Trainer(threads=1),
+            "eval": EvalConfig(every=0),
+            "trainer": TrainerConfig(threads=1),
             "env": [{"type": "reverse-text"}],
         }
         | changes
@@ -162,12 +162,12 @@ def seed_reused(patch: pytest.MonkeyPatch, _: Path) -> None:
     """All members of a group draw the noise of the first."""
     from paceline.orchestrator import episodes
 
-    real = episodes.Table
+    real = episodes.SessionMap
 
     def table(voice, noise, *more):
         return real(voice, (*noise[:-1], 0), *more)
 
-    patch.setattr(episodes, "Table", table)
+    patch.setattr(episodes, "SessionMap", table)
 
 
 def truncated_score(patch: pytest.MonkeyPatch, _: Path) -> None:

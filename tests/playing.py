@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.config.inference import Engine, Sampling
-from paceline.config.model import Model
+from paceline.config.inference import EngineConfig, SamplingConfig
+from paceline.config.model import ModelConfig
 from paceline.inference import EmbeddedEngine, Pool
 from paceline.model import end_tokens, load_model, load_tokenizer, resolve
-from paceline.rollout import Recorder, Renderer, Table, Voice
+from paceline.rollout import RecordingServer, Renderer, SamplingClient, SessionMap
 
 CONTEXT = 8192
 """The model knows 512 positions; its nonsense beyond them is as good as any for what is tested here."""
@@ -24,14 +24,14 @@ class Stage:
     def __init__(self, pool: Pool, renderer: Renderer, ends: Sequence[int]) -> None:
         self._pool, self._renderer, self._ends = pool, renderer, ends
 
-    def play(self, *episodes: Callable[[Table], Awaitable[Any]], actors=("policy",), **sampling) -> list[tuple]:
+    def play(self, *episodes: Callable[[SessionMap], Awaitable[Any]], actors=("policy",), **sampling) -> list[tuple]:
         """What each episode returned (or raised), and the table it was played at."""
-        return asyncio.run(self._play(episodes, actors, Sampling(**{"max_tokens": 8, **sampling})))
+        return asyncio.run(self._play(episodes, actors, SamplingConfig(**{"max_tokens": 8, **sampling})))
 
     async def _play(self, episodes, actors, sampling) -> list[tuple]:
-        recorder = Recorder()
-        voice = Voice(self._pool, self._renderer, sampling, frozenset(self._ends), recorder)
-        tables = [Table(voice, (0, at), at, actors) for at in range(len(episodes))]
+        recorder = RecordingServer()
+        voice = SamplingClient(self._pool, self._renderer, sampling, frozenset(self._ends), recorder)
+        tables = [SessionMap(voice, (0, at), at, actors) for at in range(len(episodes))]
         try:
             ends = await asyncio.gather(
                 *(episode(table) for episode, table in zip(episodes, tables, strict=True)), return_exceptions=True
@@ -46,7 +46,7 @@ class Stage:
 @contextmanager
 def stage(*lessons: list[dict]) -> Generator[Stage]:
     """An engine with the quickstart model, taught until it says word for word what its part in the lessons is."""
-    config = Model()
+    config = ModelConfig()
     tokenizer, model = load_tokenizer(config), load_model(config)
     model.config.max_position_embeddings = CONTEXT
     ends = end_tokens(tokenizer, model)
@@ -55,7 +55,7 @@ def stage(*lessons: list[dict]) -> Generator[Stage]:
         taught = AutoModelForCausalLM.from_pretrained(resolve(config.name), attn_implementation="sdpa")
         teach(taught, [part for lesson in lessons for part in parts(lesson, renderer, tokenizer, ends[0])])
         model.load_state_dict(taught.state_dict())
-    engine = EmbeddedEngine(model, Engine(max_running=16, threads=1))
+    engine = EmbeddedEngine(model, EngineConfig(max_running=16, threads=1))
     engine.start()
     try:
         yield Stage(Pool([engine]), renderer, ends)

@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from paceline.config import dump, load
-from paceline.monitor import Recorder, RunDirectory, RunOutcome, RunPlan
+from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.ui import build_app
 
 EPOCH = 1_790_000_000.0
@@ -30,7 +30,7 @@ class Told:
         self.path = runs / name
         self.directory = RunDirectory.claim(self.path)
         self.directory.begin(dump(self.config))
-        self.recorder = Recorder(self.path, clock=lambda: self.now)
+        self.recorder = RunRecorder(self.path, clock=lambda: self.now)
         self.envs = tuple(env.name for env in self.config.env)
         plan = RunPlan(name, self.path, steps, 0, self.config.model_dump(), self.envs, "cpu", 603_904)
         self.recorder.begin(plan)

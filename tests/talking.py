@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.data import Ticket
 from paceline.monitor import RunPlan
-from paceline.record import Keeper
+from paceline.record import RolloutRecorder
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 
@@ -66,7 +66,7 @@ class Talking:
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         (path / "run.lock").touch()
-        self.keeper = Keeper(path)
+        self.keeper = RolloutRecorder(path)
         self.keeper.begin(RunPlan(path.name, path, None, 0, {}, ("words",), "cpu", 0))
 
     def played(self, step: int, state: str, *rollouts: Rollout) -> "Talking":

@@ -4,13 +4,13 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from paceline.algorithms import Means
-from paceline.config.inference import Sampling
+from paceline.algorithms import AlgorithmContext
+from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.inference import EngineError, Pool, RequestError
 from paceline.inference.frozen import FrozenPool
-from paceline.model.weights import Policy
-from paceline.rollout import Group, Message, Renderer, Rollout, Turn, Voice, assemble
+from paceline.model.weights import ServedPolicy
+from paceline.rollout import Group, Message, Renderer, Rollout, SamplingClient, Turn, assemble
 
 
 def truth(ids: Sequence[int], temperature: float) -> list[float]:
@@ -43,8 +43,8 @@ class Oracle:
                 raise RequestError("I fear this")
         return [truth(ids, temperature) for ids in sequences]
 
-    async def policy(self) -> Policy:
-        return Policy(0, "")
+    async def policy(self) -> ServedPolicy:
+        return ServedPolicy(0, "")
 
     async def aclose(self) -> None:
         self.closed = True
@@ -56,15 +56,17 @@ class Attached(FrozenPool):
     any_temperature = True  # ty: ignore
 
 
-def means(renderer: Renderer, engine: Oracle, rows=(), temperature: float = 1.0, teacher: bool = True) -> Means:
+def means(
+    renderer: Renderer, engine: Oracle, rows=(), temperature: float = 1.0, teacher: bool = True
+) -> AlgorithmContext:
     async def attach(ref):
         if not teacher:
             raise EngineError("nobody answers")
         return Attached([engine], ref)
 
-    sampling = Sampling(temperature=temperature, max_tokens=8)
-    voice = Voice(Pool([engine]), renderer, sampling, renderer.end_tokens)
-    return Means("maze", rows, voice, attach)
+    sampling = SamplingConfig(temperature=temperature, max_tokens=8)
+    voice = SamplingClient(Pool([engine]), renderer, sampling, renderer.end_tokens)
+    return AlgorithmContext("maze", rows, voice, attach)
 
 
 def spoken(

@@ -19,7 +19,7 @@ from paceline.config import algorithm
 from paceline.data import Ledger, Ticket
 from paceline.monitor import RunPlan
 from paceline.monitor.files import append_jsonl
-from paceline.record import Keeper
+from paceline.record import RolloutRecorder
 from paceline.rollout import Group, Rollout, assemble
 from paceline.rollout.types import Turn
 from recorded import Told
@@ -65,10 +65,10 @@ def rollout(ticket: Ticket, member: int, turns: list[Turn], reward: float, **mor
     return made
 
 
-def credited(ticket: Ticket, rollouts: list[Rollout], algo: algorithm.GRPO | None = None) -> Group:
+def credited(ticket: Ticket, rollouts: list[Rollout], algo: algorithm.GRPOConfig | None = None) -> Group:
     fine = [one for one in rollouts if one.error is None]
     group = Group(ticket=ticket, rollouts=fine, places=len(rollouts), failed=[r for r in rollouts if r.error])
-    GRPO(algo or algorithm.GRPO()).assign(group)
+    GRPO(algo or algorithm.GRPOConfig()).assign(group)
     return group
 
 
@@ -120,7 +120,7 @@ def tokened(runs: Path, name: str = "tokens", length: int = 300, **changes) -> T
     env = told.envs[0]
     records: list[dict] = []
     ledger = Ledger(records.append)
-    keeper = Keeper(told.path, clock=lambda: told.now)
+    keeper = RolloutRecorder(told.path, clock=lambda: told.now)
     keeper.begin(RunPlan(name, told.path, 3, 0, {}, told.envs, "cpu", 0))
 
     def drawn(number: int) -> Ticket:

@@ -21,8 +21,8 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.model import trainable
 from paceline.trainer.critic import value_loss
-from paceline.trainer.loss import Loss, Sums
-from paceline.trainer.tokens import Tokens
+from paceline.trainer.loss import Loss, LossStats
+from paceline.trainer.tokens import TrainedTokens
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
 
@@ -40,7 +40,7 @@ class Slope(NamedTuple):
     """A loss, its sums, and its gradient."""
 
     loss: float
-    sums: Sums
+    sums: LossStats
     logprobs: NDArray
     entropy: NDArray
 
@@ -48,7 +48,7 @@ class Slope(NamedTuple):
 if MLX:
     import mlx.core as mx
 
-    from paceline.config.model import Lora, Model
+    from paceline.config.model import LoRAConfig, ModelConfig
     from paceline.model.adapters import trained_adapter
     from paceline.model.mlx.arrays import as_array
     from paceline.model.mlx.loading import MlxModel, load_model, twin
@@ -63,7 +63,7 @@ if MLX:
         """A model of this config, with whatever weights."""
         with tempfile.TemporaryDirectory() as folder:
             kind._from_config(kind.config_class.from_dict(json.loads(described))).save_pretrained(folder)
-            return load_model(Model(name=folder, dtype=dtype))
+            return load_model(ModelConfig(name=folder, dtype=dtype))
 
     def as_mlx(model: PreTrainedModel) -> MlxModel:
         """The same weights in MLX, the adapter too if there is one."""
@@ -73,14 +73,14 @@ if MLX:
         made.net.update(tree({name.replace(".base_layer.", "."): as_array(p) for name, p in base.items()}))
         if (adapter := trained_adapter(model)) is not None:
             peft = model.peft_config["default"]
-            lora = Lora(
+            lora = LoRAConfig(
                 rank=peft.r, alpha=peft.lora_alpha, dropout=peft.lora_dropout, targets=sorted(peft.target_modules)
             )
             attach_lora(made, lora, 0)
             load_adapter(made.net, {name: as_array(tensor) for name, tensor in adapter[0].items()})
         return made
 
-    def trainer_of(model: PreTrainedModel, c: config.Trainer, **more: Any) -> MlxTrainer:
+    def trainer_of(model: PreTrainedModel, c: config.TrainerConfig, **more: Any) -> MlxTrainer:
         return MlxTrainer(as_mlx(model), c, **more)
 
     def _torch(array: mx.array) -> Tensor:
@@ -121,19 +121,19 @@ if MLX:
             gradient = mx.grad(lambda v: value_loss(v, *columns[1:], clip).sum())(columns[0])
             return np.array(value_loss(*columns, clip)), np.array(gradient)
 
-    def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> Tokens:
+    def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> TrainedTokens:
         return trainer.learner.stepper.tokens(micro_batch)
 
-    def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> Tokens:
+    def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         with mx.stream(mx.cpu):  # which has float64 everywhere
             kinds = {name: mx.float64 if x.dtype == np.float64 else None for name, x in streams.items()}
-            return Tokens(names=names, **{name: mx.array(x, kinds[name]) for name, x in streams.items()})
+            return TrainedTokens(names=names, **{name: mx.array(x, kinds[name]) for name, x in streams.items()})
 
-    def slope(c: config.Trainer, streams: dict[str, NDArray], names: tuple[str, ...]) -> Slope:
+    def slope(c: config.TrainerConfig, streams: dict[str, NDArray], names: tuple[str, ...]) -> Slope:
         """A loss at these numbers."""
 
         def value(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-            loss, sums = Loss(c)(Tokens(names=names, logprobs=logprobs, entropy=entropy, **rest), 0)
+            loss, sums = Loss(c)(TrainedTokens(names=names, logprobs=logprobs, entropy=entropy, **rest), 0)
             return loss, sums.values
 
         with mx.stream(mx.cpu):
@@ -141,11 +141,11 @@ if MLX:
             rest = {name: getattr(made, name) for name in streams if name not in ("logprobs", "entropy")}
             (loss, sums), grads = mx.value_and_grad(value, (0, 1))(made.logprobs, made.entropy)
             mx.eval(loss, sums, grads)
-        return Slope(loss.item(), Sums(sums), *map(np.array, grads))
+        return Slope(loss.item(), LossStats(sums), *map(np.array, grads))
 
 else:
     from paceline.trainer import TorchTrainer as trainer_of
-    from paceline.trainer.layout import local
+    from paceline.trainer.world import local
 
     LIBRARY = "a torch tensor"
 
@@ -178,13 +178,13 @@ else:
         (gradient,) = torch.autograd.grad(loss.sum(), columns[0])
         return loss.detach().numpy(), gradient.numpy()
 
-    def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> Tokens:
+    def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> TrainedTokens:
         return trainer.learner.stepper.tokens(micro_batch)[0]
 
-    def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> Tokens:
-        return Tokens(names=names, **{name: torch.from_numpy(x) for name, x in streams.items()})
+    def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
+        return TrainedTokens(names=names, **{name: torch.from_numpy(x) for name, x in streams.items()})
 
-    def slope(c: config.Trainer, streams: dict[str, NDArray], names: tuple[str, ...]) -> Slope:
+    def slope(c: config.TrainerConfig, streams: dict[str, NDArray], names: tuple[str, ...]) -> Slope:
         made = tokens(streams, names)
         for leaf in (made.logprobs, made.entropy):
             leaf.requires_grad_().grad = None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import paceline
 from paceline.algorithms import CreditInputs
-from paceline.config.env import ReverseText as Config
+from paceline.config.env import ReverseTextConfig as Config
 from paceline.data import Row
 from paceline.envs import ReverseText, Split
 from paceline.envs.reverse_text import in_place

@@ -10,8 +10,16 @@ import asyncio
 import sys
 from pathlib import Path
 
-from paceline.cluster.selfplay import GRPOCredit, OpenAIClient, Trainer, TrainerConfig, load, optim, training_loop
-from paceline.config.inference import Sampling
+from paceline.cluster.selfplay import (
+    GRPOCredit,
+    OpenAIClient,
+    SelfPlayTrainer,
+    SelfPlayTrainerConfig,
+    load,
+    optim,
+    training_loop,
+)
+from paceline.config.inference import SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tic_tac_toe import TicTacToe
@@ -21,10 +29,10 @@ async def main(base_url: str = "http://localhost:8000/v1", num_steps: int = 20) 
     # 1. Initialize components
     model, _tokenizer = load("paceline:quickstart")
     optimizer = optim.Adam(learning_rate=1e-3)
-    config = TrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
+    config = SelfPlayTrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
 
-    client = OpenAIClient(base_url=base_url, sampling=Sampling(max_tokens=4))
-    trainer = Trainer(model, optimizer, config, client)
+    client = OpenAIClient(base_url=base_url, sampling=SamplingConfig(max_tokens=4))
+    trainer = SelfPlayTrainer(model, optimizer, config, client)
 
     arena = TicTacToe(client, credit_assigner=GRPOCredit())
 

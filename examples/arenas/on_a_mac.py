@@ -10,15 +10,23 @@ import sys
 
 from tic_tac_toe import TicTacToe
 
-from paceline.cluster.selfplay import GRPOCredit, OpenAIClient, Trainer, TrainerConfig, load, optim, training_loop
-from paceline.config.inference import Sampling
+from paceline.cluster.selfplay import (
+    GRPOCredit,
+    OpenAIClient,
+    SelfPlayTrainer,
+    SelfPlayTrainerConfig,
+    load,
+    optim,
+    training_loop,
+)
+from paceline.config.inference import SamplingConfig
 
 
 async def main(name: str, base_url: str = "http://localhost:8000/v1", num_steps: str = "20") -> None:
     model, tokenizer = load(name, backend="mlx")
-    config = TrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
-    client = OpenAIClient(base_url=base_url, sampling=Sampling(max_tokens=4))
-    trainer = Trainer(model, optim.Adam(learning_rate=1e-3), config, client, tokenizer)
+    config = SelfPlayTrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
+    client = OpenAIClient(base_url=base_url, sampling=SamplingConfig(max_tokens=4))
+    trainer = SelfPlayTrainer(model, optim.Adam(learning_rate=1e-3), config, client, tokenizer)
     arena = TicTacToe(client, credit_assigner=GRPOCredit())
     await training_loop(arena=arena, trainer=trainer, num_steps=int(num_steps), episode_concurrency=32)
     print(f"trained {trainer.version} versions; {trainer.stale} samples were too old")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from paceline.config.env import ReverseText as Config
+from paceline.config.env import ReverseTextConfig as Config
 from paceline.data import Row
 from paceline.envs import ReverseText, Split
 

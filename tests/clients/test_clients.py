@@ -15,10 +15,10 @@ from serving import MODEL, served
 
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.inference import Completion, Pool
 from paceline.model import load_tokenizer
-from paceline.rollout import Recorder, Renderer, Seat, Voice
+from paceline.rollout import RecordingServer, Renderer, SamplingClient, Seat
 
 os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -60,9 +60,11 @@ def recorded(model):
 
     def run(agent, *texts: str) -> tuple[object, Seat]:
         async def story():
-            recorder = Recorder()
+            recorder = RecordingServer()
             pool = Pool([Script(tokenizer, min(ends), *texts)])
-            voice = Voice(pool, Renderer(tokenizer, ends), Sampling(max_tokens=64), frozenset(ends), recorder)
+            voice = SamplingClient(
+                pool, Renderer(tokenizer, ends), SamplingConfig(max_tokens=64), frozenset(ends), recorder
+            )
             seat = Seat(voice, (1, 0, 0, 0), 0)
             try:
                 return await agent(await seat.base_url()), seat

@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
 
 from conftest import VOCABULARY, tiny_model
 from paceline import RunConfig, train
-from paceline.config import Checkpoint, Eval, inference, trainer
-from paceline.config.inference import Sampling
+from paceline.config import CheckpointConfig, EvalConfig, inference, trainer
+from paceline.config.inference import SamplingConfig
 from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_engine_and_trainer_agree(dtype, bound, deterministic):
     model = tiny_model(dtype=dtype).cuda()
 
     async def work():
-        config = inference.Engine(max_running=8, prefill_tokens=16)
+        config = inference.EngineConfig(max_running=8, prefill_tokens=16)
         engine = EmbeddedEngine(twin(model), config, deterministic=deterministic)
         engine.start()
         try:
@@ -56,7 +56,7 @@ def test_engine_and_trainer_agree(dtype, bound, deterministic):
             plan = PackedPlan([len(ids)], "cuda")
             out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN: plan})
             temperatures = torch.full((len(ids) - 1,), request.temperature, device="cuda")
-            logprobs, _ = token_logprobs(Head(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+            logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
         gaps += (logprobs[len(request.prompt_ids) - 1 :].cpu().numpy() - np.array(completion.logprobs)).tolist()
     assert np.abs(gaps).mean() < bound
 
@@ -71,7 +71,7 @@ def test_weights_swap_under_running_requests():
     model, other = tiny_model(0).cuda(), tiny_model(1).cuda()
 
     async def work():
-        engine = EmbeddedEngine(twin(model), inference.Engine(max_running=8))
+        engine = EmbeddedEngine(twin(model), inference.EngineConfig(max_running=8))
         engine.start()
         try:
             running = [asyncio.create_task(engine.generate(r)) for r in requests()]
@@ -93,10 +93,10 @@ def test_the_quickstart_learns_on_cuda(tmp_path, staleness):
         steps=40,
         staleness=staleness,
         device="cuda",
-        sampling=Sampling(max_tokens=16),
-        trainer=trainer.Trainer(optimizer=trainer.Optimizer(lr=1e-3)),
-        eval=Eval(every=10, concurrency=128),
-        checkpoint=Checkpoint(every=0),
+        sampling=SamplingConfig(max_tokens=16),
+        trainer=trainer.TrainerConfig(optimizer=trainer.OptimizerConfig(lr=1e-3)),
+        eval=EvalConfig(every=10, concurrency=128),
+        checkpoint=CheckpointConfig(every=0),
     )
     result = train(config, quiet=True)
     assert result.outcome.status == "finished", result.outcome.message

@@ -13,11 +13,10 @@ if not torch.cuda.is_available():
 from conftest import VOCABULARY, tiny_model
 from engines import merged, random_adapter
 from families import FAMILIES, tiny
-from paceline.config.inference import Engine as EngineConfig
+from paceline.config.inference import EngineConfig
 from paceline.inference import EmbeddedEngine, EngineError, GenerateRequest, noise_key
-from paceline.inference.engine.noise import uniform
-from paceline.inference.engine.sampler import Draw, sample
-from paceline.model import PLAN, Adapter, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.inference.engine.sampler import SamplingMetadata, sample, uniform
+from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 from paceline.model.canary import make_canary
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +69,7 @@ def reference(model, request, completion) -> np.ndarray:
     with torch.no_grad():
         out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN: plan})
         temperatures = torch.full((len(ids) - 1,), request.temperature, device="cuda")
-        logprobs, _ = token_logprobs(Head(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+        logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :].cpu().numpy()
 
 
@@ -132,7 +131,9 @@ def test_the_kernel_draws_what_the_plain_sampler_draws():
     logprobs = torch.zeros(rows, dtype=torch.float64, device="cuda")
     draw(logits, temperatures.double(), keys, indices, torch.arange(rows, device="cuda"), tokens, logprobs, last)
     zeros = torch.zeros(rows, dtype=torch.long, device="cuda")
-    plain = Draw(temperatures, torch.ones(rows, device="cuda"), zeros, keys, indices, truncates=False, greedy=True)
+    plain = SamplingMetadata(
+        temperatures, torch.ones(rows, device="cuda"), zeros, keys, indices, truncates=False, greedy=True
+    )
     expected = sample(logits, plain)
     assert (tokens == expected.tokens).float().mean() > 0.99  # sums of exponentials may round across a border
     assert torch.equal(last, tokens)
@@ -157,7 +158,7 @@ def test_top_logprobs_truncation_and_greedy_beside_plain_rows():
 
 def test_a_canary_is_checked_without_compiling_anything_new():
     old, new = tiny_model(0).cuda(), tiny_model(1).cuda()
-    good, bad = make_canary(new, Head(new)), make_canary(old, Head(old))
+    good, bad = make_canary(new, LMHead(new)), make_canary(old, LMHead(old))
 
     async def work(engine):
         running = [asyncio.create_task(engine.generate(r)) for r in requests(8, max_tokens=60)]

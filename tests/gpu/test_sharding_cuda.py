@@ -12,19 +12,18 @@ if not torch.cuda.is_available():
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.config.model import Model
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
+from paceline.config.model import ModelConfig
 from paceline.model import load_model
-from paceline.trainer.layout import local
 from paceline.trainer.sharding import shard
-from paceline.trainer.world import Ranks
+from paceline.trainer.world import Ranks, local
 
 WORLD, RANK = 8, 3
 HERE = torch.device("cuda", 0)
 
 
 @contextmanager
-def ranks(parallel: Parallel):
+def ranks(parallel: ParallelConfig):
     """One rank of eight whose collectives do nothing: cutting a model needs none."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
     yield Ranks(dist.group.WORLD, HERE, parallel)
@@ -44,14 +43,14 @@ def test_the_gpu_never_holds_more_than_a_share_and_a_layer(tmp_path, tied, offlo
         tie_word_embeddings=tied,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    settings = Model(name=str(tmp_path), dtype="bfloat16")
+    settings = ModelConfig(name=str(tmp_path), dtype="bfloat16")
     whole, model = load_model(settings), load_model(settings)
     sizes = [4 * sum(p.numel() for p in layer.parameters()) for layer in whole.model.layers]
     share = 4 * sum(p.numel() for p in whole.parameters()) // WORLD
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    parallel = Parallel(ranks=WORLD, shard="full", cpu_offload=offload)
+    parallel = ParallelConfig(ranks=WORLD, shard="full", cpu_offload=offload)
     with ranks(parallel) as all_of_them:
         shard(model, all_of_them, parallel)
     peak = torch.cuda.max_memory_allocated() - before

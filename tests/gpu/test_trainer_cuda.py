@@ -13,7 +13,7 @@ from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.model.attention import PackedPlan
-from paceline.model.scored import scored
+from paceline.model.head import scored
 from paceline.model.varlen import VarlenPlan
 from paceline.trainer.torch_trainer import TorchTrainer
 
@@ -75,7 +75,9 @@ def batch(count: int) -> list[Sample]:
 def test_a_compiled_packed_step_in_bf16_is_near_the_plain_one_in_fp32():
     norms = []
     for dtype, compiled in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
-        trainer = TorchTrainer(tiny_model().to(dtype).cuda(), config.Trainer(micro_batch_tokens=512, compile=compiled))
+        trainer = TorchTrainer(
+            tiny_model().to(dtype).cuda(), config.TrainerConfig(micro_batch_tokens=512, compile=compiled)
+        )
         reports = [asyncio.run(trainer.step(batch(40))).metrics for _ in range(2)]
         trainer.close()
         norms.append((reports[0]["grad_norm"], reports[0]["entropy"]))
@@ -90,7 +92,7 @@ def test_a_batch_that_is_fed_has_the_gradient_of_the_whole(compiled):
     samples = [s.with_streams(ce_weights=np.float32(0.3) * (np.arange(len(s)) > 0)) for s in batch(40)]
     norms = []
     for stream in (False, True):
-        settings = config.Trainer(micro_batch_tokens=512, compile=compiled, stream=stream)
+        settings = config.TrainerConfig(micro_batch_tokens=512, compile=compiled, stream=stream)
         trainer = TorchTrainer(tiny_model().to(torch.bfloat16).cuda(), settings)
 
         async def step(trainer: TorchTrainer = trainer, stream: bool = stream) -> float:
@@ -104,7 +106,7 @@ def test_a_batch_that_is_fed_has_the_gradient_of_the_whole(compiled):
 
 
 def test_a_budget_found_by_trying_is_used_and_large():
-    trainer = TorchTrainer(tiny_model().to(torch.bfloat16).cuda(), config.Trainer(micro_batch_tokens="auto"))
+    trainer = TorchTrainer(tiny_model().to(torch.bfloat16).cuda(), config.TrainerConfig(micro_batch_tokens="auto"))
     report = asyncio.run(trainer.step(batch(40))).metrics
     trainer.close()
     assert report["micro_batches"] == 1
@@ -117,7 +119,7 @@ def test_masters_on_the_host_take_the_steps_of_masters_on_the_card():
     for offload in (False, True):
         model = tiny_model().to(torch.bfloat16).cuda()
         start = torch.cat([p.detach().float().flatten() for p in model.parameters()])
-        c = config.Trainer(micro_batch_tokens=512, optimizer=config.Optimizer(**settings, offload=offload))
+        c = config.TrainerConfig(micro_batch_tokens=512, optimizer=config.OptimizerConfig(**settings, offload=offload))
         trainer = TorchTrainer(model, c)
         for _ in range(4):
             asyncio.run(trainer.step(batch(40)))

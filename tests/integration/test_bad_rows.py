@@ -5,9 +5,9 @@ import json
 import pytest
 
 from paceline.cluster import train
-from paceline.config import Checkpoint, Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.envs import Environment, Outcome
 
 BAD = 3
@@ -29,9 +29,16 @@ class Letters(Environment):
 
 
 def taught(folder, environment, **keys):
-    env = CustomEnv(name="letters", import_path="x:y", algo={"type": "sft", "demonstrations": "answer"})
-    settings = {"runs": str(folder), "steps": 3, "batch_size": 4, "eval": Eval(every=0), "env": [env], "device": "cpu"}
-    settings |= {"sampling": Sampling(max_tokens=4), "checkpoint": Checkpoint(every=1)} | keys
+    env = CustomEnvConfig(name="letters", import_path="x:y", algo={"type": "sft", "demonstrations": "answer"})
+    settings = {
+        "runs": str(folder),
+        "steps": 3,
+        "batch_size": 4,
+        "eval": EvalConfig(every=0),
+        "env": [env],
+        "device": "cpu",
+    }
+    settings |= {"sampling": SamplingConfig(max_tokens=4), "checkpoint": CheckpointConfig(every=1)} | keys
     return train(RunConfig(**settings), environments={"letters": environment})
 
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from launching import Launched, LaunchedPaceline
 from paceline.cluster import train
-from paceline.cluster.colocated.doors import KNOCK, PURPOSES, admit, knock, listening
 from paceline.cluster.colocated.place import in_place
-from paceline.cluster.colocated.seat import Seat, take_seat
+from paceline.cluster.colocated.rank_info import RankInfo, take_seat
+from paceline.cluster.colocated.rank_sockets import KNOCK, PURPOSES, admit, knock, listening
 from paceline.cluster.session import conduct
 from paceline.config import load
 from paceline.errors import PacelineError
@@ -132,7 +132,7 @@ def test_engines_sleep_while_ranks_train_and_wake_with_the_same_weights(run_file
 
     @asynccontextmanager
     async def watched(*given):
-        async with in_place(Seat.first(2), *given) as parts:
+        async with in_place(RankInfo.first(2), *given) as parts:
             trainer = Watched(parts.trainer, parts.pool)
             object.__setattr__(parts, "trainer", trainer)
             yield parts
@@ -241,7 +241,7 @@ def test_only_ranks_that_know_the_token_are_let_in(host):
     token, wrong = os.urandom(32), os.urandom(32)
     with listening(host) as door:
         port = door.getsockname()[1]
-        seat = Seat(1, 2, "127.0.0.1", 0, 2, given=False)
+        seat = RankInfo(1, 2, "127.0.0.1", 0, 2, given=False)
         admitted = []
         clerk = threading.Thread(target=lambda: admitted.extend(admit(door, 2, token)), daemon=True)
         clerk.start()

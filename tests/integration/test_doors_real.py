@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from serving import MODEL, served
 
-from paceline.config.env.doors import ReasoningGym as GymSettings
-from paceline.config.env.doors import TextArena as GameSettings
-from paceline.config.env.doors import Verifiers as VerifiersSettings
+from paceline.config.env.integrations import ReasoningGymConfig as GymSettings
+from paceline.config.env.integrations import TextArenaConfig as GameSettings
+from paceline.config.env.integrations import VerifiersConfig as VerifiersSettings
 from paceline.data import Scheme, Ticket, open_rows
 from paceline.envs.base import EnvError
 from paceline.rollout import Rollout, assemble
@@ -208,7 +208,7 @@ def test_the_policy_sits_at_every_place_in_turn_against_an_opponent_who_never_br
 
 @needs("textarena")
 def test_random_games_end_by_the_rules_and_do_not_share_their_luck():
-    from paceline.envs.textarena_game import Game, random_move
+    from paceline.envs.textarena import Game, random_move
 
     def moves(game, luck, told, count=100):
         made = []

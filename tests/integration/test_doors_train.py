@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import launching
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model import end_tokens, load_tokenizer, resolve
 from paceline.rollout import Renderer
 from playing import parts, teach
@@ -135,7 +135,7 @@ def test_calls_of_real_tools_train_from_a_run_file(tmp_path):
 
 
 def teach_calls(folder: Path, places: tuple[str, ...]) -> Path:
-    config = Model()
+    config = ModelConfig()
     tokenizer = load_tokenizer(config)
     model = AutoModelForCausalLM.from_pretrained(resolve(config.name), attn_implementation="sdpa")
     ends = end_tokens(tokenizer, model)

@@ -7,11 +7,11 @@ import pytest
 
 from paceline.cluster import train
 from paceline.cluster.local import renderer_of
-from paceline.config import Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.env.tasks import Calculator
-from paceline.config.inference import Sampling
-from paceline.config.model import Model
+from paceline.config import EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.env.tasks import CalculatorConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome
 from paceline.model import load_tokenizer
 from paceline.rollout.template import ToolsDropped, dropped_tools
@@ -29,15 +29,15 @@ SENTENCE = "the model's chat template ignores `tools`: the environment offers `l
 
 
 @pytest.fixture(params=["quickstart", "smollm2"])
-def model(request, tmp_path) -> Model:
+def model(request, tmp_path) -> ModelConfig:
     """Two templates that write nothing of tools."""
     if request.param == "quickstart":
-        return Model()
+        return ModelConfig()
     (tmp_path / "smollm2.jinja").write_text(SMOLLM2)
-    return Model(chat_template=str(tmp_path / "smollm2.jinja"))
+    return ModelConfig(chat_template=str(tmp_path / "smollm2.jinja"))
 
 
-def renderer(model: Model, **changes):
+def renderer(model: ModelConfig, **changes):
     model = model.model_copy(update=changes)
     tokenizer = load_tokenizer(model)
     return renderer_of(tokenizer, [tokenizer.eos_token_id], model)
@@ -77,11 +77,18 @@ class Agent(Environment):
 
 @pytest.mark.parametrize("speaks", ["seat", "url"])
 def test_a_run_is_refused_with_the_fix_before_a_token_is_sampled(tmp_path, speaks):
-    agent = CustomEnv(name="agent", import_path="x:y")
-    env, given = (Calculator(name="calculator"), None) if speaks == "seat" else (agent, {"agent": Agent()})
-    keys = {"runs": str(tmp_path), "steps": 1, "batch_size": 4, "group_size": 2, "eval": Eval(every=0), "env": [env]}
+    agent = CustomEnvConfig(name="agent", import_path="x:y")
+    env, given = (CalculatorConfig(name="calculator"), None) if speaks == "seat" else (agent, {"agent": Agent()})
+    keys = {
+        "runs": str(tmp_path),
+        "steps": 1,
+        "batch_size": 4,
+        "group_size": 2,
+        "eval": EvalConfig(every=0),
+        "env": [env],
+    }
     keys["filters"] = {"zero_advantage": False}  # so that a run that is not refused ends
-    done = train(RunConfig(**keys, sampling=Sampling(max_tokens=4), device="cpu"), environments=given)
+    done = train(RunConfig(**keys, sampling=SamplingConfig(max_tokens=4), device="cpu"), environments=given)
     assert done.outcome.status == "failed"
     assert isinstance(done.error, ToolsDropped)
     assert "the prompt is the same without. Name a template that writes them with model.chat_template" in str(

@@ -3,22 +3,22 @@
 import errno
 
 from paceline.cluster import train
-from paceline.config import Checkpoint, Eval, RunConfig
-from paceline.config.inference import Sampling
-from paceline.monitor import Recorder
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
+from paceline.config.inference import SamplingConfig
+from paceline.monitor import RunRecorder
 
 
 def test_a_run_whose_disk_is_full_at_the_metrics_says_so_and_can_go_on(tmp_path, monkeypatch):
-    whole = Recorder.step
+    whole = RunRecorder.step
 
     def full(self, step, metrics):
         if step == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         whole(self, step, metrics)
 
-    monkeypatch.setattr(Recorder, "step", full)
-    settings = {"runs": str(tmp_path), "steps": 3, "batch_size": 8, "group_size": 4, "eval": Eval(every=0)}
-    settings |= {"sampling": Sampling(max_tokens=8), "checkpoint": Checkpoint(every=1), "device": "cpu"}
+    monkeypatch.setattr(RunRecorder, "step", full)
+    settings = {"runs": str(tmp_path), "steps": 3, "batch_size": 8, "group_size": 4, "eval": EvalConfig(every=0)}
+    settings |= {"sampling": SamplingConfig(max_tokens=8), "checkpoint": CheckpointConfig(every=1), "device": "cpu"}
     done = train(RunConfig(**settings))
     assert (done.outcome.status, done.outcome.step) == ("failed", 1)
     sentence = f"{tmp_path / 'run'} cannot be written (No space left on device): make room, then add --resume latest"

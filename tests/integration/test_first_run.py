@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from paceline.config.starters import KINDS
+from paceline.config.target import KINDS
 
 SMALL = (
     *("--batch-size", "16", "--group-size", "4", "--eval.every", "0", "--checkpoint.every", "1"),

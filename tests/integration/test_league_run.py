@@ -10,7 +10,7 @@ from paceline.cli import main
 from paceline.cluster.league import leagues
 from paceline.cluster.session import RunResult, train
 from paceline.config import env, load
-from paceline.importing import import_object
+from paceline.util.importing import import_object
 
 GAME = Path(__file__).parents[2] / "examples" / "arenas" / "tic_tac_toe.toml"
 SMALL = {
@@ -87,7 +87,7 @@ def test_a_resumed_league_goes_on_as_the_unbroken_one_did(tmp_path):
 
 def test_a_league_that_an_environment_brings_itself_has_its_past(tmp_path):
     arena = import_object(SMALL["env.0.import_path"])(eval_games=2)
-    league = League(env.League(every=1, size=2, games=2, mirror=0.25), "tic-tac-toe")
+    league = League(env.LeagueConfig(every=1, size=2, games=2, mirror=0.25), "tic-tac-toe")
     own = {"tic-tac-toe": ArenaEnvironment(arena, league=league)}
     result = run(tmp_path, own, steps=2, model__lora__rank=4, engine__adapters=2)
     assert kept(tmp_path)["places"] == [[0, 0], [2, 1]]

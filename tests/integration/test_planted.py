@@ -8,7 +8,7 @@ from test_ui_browser import CHROMIUM, browser, page, playwright, tab  # noqa: F4
 
 from paceline.cli import main
 from paceline.record import open_run
-from paceline.record.parting import compare
+from paceline.record.first_difference import compare
 from planted import DEFECTS, Defect, sound, spoilt
 from recorded import served
 

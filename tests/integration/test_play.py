@@ -17,13 +17,12 @@ from safetensors.torch import save_file
 from test_rollouts import listening
 
 from launching import Launched
-from paceline.cluster.house import open_house
-from paceline.cluster.person import Person, PersonSeat
-from paceline.cluster.play import PATIENCE, PlayOptions, play, play_games
+from paceline.cluster.episode_runtime import open_house
+from paceline.cluster.play import PATIENCE, Person, PersonSeat, PlayOptions, play, play_games
 from paceline.cluster.rollouts import RolloutOptions, play_some
 from paceline.config import RunConfig, load
-from paceline.config.env import CustomEnv
-from paceline.config.model import Model
+from paceline.config.env import CustomEnvConfig
+from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome, build_environment
 from paceline.errors import PacelineError
 from paceline.model import load_model
@@ -107,7 +106,7 @@ def test_the_others_may_be_anybody_behind_an_endpoint():
 
 
 def test_the_others_may_speak_from_a_checkpoint(tmp_path):
-    weights = {f"master/{name}": tensor for name, tensor in load_model(Model(), "cpu").named_parameters()}
+    weights = {f"master/{name}": tensor for name, tensor in load_model(ModelConfig(), "cpu").named_parameters()}
     save_file({**weights, "rng": torch.get_rng_state()}, tmp_path / "trainer.safetensors")
     (tmp_path / "trainer.json").write_text('{"version": 7}')
     out = io.StringIO()
@@ -133,7 +132,7 @@ class Duel(Environment):
 
 
 def duel(options: PlayOptions, *lines: str) -> tuple[int, str]:
-    config = RunConfig(env=[CustomEnv(name="duel", import_path=f"{__name__}:Duel")])
+    config = RunConfig(env=[CustomEnvConfig(name="duel", import_path=f"{__name__}:Duel")])
     out = io.StringIO()
     return play(config, options, out, script(*lines)), out.getvalue()
 

@@ -22,7 +22,7 @@ from paceline.inference import (
     Unreachable,
     noise_key,
 )
-from paceline.model import Adapter, Canary, Head, WeightUpdate, load_model
+from paceline.model import Adapter, Canary, LMHead, WeightUpdate, load_model
 from paceline.model.canary import make_canary
 
 KEY = "secret"
@@ -108,7 +108,7 @@ def weights(config, change: float) -> dict[str, torch.Tensor]:
 def canary(config, tensors: dict[str, torch.Tensor]) -> Canary:
     model = load_model(config.model, "cpu")
     model.load_state_dict(tensors, strict=False)
-    return make_canary(model, Head(model))
+    return make_canary(model, LMHead(model))
 
 
 def test_tokens_are_those_of_an_engine_in_this_process(config, connect):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from paceline.config import load
-from paceline.config.model import Model
-from paceline.config.reference import ModelRef
+from paceline.config.model import ModelConfig, ModelRef
 from paceline.inference import Pool
 from paceline.inference.base import GenerateRequest
 from paceline.model import load_model, load_tokenizer
@@ -21,9 +20,8 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: E402
 from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
-from paceline.cluster.ray.place import Parts  # noqa: E402
-from paceline.cluster.ray.scorers import Scorers  # noqa: E402
-from paceline.socket_dir import shorten_ray_sockets  # noqa: E402
+from paceline.cluster.ray.place import RayParts, Scorers  # noqa: E402
+from paceline.util.socket_dir import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -158,11 +156,11 @@ def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, liv
 def teacher(tmp_path):
     """A folder with another model than the policy's."""
     folder = tmp_path / "teacher"
-    model = load_model(Model())
+    model = load_model(ModelConfig())
     with torch.no_grad():
         model.model.norm.weight *= 1.3
     model.save_pretrained(folder)
-    load_tokenizer(Model()).save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
     model.set_attn_implementation("eager")
     return model
 
@@ -177,7 +175,7 @@ algo = { type = "opd", teacher = { name = "teacher" } }
 def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teacher, tmp_path):
     (tmp_path / "run.toml").write_text(TAUGHT)
     run = config("--name=taught", "--cluster.scorers=2", file="run.toml")
-    tokenizer = load_tokenizer(Model())
+    tokenizer = load_tokenizer(ModelConfig())
     dice = np.random.default_rng(0)
     asked = [dice.integers(5, 100, 12).tolist() for _ in range(24)]
 
@@ -185,7 +183,7 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
         needs = Needs.of(run, 0)
         assert (needs.scorers, len(needs.bundles)) == (2, needs.engines + needs.ranks + 2)
         room = await Room.reserve(needs)
-        parts = Parts(run, room, needs, tmp_path / "live")
+        parts = RayParts(run, room, needs, tmp_path / "live")
         teachers = parts.scorers()
         pool = await Scorers(run, tokenizer, teachers).attach(ModelRef(name="teacher"))
         assert pool.any_temperature

@@ -15,11 +15,11 @@ from serving import MODEL, PLAIN
 from launching import Launched
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.inference import Completion, Pool
 from paceline.model import load_tokenizer
-from paceline.rollout import Recorder, Renderer, Rollout, Seat, SeatLeft, Voice, assemble
+from paceline.rollout import RecordingServer, Renderer, Rollout, SamplingClient, Seat, SeatLeft, assemble
 
 ASK = [{"role": "user", "content": "reverse: planet"}]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
@@ -35,9 +35,9 @@ class House:
     @asynccontextmanager
     async def open(self, engine=None, **sampling):
         """Makes seats by number; the number alone decides what noise a seat draws."""
-        recorder = Recorder()
-        settings = Sampling(**{"max_tokens": 12, **sampling})
-        voice = Voice(Pool([engine or self.engine]), self.renderer, settings, self.ends, recorder)
+        recorder = RecordingServer()
+        settings = SamplingConfig(**{"max_tokens": 12, **sampling})
+        voice = SamplingClient(Pool([engine or self.engine]), self.renderer, settings, self.ends, recorder)
 
         def seat(number: int = 0) -> Seat:
             return Seat(voice, (1, 0, number, 0), number)
@@ -480,10 +480,10 @@ def test_the_server_stops_under_open_connections_and_starts_again(house, again, 
 
 INTERRUPTED = """
 import asyncio
-from paceline.rollout import Recorder
+from paceline.rollout import RecordingServer
 
 async def run():
-    recorder = Recorder()
+    recorder = RecordingServer()
     try:
         print(await recorder.address("somebody"), flush=True)
         await asyncio.Event().wait()

@@ -24,12 +24,12 @@ from serving import PLAIN, served
 
 from launching import Launched
 from lookups import plan
-from paceline.cluster.house import Address, open_house
+from paceline.cluster.episode_runtime import OpenAIServer, open_house
 from paceline.cluster.rollouts import RolloutOptions, pick_section, play_some, rollouts
 from paceline.config import ConfigError, RunConfig
-from paceline.config.env import ReverseText
-from paceline.config.env.retrieval import Retrieval as RetrievalConfig
-from paceline.config.inference import Engine
+from paceline.config.env import ReverseTextConfig
+from paceline.config.env.tasks import RetrievalConfig
+from paceline.config.inference import EngineConfig
 from paceline.config.target import load_target
 from paceline.data import Cursor
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
@@ -227,7 +227,7 @@ def oracle() -> FastAPI:
 def played(environment: Environment, options: RolloutOptions, config: RunConfig | None = None, **changes) -> list[dict]:
     config = config or RunConfig()
     section = changes.get("section") or config.env[0]
-    address = Address(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
+    address = OpenAIServer(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
     with open_house(config, config.sampling, address, options.concurrency) as house:
         return asyncio.run(play_some(section, options, house, environment, seed=config.seed))
 
@@ -282,7 +282,7 @@ def test_an_endpoint_that_is_not_there_ends_everything_with_a_sentence():
 
 
 def small() -> RunConfig:
-    return RunConfig(env=[ReverseText()], deterministic=True, engine=Engine(max_running=8, max_context=64))
+    return RunConfig(env=[ReverseTextConfig()], deterministic=True, engine=EngineConfig(max_running=8, max_context=64))
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_the_same_episodes_are_played_behind_a_server_of_the_same_model(local):
             records = played(build_environment(config.env[0]), RolloutOptions(count=6, endpoint=url), config)
             for ours, theirs in zip(local, records, strict=True):
                 assert ours | {"seconds": 0} == theirs | {"seconds": 0}
-        other = RunConfig(env=[ReverseText()], model={"name": "another"})
+        other = RunConfig(env=[ReverseTextConfig()], model={"name": "another"})
         in_words = played(Words(), RolloutOptions(count=2, endpoint=server.url), other)
         assert all("samples" not in record and record["tokens"] > 1 for record in in_words)
         tokens = played(Tokens(), RolloutOptions(count=1, endpoint=server.url, endpoint_model="paceline:quickstart"))
@@ -391,7 +391,7 @@ def test_an_episode_that_takes_too_long_is_ended():
     """Alone, since the others would have to be done in the same time, however slow the machine is."""
     late = Troubled()
     late.pause = 1000
-    section = ReverseText(name="troubled", timeout=0.2)
+    section = ReverseTextConfig(name="troubled", timeout=0.2)
     (record,) = played(late, RolloutOptions(count=1, row=3), section=section)
     assert "an episode of `troubled` took longer than 0.2 s: raise `timeout` in [[env]] (now 0.2)" in record["error"]
 

@@ -183,8 +183,8 @@ def test_the_command_itself_complains_and_tells_the_shell(user):
 
 LIBRARY = """
 import paceline
-from paceline.config import Eval
-from paceline.config.env import CustomEnv
+from paceline.config import EvalConfig
+from paceline.config.env import CustomEnvConfig
 
 class Shout(paceline.SingleTurn):
     def examples(self, split):
@@ -193,8 +193,8 @@ class Shout(paceline.SingleTurn):
     def score(self, example, reply):
         return paceline.Outcome.solo(reply.text.count("ab"))
 
-config = paceline.RunConfig(name="library", steps=2, batch_size=16, group_size=4, eval=Eval(every=0),
-                            sampling={"max_tokens": 12}, env=[CustomEnv(name="shout", import_path="here:Shout")])
+config = paceline.RunConfig(name="library", steps=2, batch_size=16, group_size=4, eval=EvalConfig(every=0),
+                            sampling={"max_tokens": 12}, env=[CustomEnvConfig(name="shout", import_path="here:Shout")])
 result = paceline.train(config, environments={"shout": Shout()})
 print(result.outcome.status, result.metrics[-1]["step"])
 """

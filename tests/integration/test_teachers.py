@@ -12,13 +12,12 @@ from serving import MODEL, door, served
 from test_runs import SMALL, metrics
 
 from paceline.cluster.session import train
-from paceline.config import Checkpoint, Eval, Record, RunConfig, inference
-from paceline.config.algorithm import OPD as Distilled
-from paceline.config.algorithm import Custom
-from paceline.config.env import CustomEnv
-from paceline.config.model import Lora, Model
-from paceline.config.reference import ModelRef
-from paceline.config.trainer import Optimizer, Trainer
+from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig, inference
+from paceline.config.algorithm import CustomConfig
+from paceline.config.algorithm import OPDConfig as Distilled
+from paceline.config.env import CustomEnvConfig
+from paceline.config.model import LoRAConfig, ModelConfig, ModelRef
+from paceline.config.trainer import OptimizerConfig, TrainerConfig
 from paceline.data import decode
 from paceline.envs import Environment, Outcome
 from paceline.inference import EngineError, GenerateRequest
@@ -232,12 +231,12 @@ def distil(mortal: Mortal, words: Words, tmp_path, **more):
             "group_size": 4,
             "steps": 6,
             "staleness": 0,
-            "sampling": inference.Sampling(max_tokens=8),
-            "engine": inference.Engine(max_running=8, max_context=64),
-            "eval": Eval(every=0),
-            "checkpoint": Checkpoint(every=1),
-            "record": Record(batches=6),
-            "env": [CustomEnv(name="words", import_path="x:y", algo=Distilled(teacher=ref))],
+            "sampling": inference.SamplingConfig(max_tokens=8),
+            "engine": inference.EngineConfig(max_running=8, max_context=64),
+            "eval": EvalConfig(every=0),
+            "checkpoint": CheckpointConfig(every=1),
+            "record": RecordConfig(batches=6),
+            "env": [CustomEnvConfig(name="words", import_path="x:y", algo=Distilled(teacher=ref))],
             **more,
         }
     )
@@ -282,11 +281,11 @@ def test_a_teacher_that_stays_away_costs_batches_and_then_stops_the_run_to_be_re
 
 MIRROR = """
 from paceline.algorithms import Algorithm, broadcast
-from paceline.algorithms.references import Reference
+from paceline.algorithms.references import ReferenceScorer
 
 class Mirror(Algorithm):
     async def begin(self, means):
-        self.reference = await Reference.connect("policy", means)
+        self.reference = await ReferenceScorer.connect("policy", means)
 
     def assign(self, group):
         for rollout in group.rollouts:
@@ -298,23 +297,27 @@ class Mirror(Algorithm):
 """
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_the_policy_that_scores_is_the_one_that_sampled_not_the_base_beneath_it(tmp_path, lora):
     """By a user's own class, in a synchronous run whose policy moves fast."""
     (tmp_path / "mirror.py").write_text(MIRROR)
     config = RunConfig(
         runs=str(tmp_path),
-        model=Model(lora=lora),
+        model=ModelConfig(lora=lora),
         batch_size=8,
         group_size=4,
         steps=4,
         staleness=0,
-        sampling=inference.Sampling(max_tokens=8, temperature=0.8),
-        engine=inference.Engine(max_running=8, max_context=64),
-        trainer=Trainer(threads=1, optimizer=Optimizer(lr=1e-2)),
-        eval=Eval(every=0),
-        record=Record(batches=4),
-        env=[CustomEnv(name="words", import_path="x:y", algo=Custom(import_path=f"{tmp_path / 'mirror.py'}:Mirror"))],
+        sampling=inference.SamplingConfig(max_tokens=8, temperature=0.8),
+        engine=inference.EngineConfig(max_running=8, max_context=64),
+        trainer=TrainerConfig(threads=1, optimizer=OptimizerConfig(lr=1e-2)),
+        eval=EvalConfig(every=0),
+        record=RecordConfig(batches=4),
+        env=[
+            CustomEnvConfig(
+                name="words", import_path="x:y", algo=CustomConfig(import_path=f"{tmp_path / 'mirror.py'}:Mirror")
+            )
+        ],
     )
     done = train(config, environments={"words": Words()})
     assert done.outcome.status == "finished", done.error

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from once import once
 from paceline.cli import main
 from paceline.cluster import train
-from paceline.config import Checkpoint, Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
-from paceline.config.model import Lora, Model
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.envs import Environment, Outcome
 from paceline.model import ModelError, load_model
-from paceline.monitor import Recorder
+from paceline.monitor import RunRecorder
 from paceline.orchestrator import CheckpointError, Checkpoints
 from paceline.trainer import checkpoint as checkpoints
-from paceline.trainer.joining import join, leave
+from paceline.trainer.init_distributed import join, leave
 
 ROWS = tuple("abcdefghijklmnop")
 
@@ -44,10 +44,17 @@ class Letters(Environment):
 
 
 def run_of(runs: Path, letters=ROWS, name="letters", checkpoint=None, **keys):
-    env = CustomEnv(name=name, import_path="x:y")
-    settings = {"runs": str(runs), "steps": 4, "batch_size": 8, "group_size": 4, "eval": Eval(every=0), "env": [env]}
-    settings |= {"sampling": Sampling(max_tokens=4), "device": "cpu"} | keys
-    settings["checkpoint"] = Checkpoint(every=2, keep=3, **checkpoint or {})
+    env = CustomEnvConfig(name=name, import_path="x:y")
+    settings = {
+        "runs": str(runs),
+        "steps": 4,
+        "batch_size": 8,
+        "group_size": 4,
+        "eval": EvalConfig(every=0),
+        "env": [env],
+    }
+    settings |= {"sampling": SamplingConfig(max_tokens=4), "device": "cpu"} | keys
+    settings["checkpoint"] = CheckpointConfig(every=2, keep=3, **checkpoint or {})
     return train(RunConfig(**settings), environments={name: Letters(letters)})
 
 
@@ -192,27 +199,29 @@ def test_a_resume_that_fails_names_the_checkpoints_and_never_advises_to_erase_th
     whole = ("the newest whole checkpoint is", "write --resume step-000004", "before it there is step-000002")
     refused(run_of(runs, steps=6, resume="step-000003"), "no checkpoint at", *whole)
     refused(run_of(runs, steps=6, resume="latest", name="other"), "knows no environment ['other']", *whole)
-    lora = Model(lora=Lora(rank=4))
+    lora = ModelConfig(lora=LoRAConfig(rank=4))
     refused(run_of(runs, steps=6, resume="latest", model=lora), "another LoRA setting: set [model] as", *whole)
     refused(run_of(runs, steps=6, resume="latest", letters=()), "has no training rows", *whole)
 
 
 def test_another_rank_of_lora_is_told_by_its_shapes(tmp_path):
     """Tensors of the same names: a rank of 1 would have been spread over all rows without a word."""
-    first = run_of(tmp_path, steps=1, model=Model(lora=Lora(rank=1)))
+    first = run_of(tmp_path, steps=1, model=ModelConfig(lora=LoRAConfig(rank=1)))
     assert first.outcome.status == "finished", first.error
-    refused(run_of(tmp_path, steps=2, resume="latest", model=Model(lora=Lora(rank=4))), "another LoRA setting")
+    refused(
+        run_of(tmp_path, steps=2, resume="latest", model=ModelConfig(lora=LoRAConfig(rank=4))), "another LoRA setting"
+    )
 
 
 def test_a_disk_that_is_full_before_any_checkpoint_has_one_advice(tmp_path, monkeypatch):
-    whole = Recorder.step
+    whole = RunRecorder.step
 
     def full(self, step, metrics):
         if step == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         whole(self, step, metrics)
 
-    monkeypatch.setattr(Recorder, "step", full)
+    monkeypatch.setattr(RunRecorder, "step", full)
     done = run_of(tmp_path)
     assert "make room, then start the run again (no checkpoint was saved)" in done.outcome.message
     told = done.outcome.message + "\n".join(done.summary)
@@ -227,15 +236,15 @@ def test_a_disk_that_is_full_before_any_checkpoint_has_one_advice(tmp_path, monk
 def test_a_damaged_export_is_not_loaded(runs, damage):
     harm, words = DAMAGE[damage]
     export = runs / "run" / "export"
-    load_model(Model(name=str(export)))
+    load_model(ModelConfig(name=str(export)))
     harm(export / "generation_config.json")
     with pytest.raises(ModelError) as error:
-        load_model(Model(name=str(export)))
+        load_model(ModelConfig(name=str(export)))
     assert "generation_config.json" in str(error.value)
     assert words in str(error.value)
     (export / "manifest.json").unlink()
     if damage == "a missing file":
-        load_model(Model(name=str(export)))
+        load_model(ModelConfig(name=str(export)))
 
 
 # -- datasets ----------------------------------------------------------------------------------------------------------

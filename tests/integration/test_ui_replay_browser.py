@@ -7,8 +7,8 @@ import pytest
 from test_ui_browser import SIDEWAYS, _expect, _open, browser, page, pytestmark, tab  # noqa: F401 - fixtures, and what skips
 
 from paceline.config import load
-from paceline.ui.replay.desk import Desk, name_of
-from paceline.ui.replay.result import Result
+from paceline.ui.replay.result import ReplayResult
+from paceline.ui.replay.runner import ReplayRunner, name_of
 from recorded import Told, served
 from replayed import replayable
 
@@ -38,15 +38,15 @@ def address(folder):
     from paceline.cluster.replay import replay
     from paceline.cluster.replay_json import as_json
 
-    desk, run = Desk(), folder / "kept"
+    desk, run = ReplayRunner(), folder / "kept"
     for changes in ({}, TIGHT):
         config = load(run / "config.toml", [f"--{key}={value}" for key, value in changes.items()]).config
         told = json.loads(as_json(run, replay(run, 3, config), config))
-        desk.kept.put(run.resolve(), name_of(3, changes), Result(json.dumps(told).encode(), 3, changes))
+        desk.kept.put(run.resolve(), name_of(3, changes), ReplayResult(json.dumps(told).encode(), 3, changes))
     told["samples"][0]["text"][0] = HOSTILE
-    desk.kept.put(run.resolve(), name_of(2, {}), Result(json.dumps(told).encode(), 2, {}))
+    desk.kept.put(run.resolve(), name_of(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.ui.app.Desk", lambda: desk)
+        patch.setattr("paceline.ui.app.ReplayRunner", lambda: desk)
         with served(folder) as here:
             yield here
         desk.close()

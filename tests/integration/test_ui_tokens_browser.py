@@ -11,8 +11,8 @@ import test_ui_browser as ui
 import recorded
 from paceline.record import Query, open_run
 from paceline.ui import build_app
-from paceline.ui.replay.desk import Desk
-from paceline.ui.replay.result import Result
+from paceline.ui.replay.result import ReplayResult
+from paceline.ui.replay.runner import ReplayRunner
 from recorded import served
 from tokened import FACE, HOSTILE, PROMPT, tokened
 
@@ -139,8 +139,8 @@ def test_a_replay_brings_the_ratio_and_the_rule_that_held_a_token_back(browser, 
         told[-1] |= {"env": "", "ticket": 0, "member": 0}
     about = {"components": ["rl"], "weights": {"exact": True, "from": "here"}, "loss": {}, "samples": told}
     app = build_app(folder)
-    app.state.replays = Desk()
-    app.state.replays.kept.put(run.path.resolve(), "1", Result(json.dumps(about).encode(), 1, {}))
+    app.state.replays = ReplayRunner()
+    app.state.replays.kept.put(run.path.resolve(), "1", ReplayResult(json.dumps(about).encode(), 1, {}))
     monkeypatch.setattr(recorded, "build_app", lambda *_: app)
     with served(folder) as here:
         page = browser.new_page()

@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import session, train
-from paceline.cluster.processes.answers import answered
-from paceline.cluster.processes.brief import Report
-from paceline.cluster.processes.frames import Call, decode_answer, framed
+from paceline.cluster.processes.frames import RpcCall, answered, decode_answer, framed
+from paceline.cluster.processes.launch_spec import RunEndReport
 from paceline.cluster.session import result_of
-from paceline.config import Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.inference.frames import HEAD
 from paceline.monitor import RunDirectory
 from paceline.monitor.doctor import examine
 from paceline.record.folder import RunFolder
-from paceline.user_code import InternalError, UserCodeError, to_show
+from paceline.util.user_code import InternalError, UserCodeError, to_show
 
 HOOKS = """
 import json
@@ -70,8 +69,8 @@ def hooks(tmp_path) -> Path:
 
 
 def run(folder: Path, **keys):
-    settings = {"runs": str(folder / "runs"), "steps": 1, "batch_size": 8, "group_size": 4, "eval": Eval(every=0)}
-    return train(RunConfig(**settings | {"sampling": Sampling(max_tokens=4), "device": "cpu"} | keys))
+    settings = {"runs": str(folder / "runs"), "steps": 1, "batch_size": 8, "group_size": 4, "eval": EvalConfig(every=0)}
+    return train(RunConfig(**settings | {"sampling": SamplingConfig(max_tokens=4), "device": "cpu"} | keys))
 
 
 CASES = {
@@ -88,7 +87,7 @@ def test_what_a_hook_raises_is_the_outcome_of_its_run(hooks, tmp_path, case):
     keys, hook, row = CASES[case]
     keys = json.loads(json.dumps(keys).replace("{}", str(hooks)))
     if "env" in keys:
-        keys["env"] = [CustomEnv(name="toy", import_path=keys["env"])]
+        keys["env"] = [CustomEnvConfig(name="toy", import_path=keys["env"])]
     done = run(tmp_path, **keys)
     message = done.outcome.message
     assert done.outcome.status == "failed"
@@ -130,8 +129,8 @@ def test_a_bug_of_our_own_ends_the_run_as_failed_and_asks_for_a_report(tmp_path,
 
 
 async def _raises(hooks: Path):
-    from paceline.importing import import_object
-    from paceline.user_code import user_code
+    from paceline.util.importing import import_object
+    from paceline.util.user_code import user_code
 
     with user_code("the loss `x` (trainer.loss)", "ticket 3"):
         import_object(f"{hooks}:loss")(None)
@@ -141,13 +140,13 @@ def test_the_words_of_another_process_are_the_same(hooks, tmp_path, monkeypatch)
     """A trainer behind a socket or on a cluster answers with a frame; a child tells its supervisor by a report."""
     import asyncio
 
-    failed = asyncio.run(answered(Call("me", 1, "step"), _raises(hooks)))
+    failed = asyncio.run(answered(RpcCall("me", 1, "step"), _raises(hooks)))
     error = decode_answer(framed(failed)[HEAD.size :]).error()
     assert isinstance(error, UserCodeError)
     assert f"line {LINE}, in deeper" in str(error)
     assert "# HERE" in error.frames
     outcome = session._failed(RunDirectory(tmp_path / "none"), RunConfig(), error)
-    told = result_of(RunDirectory(tmp_path / "none"), Report.of(outcome).outcome())
+    told = result_of(RunDirectory(tmp_path / "none"), RunEndReport.of(outcome).outcome())
     assert isinstance(told.error, UserCodeError)
     assert (told.error.frames, told.error.trace) == (error.frames, error.trace)
     assert to_show(error.frames, error.trace) == error.frames

@@ -11,14 +11,14 @@ import torch
 from serving import MODEL, PLAIN, door, served
 
 from conftest import tiny_model
-from paceline.cluster.processes.frames import Hello
+from paceline.cluster.processes.frames import RpcHello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.processes.link import RemoteTrainer
 from paceline.config import RunConfig, inference
 from paceline.config import trainer as settings
 from paceline.inference import EmbeddedEngine, EngineError, GenerateRequest, HttpEngine, Mismatch, Pool, noise_key
 from paceline.inference.server import build_app
-from paceline.model import Head, Policy, WeightUpdate, fingerprint, load_model, twin
+from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
 from paceline.model.canary import make_canary
 from paceline.model.torch_bits import bits_of
 from paceline.trainer import TorchTrainer
@@ -57,7 +57,7 @@ def updates(model, count: int) -> list[WeightUpdate]:
             bits_of(tensor)[torch.rand(tensor.numel()) < 0.01] ^= 3 << 5
         model.load_state_dict(tensors, strict=False)
         made.append(WeightUpdate(version, tensors, expected=fingerprint(tensors.items())))
-        made[-1] = dataclasses.replace(made[-1], canary=make_canary(model, Head(model)))
+        made[-1] = dataclasses.replace(made[-1], canary=make_canary(model, LMHead(model)))
     return made
 
 
@@ -187,14 +187,14 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
     """Trainer behind its socket, orchestrator's client, server's application: whole weights first, then deltas, each
     with its canary and fingerprint; after a checkpoint was loaded into the trainer, from there on."""
     model = tiny_model().to(torch.bfloat16)
-    trainer = TorchTrainer(model, settings.Trainer(threads=1, optimizer=settings.Optimizer(lr=1e-4)))
+    trainer = TorchTrainer(model, settings.TrainerConfig(threads=1, optimizer=settings.OptimizerConfig(lr=1e-4)))
     weights, address = tmp_path / "weights", Path(tempfile.mkdtemp()) / "door"
     weights.mkdir()
     (tmp_path / "saved").mkdir()
-    engine = EmbeddedEngine(twin(model), inference.Engine(threads=1))
+    engine = EmbeddedEngine(twin(model), inference.EngineConfig(threads=1))
     app = build_app(engine, load("quickstart"), [], name="tiny", api_key=KEY, allowed=[weights], max_body_bytes=1 << 26)
     client = Counted("http://here", folder=weights)
-    host = TrainerHost(trainer, None, weights, Hello(life(), 0, 1, "cpu", (1,)))
+    host = TrainerHost(trainer, None, weights, RpcHello(life(), 0, 1, "cpu", (1,)))
 
     async def run():
         serving = asyncio.ensure_future(host.serve(address))
@@ -209,14 +209,14 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
                 await client.load_weights(update)
                 assert update.canary is not None
                 held, own = await client.policy(), await trainer.weights()
-                assert held == Policy(step, own.fingerprint()) == Policy(update.version, update.expected)
+                assert held == ServedPolicy(step, own.fingerprint()) == ServedPolicy(update.version, update.expected)
                 assert all(torch.equal(bits_of(update.tensors[n]), bits_of(own.tensors[n])) for n in own.tensors)
                 if step == 1:
                     await remote.save(tmp_path / "saved")
                 await remote.step(make_batch(step, **RL))
             await remote.load(tmp_path / "saved")
             await client.load_weights(await remote.weights())
-            assert await client.policy() == Policy(1, (await trainer.weights()).fingerprint())
+            assert await client.policy() == ServedPolicy(1, (await trainer.weights()).fingerprint())
         remote.close()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

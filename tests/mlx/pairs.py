@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import MicroBatch, Sample, fold, pack
 from paceline.model import attach_lora, load_model
 from paceline.model.adapters import trained_adapter
@@ -20,7 +20,7 @@ from paceline.trainer import TorchTrainer
 from paceline.trainer.mlx import MlxTrainer
 from samples import make_batch
 
-SETTINGS = Model()
+SETTINGS = ModelConfig()
 
 
 class Pair(NamedTuple):
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
             trainer.close()
 
 
-def mlx_model(lora: Lora | None = None) -> MlxModel:
+def mlx_model(lora: LoRAConfig | None = None) -> MlxModel:
     """With an adapter that starts as peft's does."""
     model = attach_mlx(twin(_loaded()), lora, 0)
     if lora is not None:
@@ -46,12 +46,12 @@ def _loaded() -> MlxModel:
     return load_mlx(SETTINGS)
 
 
-def torch_model(lora: Lora | None = None):
-    return attach_lora(load_model(SETTINGS, "cpu"), Model(lora=lora), seed=0)
+def torch_model(lora: LoRAConfig | None = None):
+    return attach_lora(load_model(SETTINGS, "cpu"), ModelConfig(lora=lora), seed=0)
 
 
-def pair(lora: Lora | None = None, **settings: Any) -> Pair:
-    c = config.Trainer(threads=1, **settings)
+def pair(lora: LoRAConfig | None = None, **settings: Any) -> Pair:
+    c = config.TrainerConfig(threads=1, **settings)
     return Pair(TorchTrainer(torch_model(lora), c), MlxTrainer(mlx_model(lora), c))
 
 
@@ -60,7 +60,7 @@ def samples(seed: int, count: int = 7, noise: float = 0.2) -> tuple[Sample, ...]
     """All components, a KL reference's scores, and a sampler that is near the policy. Token 0 pads, and torch's
     embedding does not learn from it; it is not among these."""
     rng = np.random.default_rng(seed)
-    trainer = TorchTrainer(load_model(SETTINGS, "cpu"), config.Trainer(threads=1))
+    trainer = TorchTrainer(load_model(SETTINGS, "cpu"), config.TrainerConfig(threads=1))
     out = []
     for sample in make_batch(seed, count=count):
         sample = sample.with_streams(token_ids=sample.token_ids + 1)

@@ -20,16 +20,16 @@ import mlx.core as mx
 from conftest import VOCABULARY, tiny_model
 from engines import merged, random_adapter
 from in_mlx import as_mlx, quantised
-from paceline.config.inference import Engine as EngineConfig
-from paceline.config.model import Model
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
 from paceline.inference import Completion, EmbeddedEngine, EngineError, GenerateRequest, noise_key
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.mlx import MlxEngine
-from paceline.model import PLAN, Adapter, Head, PackedPlan, WeightUpdate, fingerprint, load_model, token_logprobs
+from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, load_model, token_logprobs
 from paceline.model.canary import make_canary
 from paceline.model.mlx.loading import load_model as load_mlx
 
-QUICKSTART = Model(name="paceline:quickstart")
+QUICKSTART = ModelConfig(name="paceline:quickstart")
 
 
 def serve(engine: DecodingEngine, work):
@@ -68,7 +68,7 @@ def logprobs_in_torch(model, request: GenerateRequest, completion: Completion) -
     positions, plan = torch.arange(len(ids))[None], PackedPlan([len(ids)], "cpu")
     out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN: plan})
     temperatures = torch.full((len(ids) - 1,), request.temperature)
-    logprobs, _ = token_logprobs(Head(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+    logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :].tolist()
 
 
@@ -135,7 +135,7 @@ def test_half_precision_is_near_and_its_cache_is_half_as_large():
         return await engine.generate(request), sum(array.nbytes for array in engine._cache.arrays)
 
     whole, its_bytes = serve(MlxEngine(load_mlx(QUICKSTART), EngineConfig(max_running=2)), work)
-    model = load_mlx(Model(name="paceline:quickstart", dtype="bfloat16"))
+    model = load_mlx(ModelConfig(name="paceline:quickstart", dtype="bfloat16"))
     half, half_bytes = serve(MlxEngine(model, EngineConfig(max_running=2)), work)
     assert half_bytes * 2 == its_bytes
     assert gap(half.logprobs[:1], whole.logprobs[:1]) < 0.1
@@ -152,14 +152,14 @@ WITHOUT_TORCH = """
 import asyncio, sys
 sys.modules["torch"] = sys.modules["peft"] = None
 from paceline.config.inference import Engine
-from paceline.config.model import Lora, Model
+from paceline.config.model import Lora, ModelConfig
 from paceline.inference.base import GenerateRequest
 from paceline.inference.mlx import MlxEngine
 from paceline.model.mlx.loading import load_model, twin
 from paceline.model.mlx.lora import adapter_tensors, attach_lora
 from paceline.model.weights import Adapter, WeightUpdate
 
-model = load_model(Model(name="paceline:quickstart"))
+model = load_model(ModelConfig(name="paceline:quickstart"))
 tensors, scale = adapter_tensors(attach_lora(twin(model), Lora(rank=4), 0).net)
 
 async def work():
@@ -208,7 +208,7 @@ def test_adapters_run_side_by_side_and_each_update_shows_at_once(base):
         answers = []
         for round_, seeds in enumerate(({"": 1, "named": 2}, {"": 3}, {"named": 4, "": 5})):
             for name, seed in seeds.items():
-                canary = make_canary(adapted(name, seed), Head(in_torch))
+                canary = make_canary(adapted(name, seed), LMHead(in_torch))
                 tensors = random_adapter(in_torch, seed)
                 await engine.load_weights(WeightUpdate(round_, tensors, Adapter(name, SCALES[name]), canary=canary))
             answers.append(await asyncio.gather(*map(engine.generate, wanted)))

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from families import FAMILIES, eager_logprobs, sequences, tiny
-from paceline.config.inference import Engine as EngineConfig
-from paceline.config.model import Model
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
 from paceline.inference.mlx import MlxEngine
 from paceline.model import ModelError
 from paceline.model.mlx.loading import load_model
@@ -35,13 +35,13 @@ def test_a_family_gives_what_transformers_gives_or_is_refused(family, tmp_path):
     model.save_pretrained(tmp_path)
     if family in REFUSED:
         with pytest.raises(ModelError, match=REFUSED[family]):
-            load_model(Model(name=str(tmp_path), dtype="float32"))
+            load_model(ModelConfig(name=str(tmp_path), dtype="float32"))
         return
     rows = sequences()
 
     async def scored():
         engine = MlxEngine(
-            load_model(Model(name=str(tmp_path), dtype="float32")), EngineConfig(max_running=4, prefill_tokens=16)
+            load_model(ModelConfig(name=str(tmp_path), dtype="float32")), EngineConfig(max_running=4, prefill_tokens=16)
         )
         engine.start()
         try:

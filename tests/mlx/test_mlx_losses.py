@@ -11,13 +11,13 @@ import mlx.core as mx
 from pairs import apart, mlx_gradient, mlx_model, packs, pair, samples, torch_gradient
 
 from paceline.config import trainer as config
-from paceline.config.model import Lora
+from paceline.config.model import LoRAConfig
 from paceline.trainer import TrainerError
 from paceline.trainer.mlx import MlxTrainer, forward
 from paceline.trainer.ops import clip
 from paceline.trainer.stepping import trained
 
-LORA = Lora(rank=4)
+LORA = LoRAConfig(rank=4)
 
 
 def pulled(streams, strength):
@@ -26,26 +26,26 @@ def pulled(streams, strength):
 
 
 LOSSES = {
-    "dppo": config.DPPO(kl_tau=0.1),
-    "ppo": config.PPO(),
-    "ppo, dual": config.PPO(clip_high=0.3, dual_clip=1.1),
-    "gspo": config.GSPO(),
-    "gspo, wide": config.GSPO(clip_low=0.2, clip_high=0.2),
-    "cispo": config.CISPO(),
-    "reinforce": config.Reinforce(),
-    "reinforce, weighed": config.Reinforce(max_ratio=1.05),
-    "custom": config.CustomLoss(import_path=f"{__name__}:pulled", kwargs={"strength": 0.2}),
+    "dppo": config.DPPOConfig(kl_tau=0.1),
+    "ppo": config.PPOConfig(),
+    "ppo, dual": config.PPOConfig(clip_high=0.3, dual_clip=1.1),
+    "gspo": config.GSPOConfig(),
+    "gspo, wide": config.GSPOConfig(clip_low=0.2, clip_high=0.2),
+    "cispo": config.CISPOConfig(),
+    "reinforce": config.ReinforceConfig(),
+    "reinforce, weighed": config.ReinforceConfig(max_ratio=1.05),
+    "custom": config.CustomLossConfig(import_path=f"{__name__}:pulled", kwargs={"strength": 0.2}),
 }
 MORE = {
     "alone": {},
-    "k1": {"kl": config.KL(kind="k1", coef=0.5)},
-    "k2": {"kl": config.KL(kind="k2", coef=0.5)},
-    "k3": {"kl": config.KL(kind="k3", coef=0.5)},
+    "k1": {"kl": config.KLConfig(kind="k1", coef=0.5)},
+    "k2": {"kl": config.KLConfig(kind="k2", coef=0.5)},
+    "k3": {"kl": config.KLConfig(kind="k3", coef=0.5)},
     "entropy": {"entropy_coef": 0.3},
     "skip": {"clip_skip_threshold": 0.35},
-    "proximal": {"proximal": config.Proximal()},
-    "proximal, sequence": {"proximal": config.Proximal(level="sequence", cap=1.2)},
-    "proximal, geometric": {"proximal": config.Proximal(level="sequence", geometric=True)},
+    "proximal": {"proximal": config.ProximalConfig()},
+    "proximal, sequence": {"proximal": config.ProximalConfig(level="sequence", cap=1.2)},
+    "proximal, geometric": {"proximal": config.ProximalConfig(level="sequence", geometric=True)},
     "by sample": {"normalise": "sample"},
 }
 
@@ -66,10 +66,10 @@ def test_log_probabilities_and_entropies_are_torchs(lora):
     both.close()
 
 
-def compared(budget: int = 150, lora: Lora | None = None, **settings) -> None:
+def compared(budget: int = 150, lora: LoRAConfig | None = None, **settings) -> None:
     """Value, sums and gradient of a batch in several micro-batches, the three components mixed."""
     both = pair(lora, **settings)
-    prox = settings.get("proximal") is not None or isinstance(settings["loss"], config.GSPO)
+    prox = settings.get("proximal") is not None or isinstance(settings["loss"], config.GSPOConfig)
     for micro_batch in packs(samples(1), budget, prox):
         wanted = both.torch.backward(micro_batch).values
         got = both.mlx.backward(micro_batch).values
@@ -87,19 +87,19 @@ def test_every_loss_and_its_gradient_are_torchs(name):
 
 @pytest.mark.parametrize("name", list(MORE)[1:])
 def test_whatever_is_added_and_its_gradient_are_torchs(name):
-    compared(loss=config.PPO(), **MORE[name])
+    compared(loss=config.PPOConfig(), **MORE[name])
 
 
 @pytest.mark.parametrize("name", ["dppo", "gspo"])
 def test_so_are_an_adapters(name):
-    compared(loss=LOSSES[name], lora=LORA, kl=config.KL(), entropy_coef=0.1)
+    compared(loss=LOSSES[name], lora=LORA, kl=config.KLConfig(), entropy_coef=0.1)
 
 
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_learns_whatever_the_level(loss, more):
     """A term whose gradient is lost on the way looks like any other: its value is right, and nothing learns."""
-    trainer = MlxTrainer(mlx_model(), config.Trainer(loss=LOSSES[loss], **MORE[more]))
+    trainer = MlxTrainer(mlx_model(), config.TrainerConfig(loss=LOSSES[loss], **MORE[more]))
     off = {"ce_weights": None, "ref_kl_weights": None, "base_logprobs": None, "logprobs": None}
     (micro_batch,) = packs([s.with_streams(**off) for s in samples(2, count=2)])
     trainer.backward(micro_batch)
@@ -116,10 +116,10 @@ def test_a_clip_without_room_has_its_gradient_on_the_bound():
     assert mx.isnan(clip(mx.array(float("nan")), 0.0, 1.0)).item()
 
 
-def gradient(monkeypatch=None, logits: int | None = None, lora: Lora | None = None, **settings):
+def gradient(monkeypatch=None, logits: int | None = None, lora: LoRAConfig | None = None, **settings):
     if monkeypatch is not None and logits is not None:
         monkeypatch.setattr(forward, "LOGIT_ELEMENTS", logits)
-    trainer = MlxTrainer(mlx_model(lora), config.Trainer(loss=config.PPO(), entropy_coef=0.1, **settings))
+    trainer = MlxTrainer(mlx_model(lora), config.TrainerConfig(loss=config.PPOConfig(), entropy_coef=0.1, **settings))
     trainer._model.net.train()
     for micro_batch in packs(samples(3), 150):
         trainer.backward(micro_batch)
@@ -140,7 +140,7 @@ def test_logits_in_chunks_are_the_same_logits(monkeypatch, lora):
     assert max(asked) == 7
 
 
-@pytest.mark.parametrize("lora", [None, LORA, Lora(rank=4, dropout=0.5)], ids=["full", "lora", "dropout"])
+@pytest.mark.parametrize("lora", [None, LORA, LoRAConfig(rank=4, dropout=0.5)], ids=["full", "lora", "dropout"])
 def test_a_layer_that_is_computed_again_computes_the_same(lora):
     """Its noise too; and its weights must not lose their gradient over it."""
     kept, again = (gradient(lora=lora, gradient_checkpointing=on) for on in (False, True))
@@ -148,7 +148,7 @@ def test_a_layer_that_is_computed_again_computes_the_same(lora):
 
 
 def test_noise_differs_from_pass_to_pass_and_layer_to_layer():
-    trainer = MlxTrainer(mlx_model(Lora(rank=4, dropout=0.5)), config.Trainer(loss=config.PPO()))
+    trainer = MlxTrainer(mlx_model(LoRAConfig(rank=4, dropout=0.5)), config.TrainerConfig(loss=config.PPOConfig()))
     (micro_batch,) = packs(samples(3, count=1))
     for layer in trainer._model.layers:  # what adapters say of a blank second matrix is nothing
         layer.self_attn.q_proj.lora_B = mx.ones_like(layer.self_attn.q_proj.lora_B)
@@ -165,7 +165,7 @@ def test_noise_differs_from_pass_to_pass_and_layer_to_layer():
 def test_micro_batches_leave_nothing_behind(again):
     """A gradient that is put off keeps every activation it is made of: memory would grow with the micro-batches."""
     batch = [sample for seed in range(2) for sample in samples(seed)]
-    trainer = MlxTrainer(mlx_model(), config.Trainer(gradient_checkpointing=again))
+    trainer = MlxTrainer(mlx_model(), config.TrainerConfig(gradient_checkpointing=again))
     trainer._model.net.train()
     held = []
     for micro_batch in packs(batch, 64):
@@ -177,7 +177,7 @@ def test_micro_batches_leave_nothing_behind(again):
 
 
 def test_steps_leave_nothing_behind():
-    trainer = MlxTrainer(mlx_model(), config.Trainer(kl=config.KL(reference="ema"), micro_batch_tokens=64))
+    trainer = MlxTrainer(mlx_model(), config.TrainerConfig(kl=config.KLConfig(reference="ema"), micro_batch_tokens=64))
     held = []
     for seed in range(4):
         asyncio.run(trainer.step(list(samples(seed % 2))))
@@ -192,7 +192,9 @@ def broken(streams):
 
 
 def test_a_loss_that_breaks_off_leaves_the_model_as_it_was():
-    c = config.Trainer(loss=config.CustomLoss(import_path=f"{__name__}:broken"), gradient_checkpointing=True)
+    c = config.TrainerConfig(
+        loss=config.CustomLossConfig(import_path=f"{__name__}:broken"), gradient_checkpointing=True
+    )
     trainer = MlxTrainer(mlx_model(), c)
     before = asyncio.run(trainer.weights())
     with pytest.raises(TrainerError, match="give one per token"):

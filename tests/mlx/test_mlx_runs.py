@@ -16,8 +16,16 @@ sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "examples" / "ar
 from serving import served  # noqa: E402
 from tic_tac_toe import TicTacToe  # noqa: E402
 
-from paceline.cluster.selfplay import GRPOCredit, OpenAIClient, Trainer, TrainerConfig, load, optim, training_loop  # noqa: E402
-from paceline.config.inference import Sampling  # noqa: E402
+from paceline.cluster.selfplay import (  # noqa: E402
+    GRPOCredit,
+    OpenAIClient,
+    SelfPlayTrainer,
+    SelfPlayTrainerConfig,
+    load,
+    optim,
+    training_loop,
+)
+from paceline.config.inference import SamplingConfig  # noqa: E402
 
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 WITHOUT_TORCH = """
@@ -80,11 +88,11 @@ def test_a_run_needs_no_torch(tmp_path):
 def test_one_library_serves_what_the_other_trains(trains, serves):
     """Adapters go over HTTP after every step; the mismatch of what was sampled is only rounding."""
 
-    async def play(url: str) -> Trainer:
+    async def play(url: str) -> SelfPlayTrainer:
         model, tokenizer = load("paceline:quickstart", backend=trains)
-        client = OpenAIClient(base_url=f"{url}/v1", sampling=Sampling(max_tokens=4))
-        config = TrainerConfig(min_samples_per_step=4)
-        trainer = Trainer(model, optim.Adam(learning_rate=1e-3), config, client, tokenizer)
+        client = OpenAIClient(base_url=f"{url}/v1", sampling=SamplingConfig(max_tokens=4))
+        config = SelfPlayTrainerConfig(min_samples_per_step=4)
+        trainer = SelfPlayTrainer(model, optim.Adam(learning_rate=1e-3), config, client, tokenizer)
         await training_loop(TicTacToe(client, credit_assigner=GRPOCredit()), trainer, num_steps=3)
         await client.aclose()
         trainer.close()

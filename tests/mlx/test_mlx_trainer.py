@@ -22,9 +22,9 @@ from pairs import apart, mlx_model, pair, samples
 
 from conftest import QUICKSTART
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
-from paceline.config.parallel import Parallel
-from paceline.model.mlx import files
+from paceline.config.cluster import ParallelConfig
+from paceline.config.model import LoRAConfig, ModelConfig
+from paceline.model.mlx import arrays as files
 from paceline.model.mlx.loading import load_model
 from paceline.model.mlx.lora import attach_lora
 from paceline.model.tensors import plain
@@ -33,8 +33,8 @@ from paceline.trainer.mlx import MlxTrainer
 from paceline.trainer.mlx.optimizer import MlxAdamW
 from paceline.trainer.mlx.parameters import Parameters
 
-LORA = Lora(rank=4)
-SMOOTH = config.Optimizer(lr=1e-2, eps=1e-2)
+LORA = LoRAConfig(rank=4)
+SMOOTH = config.OptimizerConfig(lr=1e-2, eps=1e-2)
 """AdamW's first step is nearly lr times a sign, which rounding may turn around; a large eps makes it smooth."""
 
 
@@ -63,7 +63,7 @@ class One(nn.Module):
 
 @pytest.mark.parametrize(
     "c",
-    [config.Optimizer(lr=1e-2), config.Optimizer(lr=0.1, betas=(0.5, 0.9), eps=0.1, weight_decay=0.3)],
+    [config.OptimizerConfig(lr=1e-2), config.OptimizerConfig(lr=0.1, betas=(0.5, 0.9), eps=0.1, weight_decay=0.3)],
     ids=["plain", "decayed"],
 )
 def test_the_update_is_torchs_adamw(c):
@@ -86,7 +86,7 @@ def test_the_update_is_torchs_adamw(c):
 def test_masters_keep_what_bf16_would_lose():
     """A hundred updates, each too small for bf16 to see, add up in the float32 masters."""
     net = One(mx.ones((4,), mx.bfloat16))
-    optimizer = MlxAdamW(Parameters(net), config.Optimizer(lr=1e-4), None, half=False)
+    optimizer = MlxAdamW(Parameters(net), config.OptimizerConfig(lr=1e-4), None, half=False)
     for _ in range(100):
         optimizer.add({"w": mx.ones((4,), mx.bfloat16)})
         optimizer.step()
@@ -98,10 +98,10 @@ def test_masters_keep_what_bf16_would_lose():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss": config.DPPO(), "micro_batch_tokens": 64},
-        {"loss": config.PPO(), "minibatches": 3, "proximal": config.Proximal(), "entropy_coef": 0.01},
-        {"loss": config.GSPO(), "kl": config.KL(reference="ema", decay=0.5), "minibatches": 2},
-        {"loss": config.CISPO(), "kl": config.KL(how="advantage", reference="snapshot", every=1)},
+        {"loss": config.DPPOConfig(), "micro_batch_tokens": 64},
+        {"loss": config.PPOConfig(), "minibatches": 3, "proximal": config.ProximalConfig(), "entropy_coef": 0.01},
+        {"loss": config.GSPOConfig(), "kl": config.KLConfig(reference="ema", decay=0.5), "minibatches": 2},
+        {"loss": config.CISPOConfig(), "kl": config.KLConfig(how="advantage", reference="snapshot", every=1)},
     ],
     ids=["dppo", "ppo", "gspo", "cispo"],
 )
@@ -125,8 +125,8 @@ def test_steps_are_torchs(settings, lora):
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_a_critics_steps_are_torchs(tmp_path, lora):
     """Values, advantages, both updates; and either goes on from what the other saved."""
-    critic = config.Critic(lr=1e-2, freeze_steps=1, gamma=0.9, lam=0.8)
-    both = pair(lora, optimizer=SMOOTH, loss=config.PPO(), critic=critic, minibatches=2)
+    critic = config.CriticConfig(lr=1e-2, freeze_steps=1, gamma=0.9, lam=0.8)
+    both = pair(lora, optimizer=SMOOTH, loss=config.PPOConfig(), critic=critic, minibatches=2)
     for seed in range(3):
         if seed == 2:
             for name, trainer in both._asdict().items():
@@ -150,7 +150,7 @@ def test_a_critics_steps_are_torchs(tmp_path, lora):
 @pytest.mark.parametrize("way", ["from torch to mlx", "from mlx to torch"])
 def test_a_run_goes_on_under_the_other_library(tmp_path, way, lora):
     """The very masters and moments, counters and reference; and then the same next step."""
-    both = pair(lora, optimizer=SMOOTH, kl=config.KL(reference="ema", decay=0.5), spike=1e6)
+    both = pair(lora, optimizer=SMOOTH, kl=config.KLConfig(reference="ema", decay=0.5), spike=1e6)
     first, second = both if way == "from torch to mlx" else reversed(both)
     for seed in range(2):
         step(first, seed)
@@ -172,13 +172,13 @@ def test_a_run_goes_on_under_the_other_library(tmp_path, way, lora):
 
 
 def test_the_base_a_run_started_from_is_the_same_in_both(tmp_path):
-    both = pair(kl=config.KL())
+    both = pair(kl=config.KLConfig())
     step(both.torch, 0)
     asyncio.run(both.torch.save(tmp_path))
     asyncio.run(both.mlx.load(tmp_path))
     other = mlx_model()
     other.net.model.norm.weight = other.net.model.norm.weight * 2
-    wrong = MlxTrainer(other, config.Trainer(kl=config.KL()))
+    wrong = MlxTrainer(other, config.TrainerConfig(kl=config.KLConfig()))
     with pytest.raises(TrainerError, match=r"model\.name now holds other weights"):
         asyncio.run(wrong.load(tmp_path))
     wrong.close()
@@ -186,7 +186,7 @@ def test_the_base_a_run_started_from_is_the_same_in_both(tmp_path):
 
 
 def test_what_several_ranks_wrote_is_torchs(tmp_path):
-    trainer = MlxTrainer(mlx_model(), config.Trainer())
+    trainer = MlxTrainer(mlx_model(), config.TrainerConfig())
     asyncio.run(trainer.save(tmp_path))
     (tmp_path / "trainer.safetensors").unlink()
     (tmp_path / "trainer").mkdir()
@@ -195,14 +195,14 @@ def test_what_several_ranks_wrote_is_torchs(tmp_path):
     trainer.close()
 
 
-@pytest.mark.parametrize("critic", [None, config.Critic()], ids=["plain", "critic"])
+@pytest.mark.parametrize("critic", [None, config.CriticConfig()], ids=["plain", "critic"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_noise_goes_on_where_a_checkpoint_left_it(tmp_path, again, critic):
-    optimizer = config.Optimizer(lr=1e-2)
-    c = config.Trainer(loss=config.PPO(), optimizer=optimizer, gradient_checkpointing=again, critic=critic)
+    optimizer = config.OptimizerConfig(lr=1e-2)
+    c = config.TrainerConfig(loss=config.PPOConfig(), optimizer=optimizer, gradient_checkpointing=again, critic=critic)
 
     def fresh() -> MlxTrainer:
-        return MlxTrainer(mlx_model(Lora(rank=4, dropout=0.5)), c)
+        return MlxTrainer(mlx_model(LoRAConfig(rank=4, dropout=0.5)), c)
 
     unbroken, resumed = fresh(), fresh()
     batches = [samples(seed) if critic is None else rewarded(seed) for seed in range(3)]
@@ -219,7 +219,7 @@ def test_noise_goes_on_where_a_checkpoint_left_it(tmp_path, again, critic):
 
 
 def test_weights_can_be_used_by_another_thread_while_the_trainer_goes_on():
-    trainer = MlxTrainer(mlx_model(), config.Trainer(optimizer=config.Optimizer(lr=1e-2)))
+    trainer = MlxTrainer(mlx_model(), config.TrainerConfig(optimizer=config.OptimizerConfig(lr=1e-2)))
     step(trainer, 0)
     update = asyncio.run(trainer.weights())
     mark = update.fingerprint()
@@ -235,8 +235,10 @@ def test_whoever_watches_hears_what_trains_and_changes_nothing():
     """Dropout's noise is the same in the pass that is watched and in the one that trains."""
     marks, heard = [], []
     for watched in (False, True):
-        c = config.Trainer(loss=config.PPO(), optimizer=config.Optimizer(lr=1e-2), micro_batch_tokens=64)
-        trainer = MlxTrainer(mlx_model(Lora(rank=4, dropout=0.5)), c)
+        c = config.TrainerConfig(
+            loss=config.PPOConfig(), optimizer=config.OptimizerConfig(lr=1e-2), micro_batch_tokens=64
+        )
+        trainer = MlxTrainer(mlx_model(LoRAConfig(rank=4, dropout=0.5)), c)
         step(trainer, 0)
         if watched:
             trainer.learner.stepper.watch = lambda _, __, judged: heard.append(judged.scaled()["rl"].sum().item())
@@ -260,7 +262,7 @@ def logits_of(trainer: MlxTrainer) -> np.ndarray:
 
 def exported(folder, model, seeds=2) -> np.ndarray:
     """What a trainer's own model says after a few steps, which are exported."""
-    trainer = MlxTrainer(model, config.Trainer(optimizer=config.Optimizer(lr=1e-2)))
+    trainer = MlxTrainer(model, config.TrainerConfig(optimizer=config.OptimizerConfig(lr=1e-2)))
     for seed in range(seeds):
         step(trainer, seed)
     asyncio.run(trainer.export(folder, AutoTokenizer.from_pretrained(QUICKSTART)))
@@ -277,7 +279,7 @@ def plain_logits(model) -> np.ndarray:
 def test_an_adapter_is_exported_merged_for_peft_and_for_mlx_lm(tmp_path, targets):
     from peft import PeftModel
 
-    wanted = exported(tmp_path, mlx_model(Lora(rank=4, targets=targets)))
+    wanted = exported(tmp_path, mlx_model(LoRAConfig(rank=4, targets=targets)))
     np.testing.assert_allclose(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), wanted, atol=1e-3)
     base = AutoModelForCausalLM.from_pretrained(QUICKSTART)
     assert np.abs(plain_logits(base) - wanted).max() > 0.1
@@ -291,7 +293,7 @@ def test_an_adapter_is_exported_merged_for_peft_and_for_mlx_lm(tmp_path, targets
 
 def test_what_is_exported_can_be_trained_on(tmp_path):
     exported(tmp_path, mlx_model())
-    again = MlxTrainer(load_model(Model(name=str(tmp_path))), config.Trainer())
+    again = MlxTrainer(load_model(ModelConfig(name=str(tmp_path))), config.TrainerConfig())
     assert not step(again, 0).skipped
     again.close()
     assert not (tmp_path / "adapter").exists()
@@ -307,7 +309,7 @@ def packed(tmp_path_factory):
     net, described = quantize_model(net, described, group_size=32, bits=8)
     save_model(folder, net)
     (folder / "config.json").write_text(json.dumps(described))
-    return Model(name=str(folder))
+    return ModelConfig(name=str(folder))
 
 
 def test_adapters_beside_a_quantised_base_are_exported_into_plain_weights(tmp_path, packed):
@@ -321,12 +323,14 @@ def test_adapters_beside_a_quantised_base_are_exported_into_plain_weights(tmp_pa
 
 def test_a_quantised_base_alone_does_not_train(packed):
     with pytest.raises(TrainerError, match=r"a quantised model cannot be trained whole: write \[model\.lora\]"):
-        MlxTrainer(load_model(packed), config.Trainer())
+        MlxTrainer(load_model(packed), config.TrainerConfig())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_trains_saves_and_exports_in_its_own_type(tmp_path, dtype):
-    trainer = MlxTrainer(load_model(Model(dtype=dtype)), config.Trainer(optimizer=config.Optimizer(lr=1e-3)))
+    trainer = MlxTrainer(
+        load_model(ModelConfig(dtype=dtype)), config.TrainerConfig(optimizer=config.OptimizerConfig(lr=1e-3))
+    )
     assert not step(trainer, 0).skipped
     assert {array.dtype for array in asyncio.run(trainer.weights()).tensors.values()} == {getattr(mx, dtype)}
     asyncio.run(trainer.save(tmp_path))
@@ -352,22 +356,22 @@ def test_arrays_are_saved_as_they_are_read_and_not_as_they_lie(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"parallel": Parallel(ranks=2)}, "trainer.parallel is for several processes of torch"),
-        ({"optimizer": config.Optimizer(offload=True)}, "trainer.optimizer.offload has nowhere to move to"),
-        ({"kl": config.KL(offload=True)}, "trainer.kl.offload has nowhere to move to"),
+        ({"parallel": ParallelConfig(ranks=2)}, "trainer.parallel is for several processes of torch"),
+        ({"optimizer": config.OptimizerConfig(offload=True)}, "trainer.optimizer.offload has nowhere to move to"),
+        ({"kl": config.KLConfig(offload=True)}, "trainer.kl.offload has nowhere to move to"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_is_not_there_is_refused_by_name(settings, words):
     with pytest.raises(TrainerError, match=words):
-        MlxTrainer(mlx_model(), config.Trainer(**settings))
+        MlxTrainer(mlx_model(), config.TrainerConfig(**settings))
 
 
 def test_samples_that_were_fed_train_with_their_batch():
     batch = list(samples(0))
     ends = []
     for fed in ([], batch[:3]):
-        trainer = MlxTrainer(mlx_model(), config.Trainer(optimizer=SMOOTH))
+        trainer = MlxTrainer(mlx_model(), config.TrainerConfig(optimizer=SMOOTH))
         asyncio.run(trainer.feed(fed))
         asyncio.run(trainer.step(batch))
         ends.append(as_torch(trainer.learner.optimizer.masters))
@@ -384,7 +388,7 @@ sys.modules["torch"] = sys.modules["peft"] = None
 import asyncio, numpy as np
 from pathlib import Path
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
 from paceline.model.mlx.loading import load_model
 from paceline.model.mlx.lora import attach_lora
@@ -394,9 +398,9 @@ mask = np.arange(9) > 3
 sample = Sample(token_ids=np.arange(1, 10), loss_mask=mask, versions=np.where(mask, 0, -1), temperatures=np.ones(9),
                 logprobs=np.where(mask, -3.0, 0), advantages=np.where(mask, 1.0, 0))
 folder = Path(sys.argv[1])
-for lora in (None, Lora(rank=2)):
-    c = config.Trainer(loss=config.GSPO(), minibatches=2, kl=config.KL())
-    trainer = MlxTrainer(attach_lora(load_model(Model()), lora, 0), c)
+for lora in (None, LoRAConfig(rank=2)):
+    c = config.TrainerConfig(loss=config.GSPOConfig(), minibatches=2, kl=config.KLConfig())
+    trainer = MlxTrainer(attach_lora(load_model(ModelConfig()), lora, 0), c)
     for work in (trainer.step([sample]), trainer.save(folder), trainer.load(folder), trainer.export(folder)):
         asyncio.run(work)
     print(asyncio.run(trainer.weights()).fingerprint())

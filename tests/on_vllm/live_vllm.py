@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.backends import foreign
+from paceline.cluster.torch_kit import foreign
 from paceline.config import RunConfig, inference
-from paceline.config.backends import Launch
-from paceline.config.model import Model
+from paceline.config.inference import LaunchConfig
+from paceline.config.model import ModelConfig
 from paceline.model import load_model, load_tokenizer
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -27,15 +27,15 @@ def process(tmp_path_factory):
     """The server's process: the quickstart's model, with room for adapters."""
     root = tmp_path_factory.mktemp("vllm")
     config = RunConfig(
-        engine=inference.Engine(
+        engine=inference.EngineConfig(
             backend="vllm",
             max_running=16,
             max_context=128,
             threads=1,
-            launch=Launch(python=str(PYTHON), args=ARGS, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400),
+            launch=LaunchConfig(python=str(PYTHON), args=ARGS, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400),
         )
     )
-    engine = foreign(config, load_model(Model()), load_tokenizer(Model()), root)
+    engine = foreign(config, load_model(ModelConfig()), load_tokenizer(ModelConfig()), root)
     engine.start()
     try:
         asyncio.run(engine._process.answers())

@@ -8,12 +8,11 @@ import pytest
 from test_vllm import update
 
 from paceline.cluster.session import train
-from paceline.config import Eval, Record, RunConfig, inference
-from paceline.config.algorithm import OPD
-from paceline.config.env import ReverseText
-from paceline.config.model import Lora, Model
-from paceline.config.reference import ModelRef
-from paceline.config.trainer import Optimizer, Trainer
+from paceline.config import EvalConfig, RecordConfig, RunConfig, inference
+from paceline.config.algorithm import OPDConfig
+from paceline.config.env import ReverseTextConfig
+from paceline.config.model import LoRAConfig, ModelConfig, ModelRef
+from paceline.config.trainer import OptimizerConfig, TrainerConfig
 from paceline.data import decode
 from paceline.model import load_model
 
@@ -28,7 +27,7 @@ KEY = "PACELINE_TEST_VLLM_KEY"
 def fresh(attached, process, monkeypatch):
     """The server holds the weights a run begins with, and its key lies in the environment."""
     monkeypatch.setenv(KEY, process.key)
-    asyncio.run(attached().load_weights(update(load_model(Model()), 0)))
+    asyncio.run(attached().load_weights(update(load_model(ModelConfig()), 0)))
 
 
 def run(tmp_path, engine, **more):
@@ -39,24 +38,24 @@ def run(tmp_path, engine, **more):
         "group_size": 4,
         "steps": 3,
         "staleness": 0,
-        "sampling": inference.Sampling(max_tokens=8, temperature=0.8),
+        "sampling": inference.SamplingConfig(max_tokens=8, temperature=0.8),
         "engine": engine,
-        "trainer": Trainer(threads=1, optimizer=Optimizer(lr=3e-3)),
-        "eval": Eval(every=0),
-        "record": Record(batches=3),
-        "env": [ReverseText()],
+        "trainer": TrainerConfig(threads=1, optimizer=OptimizerConfig(lr=3e-3)),
+        "eval": EvalConfig(every=0),
+        "record": RecordConfig(batches=3),
+        "env": [ReverseTextConfig()],
     }
     return train(RunConfig(**settings | more))
 
 
-def on_vllm(process, **more) -> inference.Engine:
+def on_vllm(process, **more) -> inference.EngineConfig:
     places = {"max_running": 16, "max_context": 128}
-    return inference.Engine(backend="vllm", base_url=process.url, api_key_env=KEY, **places, **more)
+    return inference.EngineConfig(backend="vllm", base_url=process.url, api_key_env=KEY, **places, **more)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_a_run_trains_the_policy_that_vllm_samples(process, fresh, tmp_path, lora):
-    done = run(tmp_path, on_vllm(process), model=Model(lora=lora))
+    done = run(tmp_path, on_vllm(process), model=ModelConfig(lora=lora))
     assert done.outcome.status == "finished", done.error
     assert len(done.metrics) == 3
     batches = [decode(next(done.directory.glob(f"batches/*{step}.*")).read_bytes()) for step in (1, 2, 3)]
@@ -83,9 +82,9 @@ def test_a_run_that_rides_ahead_keeps_its_requests_through_updates(process, fres
 
 def test_vllm_teaches(process, fresh, tmp_path):
     teacher = ModelRef(name="policy", base_url=f"{process.url}/v1", api_key_env=KEY, concurrency=4)
-    own = inference.Engine(max_running=16, max_context=128, threads=1)
-    env = [ReverseText(algo=OPD(teacher=teacher))]
-    done = run(tmp_path, own, env=env, sampling=inference.Sampling(max_tokens=8))
+    own = inference.EngineConfig(max_running=16, max_context=128, threads=1)
+    env = [ReverseTextConfig(algo=OPDConfig(teacher=teacher))]
+    done = run(tmp_path, own, env=env, sampling=inference.SamplingConfig(max_tokens=8))
     assert done.outcome.status == "finished", done.error
     batch = decode(next(done.directory.glob("batches/*1.*")).read_bytes())
     assert batch

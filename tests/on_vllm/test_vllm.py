@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.inference import EngineError, GenerateRequest, Mismatch, Pool, RequestError
 from paceline.model import WeightUpdate, attach_lora, load_model, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.canary import make_canary
-from paceline.model.head import Head
+from paceline.model.head import LMHead
 from paceline.model.weights import Adapter
 
 pytestmark = [
@@ -28,7 +28,7 @@ PROMPT = tuple(range(10, 50))
 
 def moved(seed: int, by: float = 0.02):
     """The quickstart's model after some training, as it were."""
-    model = load_model(Model())
+    model = load_model(ModelConfig())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -39,7 +39,7 @@ def moved(seed: int, by: float = 0.02):
 def update(model, version: int, canary_of=None) -> WeightUpdate:
     tensors = {name: p.detach() for name, p in trainable(model).items()}
     judge = canary_of or model
-    return WeightUpdate(version, tensors, canary=make_canary(judge, Head(judge)))
+    return WeightUpdate(version, tensors, canary=make_canary(judge, LMHead(judge)))
 
 
 def truth(model, prompt, ids, temperature: float = 1.0) -> np.ndarray:
@@ -203,8 +203,8 @@ def test_weights_that_are_not_what_they_claim_are_refused_until_good_ones_come(a
 
 def test_an_adapter_is_exchanged_while_older_requests_end_with_their_own(attached):
     engine = attached()
-    base = load_model(Model())
-    model = attach_lora(load_model(Model()), Model(lora=Lora(rank=4)), seed=0)
+    base = load_model(ModelConfig())
+    model = attach_lora(load_model(ModelConfig()), ModelConfig(lora=LoRAConfig(rank=4)), seed=0)
 
     def adapter(version: int) -> WeightUpdate:
         generator = torch.Generator().manual_seed(version)
@@ -213,7 +213,7 @@ def test_an_adapter_is_exchanged_while_older_requests_end_with_their_own(attache
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
         tensors, scale = trained_adapter(model)
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        return WeightUpdate(version, copies, Adapter("", scale), canary=make_canary(model, Head(model)))
+        return WeightUpdate(version, copies, Adapter("", scale), canary=make_canary(model, LMHead(model)))
 
     async def names() -> set[str]:
         return {name for name in await engine._adapter_names() if name.startswith("paceline-")}
@@ -254,7 +254,7 @@ def test_what_it_cannot_do_is_said(attached):
         return str(caught.value)
 
     async def work():
-        await engine.load_weights(update(load_model(Model()), 0))
+        await engine.load_weights(update(load_model(ModelConfig()), 0))
         return [
             await refused(engine.generate(asked(top_p=0.9))),
             await refused(engine.score([PROMPT], temperature=0.5)),
@@ -288,7 +288,7 @@ def test_requests_wait_out_a_pause_and_a_sleep(attached):
     engine = attached()
 
     async def work():
-        await engine.load_weights(update(load_model(Model()), 0))
+        await engine.load_weights(update(load_model(ModelConfig()), 0))
         for stop, go in ((engine.pause, engine.resume), (engine.sleep, engine.wake)):
             await stop()
             waiting = asyncio.create_task(engine.generate(asked(1, max_tokens=3)))

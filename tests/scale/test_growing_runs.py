@@ -18,8 +18,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
 from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room  # noqa: E402
-from paceline.cluster.ray.growth import Growth  # noqa: E402
-from paceline.cluster.ray.place import Parts  # noqa: E402
+from paceline.cluster.ray.place import Growth, RayParts  # noqa: E402
 from paceline.cluster.training import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
@@ -52,7 +51,7 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
     async def story() -> None:
         needs = Needs.of(config, 0)
         room = await Room.reserve(needs)
-        parts = Parts(config, room, needs, tmp_path / "live")
+        parts = RayParts(config, room, needs, tmp_path / "live")
         first = parts.engine(0)
         pool, trainer = Pool([first]), build_trainer(config).trainer
         trainer.version = 5

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.config import load
 from paceline.inference import Pool
-from paceline.model.weights import Policy, WeightUpdate, fingerprint
+from paceline.model.weights import ServedPolicy, WeightUpdate, fingerprint
 from paceline.trainer import TrainerLost
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -69,7 +69,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
             async with asyncio.timeout(120):
                 while len(held := await pool.policies()) < 2:  # noqa: ASYNC110 - another process comes back
                     await asyncio.sleep(0.05)
-            assert held == [Policy(version, expected)] * 2
+            assert held == [ServedPolicy(version, expected)] * 2
 
         await publish(1)
         await publish(2)

@@ -11,7 +11,7 @@ import torch
 
 from paceline.cluster import train
 from paceline.cluster.scorer import Scorer
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.data import decode
 from paceline.model import load_model, load_tokenizer
 
@@ -46,11 +46,11 @@ algo = { type = "opd", teacher = { name = "teacher" } }
 
 def test_a_run_goes_on_when_one_of_its_scorers_is_killed(config, tmp_path):
     """Every sample of every batch, before the kill and after it, has the teacher's own log probabilities."""
-    teacher = load_model(Model())
+    teacher = load_model(ModelConfig())
     with torch.no_grad():
         teacher.model.norm.weight *= 1.2
     teacher.save_pretrained(tmp_path / "teacher")
-    load_tokenizer(Model()).save_pretrained(tmp_path / "teacher")
+    load_tokenizer(ModelConfig()).save_pretrained(tmp_path / "teacher")
     (tmp_path / "run.toml").write_text(RUN_FILE)
     root = tmp_path / "runs" / "taught"
     watcher = spread.Watcher(root, {3: partial(spread.kill, "taught", "scorer-0")})

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
 from families import FAMILIES, eager_logprobs, largest_gap, packed_logprobs, sequences, tiny
-from paceline.config.model import Lora, Model
-from paceline.config.trainer import Trainer
+from paceline.config.model import LoRAConfig, ModelConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.model import PLAN, PackedPlan, attach_lora, engine_twin, fingerprint, trainable, twin
 from paceline.model.adapter_files import adapter_scale, read_adapter
 from paceline.model.adapter_names import AdapterError, canonical
@@ -25,7 +25,7 @@ RANK, SLOTS, TOKENS = 8, 3, 256
 
 def trained(model, seed=1, size=0.2, **lora):
     """A peft-injected twin with random adapters: what a trainer holds after some steps."""
-    adapted = attach_lora(twin(model), Model(lora=Lora(**({"rank": 4} | lora))), seed=0)
+    adapted = attach_lora(twin(model), ModelConfig(lora=LoRAConfig(**({"rank": 4} | lora))), seed=0)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in trainable(adapted).values():
@@ -307,7 +307,7 @@ def test_compiled_code_gives_the_same_and_follows_loads(backend):
 def test_the_trainers_update_is_what_the_engine_holds():
     """`weights()` speaks canonical names, and the slot's fingerprint equals the update's; the base is shared."""
     for dtype in (torch.float32, torch.bfloat16):
-        settings = Model(lora=Lora(rank=4, alpha=12.0))
+        settings = ModelConfig(lora=LoRAConfig(rank=4, alpha=12.0))
         base = tiny_model(dtype=dtype)
         plain = engine_twin(base, settings)
         adapters = install(plain, "all-linear", SLOTS, RANK, TOKENS)
@@ -315,7 +315,7 @@ def test_the_trainers_update_is_what_the_engine_holds():
         with torch.no_grad():
             for parameter in trainable(model).values():
                 parameter.normal_(0.0, 0.2)
-        trainer = TorchTrainer(model, Trainer())
+        trainer = TorchTrainer(model, TrainerConfig())
         try:
             update = asyncio.run(trainer.weights())
         finally:
@@ -336,7 +336,7 @@ def test_the_trainers_update_is_what_the_engine_holds():
 
 def test_without_lora_the_engine_has_tensors_of_its_own():
     base = tiny_model()
-    plain = engine_twin(base, Model())
+    plain = engine_twin(base, ModelConfig())
     assert base.model.embed_tokens.weight is not plain.model.embed_tokens.weight
     assert base.model.embed_tokens.weight.requires_grad
 

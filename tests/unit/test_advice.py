@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from advising import DEFECTS, SPEAKS_OF, Plot, Try, healthy
 from paceline.cli import main
 from paceline.config import RunConfig
-from paceline.config.advice import ADVISORIES, Advice
+from paceline.config.advice import ADVISORIES, AdviceConfig
 from paceline.record import open_run
 from paceline.record.advice import RULES, Advisory, advise, sight_of
-from paceline.record.advice.format import explained
-from paceline.record.advice.judges import alpha
+from paceline.record.advice.learning_rules import alpha
 from paceline.record.advice.measures import SURE, average, clustered, jackknife, share, trend
+from paceline.record.advice.output_rules import explained
 from paceline.ui import build_app
 from recorded import torn
 
@@ -36,7 +36,7 @@ def spoken(rule: str, seed: int = 0) -> list[Advisory]:
 def test_every_advisory_has_a_rule_a_limit_and_a_planted_defect():
     names = set(ADVISORIES)
     assert {rule.name for rule in RULES} == set(DEFECTS) == names
-    assert names <= Advice.model_fields.keys()
+    assert names <= AdviceConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

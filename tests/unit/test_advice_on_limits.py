@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from paceline.config import RunConfig
-from paceline.config.env import Retrieval
+from paceline.config.env import RetrievalConfig
 from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
 from paceline.rollout.render import Renderer, RenderError
@@ -31,7 +31,7 @@ def test_a_search_service_that_is_slow_names_the_key():
 
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        config = Retrieval(url=f"http://127.0.0.1:{port}", search_timeout=0.05)
+        config = RetrievalConfig(url=f"http://127.0.0.1:{port}", search_timeout=0.05)
         searcher = RetrievalEnvironment(config)._searcher
         try:
             with pytest.raises(EnvError, match=r"did not answer within 0\.05 s: raise `search_timeout` in \[\[env\]\]"):

@@ -6,10 +6,10 @@ from typing import get_args
 import pytest
 
 from paceline.config import ConfigError, RunConfig, dump, load
-from paceline.config.algorithm import GRPO, SFT, AlgorithmConfig, Echo
-from paceline.config.env import ReverseText
+from paceline.config.algorithm import AlgorithmConfig, EchoConfig, GRPOConfig, SFTConfig
+from paceline.config.env import ReverseTextConfig
 from paceline.config.fields import type_of
-from paceline.config.reference import ModelRef
+from paceline.config.model import ModelRef
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "algorithms"
 TYPES = [type_of(section) for section in get_args(get_args(AlgorithmConfig)[0])]
@@ -95,7 +95,7 @@ def test_a_teacher_can_be_named_on_the_command_line(tmp_path):
 
 
 def test_naming_any_role_replaces_the_table(tmp_path):
-    assert Echo().roles == {"tool": 0.1}
+    assert EchoConfig().roles == {"tool": 0.1}
     assert read(tmp_path, algo('type = "echo", roles = { user = 0.5 }')).config.env[0].algo.roles == {"user": 0.5}
 
 
@@ -107,8 +107,8 @@ def test_demonstrations_need_no_second_copy_and_a_critic_makes_gae_legal(tmp_pat
 
 def test_a_group_of_one_is_refused_only_where_it_is_compared_with_its_group():
     with pytest.raises(ValueError, match="grpo compares the tries of one row"):
-        RunConfig(group_size=1, env=[ReverseText(algo=GRPO())])
+        RunConfig(group_size=1, env=[ReverseTextConfig(algo=GRPOConfig())])
     ref = ModelRef(name="m", base_url="http://there/v1")
-    quiet = [GRPO(baseline="batch"), SFT(teacher=ref), Echo(baseline="batch")]
-    envs = [ReverseText(name=str(at), algo=algo) for at, algo in enumerate(quiet)]
+    quiet = [GRPOConfig(baseline="batch"), SFTConfig(teacher=ref), EchoConfig(baseline="batch")]
+    envs = [ReverseTextConfig(name=str(at), algo=algo) for at, algo in enumerate(quiet)]
     assert [env.min_group_size for env in RunConfig(group_size=1, env=envs).env] == [1, 1, 1]

@@ -70,7 +70,7 @@ def test_grpo_is_the_distance_from_the_mean(rewards, std, positive_only):
     expected = [(r - mean) / deviation(rewards) if spread_out else 0.0 for r in rewards]
     if positive_only:
         expected = [max(0.0, advantage) for advantage in expected]
-    advantages = credited(config.GRPO(std=std, positive_only=positive_only), rewards)
+    advantages = credited(config.GRPOConfig(std=std, positive_only=positive_only), rewards)
     assert advantages == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -79,16 +79,16 @@ def test_grpo_is_the_distance_from_the_mean(rewards, std, positive_only):
 def test_max_rl_is_the_distance_in_means(rewards):
     mean = statistics.fmean(rewards)
     expected = [(r - mean) / mean if mean > 0 else 0.0 for r in rewards]
-    assert credited(config.MaxRL(), rewards) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert credited(config.MaxRLConfig(), rewards) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @laws
 @given(REWARDS)
 def test_reward_is_the_reward(rewards):
-    assert credited(config.Reward(), rewards) == rewards
+    assert credited(config.RewardConfig(), rewards) == rewards
 
 
-RELATIVE = [config.MaxRL(), *(config.GRPO(std=std) for std in ("none", "population", "sample"))]
+RELATIVE = [config.MaxRLConfig(), *(config.GRPOConfig(std=std) for std in ("none", "population", "sample"))]
 
 
 @laws
@@ -160,7 +160,7 @@ def custom(tmp_path_factory):
     path.write_text(CODE)
 
     def build(name: str, **kwargs) -> Algorithm:
-        return build_algorithm(config.Custom(import_path=f"{path}:{name}", kwargs=kwargs))
+        return build_algorithm(config.CustomConfig(import_path=f"{path}:{name}", kwargs=kwargs))
 
     return build
 
@@ -240,8 +240,8 @@ def test_what_is_no_algorithm_is_refused(custom, name, kwargs, sentence):
 
 
 def test_a_run_may_go_on_from_a_checkpoint_in_which_nobody_kept_a_baseline():
-    algorithm, judged = build_algorithm(config.RAE()), group([2.0])
-    algorithm.load(build_algorithm(config.GRPO()).state())
+    algorithm, judged = build_algorithm(config.RAEConfig()), group([2.0])
+    algorithm.load(build_algorithm(config.GRPOConfig()).state())
     algorithm.assign(judged)
     assert judged.samples()[0].advantages[-1] == 2.0
 
@@ -258,7 +258,7 @@ def test_a_run_may_go_on_from_a_checkpoint_in_which_nobody_kept_a_baseline():
 def test_a_group_lacks_signal_only_if_nothing_in_it_would_train(advantages, other, data):
     assume(other != "unassigned" or not any(advantages))
     judged = group(advantages)
-    build_algorithm(config.Reward()).assign(judged)
+    build_algorithm(config.RewardConfig()).assign(judged)
     assert all(isinstance(sample, Sample) for sample in judged.samples())
     if other is not None:
         member = data.draw(st.sampled_from(judged.rollouts))
@@ -286,7 +286,7 @@ COSTS = st.lists(st.tuples(EIGHTHS, st.integers(1, 4), st.integers(4, 12)), min_
 def test_a_length_bonus_pays_those_that_pass_for_thrift(members, unit):
     """r (1 + clamp(1 - cost / mean passing cost, 0, 1)) for those that pass, r for the rest; then minus the mean."""
     judged = Group(ticket=TICKET, rollouts=[turned(r, n, t, m) for m, (r, t, n) in enumerate(members)], places=1)
-    build_algorithm(config.GRPO(length_bonus=unit)).assign(judged)
+    build_algorithm(config.GRPOConfig(length_bonus=unit)).assign(judged)
     costs = [n if unit == "tokens" else t for _, t, n in members]
     passing = [cost for cost, (r, _, _) in zip(costs, members, strict=True) if r >= 0.5]
     shaped = [
@@ -301,7 +301,7 @@ def test_a_length_bonus_pays_those_that_pass_for_thrift(members, unit):
 @laws
 @given(st.lists(REWARDS, min_size=1, max_size=4), st.sampled_from(["none", "population", "sample"]))
 def test_a_batch_baseline_is_the_mean_of_the_batch_and_waits_for_it(batch, std):
-    algorithm = build_algorithm(config.GRPO(baseline="batch", std=std))
+    algorithm = build_algorithm(config.GRPOConfig(baseline="batch", std=std))
     groups = [group(rewards) for rewards in batch]
     for judged in groups:
         algorithm.assign(judged)
@@ -317,7 +317,7 @@ def test_a_batch_baseline_is_the_mean_of_the_batch_and_waits_for_it(batch, std):
 
 
 def test_a_batch_baseline_is_each_actors_own():
-    algorithm = build_algorithm(config.GRPO(baseline="batch"))
+    algorithm = build_algorithm(config.GRPOConfig(baseline="batch"))
     groups = [group([1.0, 5.0]), group([3.0, 7.0])]
     for judged in groups:
         judged.rollouts[1].actor = "other"
@@ -328,7 +328,7 @@ def test_a_batch_baseline_is_each_actors_own():
 @laws
 @given(REWARDS, REWARDS)
 def test_what_is_replayed_keeps_its_credit_and_is_nobodys_baseline(then, now):
-    algorithm, old, new = build_algorithm(config.GRPO(baseline="batch")), group(then), group(now)
+    algorithm, old, new = build_algorithm(config.GRPOConfig(baseline="batch")), group(then), group(now)
     asyncio.run(algorithm.score([old]))
     before = [sample.advantages.tolist() for sample in old.samples()]
     asyncio.run(algorithm.score([new, old]))
@@ -344,7 +344,7 @@ def test_what_is_replayed_keeps_its_credit_and_is_nobodys_baseline(then, now):
 @given(REWARDS, st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_gae_pays_where_a_sample_ends_and_gives_no_advantage(rewards, lengths):
     judged = group(rewards, tuple(lengths))
-    build_algorithm(config.GAE()).assign(judged)
+    build_algorithm(config.GAEConfig()).assign(judged)
     assert not without_signal(judged)
     for member, reward in zip(judged.rollouts, rewards, strict=True):
         for sample in member.samples:

@@ -26,15 +26,15 @@ from paceline.arena import (
     SingleTurnEpisode,
     arena_environment,
 )
-from paceline.config.env.arena import ArenaEnv
-from paceline.config.inference import Sampling
-from paceline.config.model import Model
+from paceline.config.env.custom import ArenaEnvConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelConfig
 from paceline.data import Ticket
-from paceline.importing import import_object
 from paceline.inference import Completion, Pool
 from paceline.model import load_tokenizer
 from paceline.orchestrator.episodes import finished
-from paceline.rollout import Renderer, Rollout, Table, Voice, assemble
+from paceline.rollout import Renderer, Rollout, SamplingClient, SessionMap, assemble
+from paceline.util.importing import import_object
 
 laws = settings(max_examples=15, deadline=None)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arenas"
@@ -64,7 +64,7 @@ class Speaker:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(Model())
+    return load_tokenizer(ModelConfig())
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,11 @@ def play(tokenizer):
     def play(arena: Arena, say, request: EpisodeRequest, split: str = "train") -> tuple[list[Rollout], Speaker]:
         engine = Speaker(tokenizer, say)
         ends = [tokenizer.eos_token_id]
-        voice = Voice(Pool([engine]), Renderer(tokenizer, ends), Sampling(max_tokens=99), frozenset(ends))
+        voice = SamplingClient(
+            Pool([engine]), Renderer(tokenizer, ends), SamplingConfig(max_tokens=99), frozenset(ends)
+        )
         environment = ArenaEnvironment(arena)
-        table = Table(voice, (7,), 0, environment.actors)
+        table = SessionMap(voice, (7,), 0, environment.actors)
         outcome = asyncio.run(environment.play({"split": split, "request": request}, table))
         engine.outcome = outcome
         if outcome is None:
@@ -582,12 +584,12 @@ def test_an_arena_with_nothing_to_play_is_refused_at_the_start():
 
 def test_a_run_file_names_an_arena_by_import_path():
     path = f"{EXAMPLES / 'tic_tac_toe.py'}:TicTacToe"
-    environment = arena_environment(ArenaEnv(import_path=path, kwargs={"count": 10, "eval_games": 6}))
+    environment = arena_environment(ArenaEnvConfig(import_path=path, kwargs={"count": 10, "eval_games": 6}))
     assert environment.actors == ("x", "o")
     assert len(environment.examples("train")) == 10
     assert [row["request"].artifact.data["player"] for row in environment.examples("eval")] == [*"xoxoxo"]
     with pytest.raises(ArenaError, match=r"tic_tac_toe.py:SQUARES: gave 'abcdefghi', not a paceline.arena.Arena"):
-        arena_environment(ArenaEnv(import_path=path.replace("TicTacToe", "SQUARES")))
+        arena_environment(ArenaEnvConfig(import_path=path.replace("TicTacToe", "SQUARES")))
 
 
 @pytest.mark.parametrize("name", ["proposer_solver.py:ProposerSolver", "negotiation.py:Negotiation"])

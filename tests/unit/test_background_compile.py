@@ -13,8 +13,13 @@ from paceline.cluster import compile_worker
 from paceline.cluster.torch_kit import background_compile
 from paceline.config import RunConfig, inference
 from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.model.background_compile import CACHE_VARIABLE, SWITCH_SECONDS, BackgroundCompile, compile_cache
-from paceline.model.compiling import number_layers
+from paceline.model.background_compile import (
+    CACHE_VARIABLE,
+    SWITCH_SECONDS,
+    BackgroundCompile,
+    compile_cache,
+    number_layers,
+)
 from paceline.model.shape import attention_shape
 
 READS = "import json, sys; spec = json.load(sys.stdin); "
@@ -154,7 +159,7 @@ def test_an_engine_switches_between_two_steps_and_changes_no_answer():
     requests = [GenerateRequest(prompt_ids=(1, 2, 3 + i), max_tokens=12, noise=noise_key(i)) for i in range(6)]
 
     async def tokens(switch: bool) -> list:
-        engine = EmbeddedEngine(tiny_model(), inference.Engine(max_running=4, in_flight=2), deterministic=True)
+        engine = EmbeddedEngine(tiny_model(), inference.EngineConfig(max_running=4, in_flight=2), deterministic=True)
         switched = []
         if switch:
             engine._runner.wants_switch = lambda busy, swaps: engine.steps >= 5 and not switched

@@ -22,17 +22,17 @@ from test_orchestrator import CoinFlips, Renderer, ScriptedEngine, conduct, stat
 from paceline.algorithms import Algorithm
 from paceline.algorithms.base import broadcast
 from paceline.algorithms.grpo import GRPO
-from paceline.config import Breaker, Checkpoint, Eval, Filters, Replay, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, ReplayConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.data import Curriculum, State, Ticket
 from paceline.envs import Environment, Outcome
 from paceline.inference import Completion, Pool
 from paceline.model.weights import WeightUpdate
-from paceline.monitor import Recorder, RunPlan, read_jsonl
-from paceline.orchestrator import Checkpoints, Conductor, Gate, Parts, lay_out
+from paceline.monitor import RunPlan, RunRecorder, read_jsonl
+from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, lay_out
 from paceline.orchestrator.buffered import read_held
-from paceline.rollout import Group, Voice
+from paceline.rollout import Group, SamplingClient
 from paceline.simulate.clock import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport
 
@@ -187,12 +187,12 @@ class Life(RuleBasedStateMachine):
             oversample=0.0 if repeatable else oversample,
             cancel_stale=cancel and on_stale == "drop",
             max_inflight=inflight,
-            replay=Replay(share=share if staleness else 0.0, times=2),
-            filters=Filters(zero_advantage=zero),
-            eval=Eval(every=0),
-            checkpoint=Checkpoint(every=every),
-            breaker=Breaker(consecutive=10**6, window=10**6),
-            env=[CustomEnv(name="stage", import_path="x:y", min_group_size=1)],
+            replay=ReplayConfig(share=share if staleness else 0.0, times=2),
+            filters=FiltersConfig(zero_advantage=zero),
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=every),
+            breaker=BreakerConfig(consecutive=10**6, window=10**6),
+            env=[CustomEnvConfig(name="stage", import_path="x:y", min_group_size=1)],
         )
         self.start()
 
@@ -208,14 +208,16 @@ class Life(RuleBasedStateMachine):
         self.stage, self.trainer = Stage(self.rows), Slow(self.config.staleness, self.lineage)
         config = self.config.model_copy(update={"resume": resume})
         pool = Pool([Engine()])
-        voice = Voice(pool, Renderer(), Sampling(), frozenset({1}))
+        voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
         self.courses = lay_out(config, {"stage": self.stage})
         self.courses["stage"].algorithm = Once()
         self.courses["stage"].cursor = InOrder(self.rows)
-        recorder = Recorder(self.folder)
+        recorder = RunRecorder(self.folder)
         recorder.begin(RunPlan("books", self.folder, None, start, {}, ("stage",), "cpu", 0))
-        parts = Parts(pool, self.trainer, voice, voice, self.courses, recorder, checkpoints, VirtualClock(self.loop))
-        self.conductor = Conductor(config, parts)
+        parts = OrchestratorParts(
+            pool, self.trainer, voice, voice, self.courses, recorder, checkpoints, VirtualClock(self.loop)
+        )
+        self.conductor = Orchestrator(config, parts)
         self.run = self.loop.create_task(self.conductor.run())
         self.stopped = False
         self.settle()
@@ -413,7 +415,7 @@ def test_over_thousands_of_schedules_the_gate_alone_keeps_within_the_limit():
 
 @pytest.mark.parametrize(("step", "left"), [(0, [-1]), (2, [-1, 0]), (4, [-1, 0, 2, 2])])
 def test_going_back_takes_out_what_came_since(tmp_path, step, left):
-    recorder = Recorder(tmp_path)
+    recorder = RunRecorder(tmp_path)
     recorder.tickets([{"number": n, "state": "dropped", "since": since} for n, since in enumerate([-1, 0, 2, 2, 4])])
     recorder.begin(RunPlan("back", tmp_path, None, step, {}, (), "cpu", 0))
     assert [record["since"] for record in read_jsonl(tmp_path / "tickets.jsonl")] == left
@@ -442,11 +444,11 @@ def test_what_is_half_removed_is_no_checkpoint_and_nothing_names_it(tmp_path, mo
 )
 def test_a_run_file_may_change_between_two_lives(tmp_path, changed):
     """What no longer fits is played again or dropped as stale; all is counted once, and nothing old trains."""
-    plain = {"staleness": 3, "filters": Filters(zero_advantage=False), "checkpoint": Checkpoint(every=1)}
+    plain = {"staleness": 3, "filters": FiltersConfig(zero_advantage=False), "checkpoint": CheckpointConfig(every=1)}
     conduct(tmp_path, CoinFlips(), steps=9, **plain)
     kept = next(path for path in sorted((tmp_path / "ckpt").glob("step-*")) if len(read_held(path).buffered) > 2)
     books = json.loads((kept / "state.json").read_text())
-    after = plain | changed | {"checkpoint": Checkpoint(every=0)}
+    after = plain | changed | {"checkpoint": CheckpointConfig(every=0)}
     trainer, log, conductor = conduct(tmp_path, CoinFlips(), steps=books["step"] + 6, resume=str(kept), **after)
     assert len(trainer.trained) == 6
     for version, batch in trainer.trained:

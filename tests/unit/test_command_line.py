@@ -17,7 +17,7 @@ from paceline.config.paths import files_of, resolve_paths
 from paceline.config.serve import load_served
 from paceline.config.target import load_target
 from paceline.envs.workers import Workers
-from paceline.importing import HookError, import_object
+from paceline.util.importing import HookError, import_object
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -16,12 +16,12 @@ from pydantic import BaseModel
 
 from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
-from paceline.config.env import Arithmetic, CustomEnv, Retrieval
+from paceline.config.env import ArithmeticConfig, CustomEnvConfig, RetrievalConfig
+from paceline.config.errors import ALIASES, nearest_keys
 from paceline.config.fields import ROOT, Spot, dotted, is_union, places, spot_at
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.config.paths import resolve_paths
-from paceline.config.suggest import ALIASES, nearest_keys
-from paceline.config.trainer import Trainer
+from paceline.config.trainer import TrainerConfig
 
 # --- helpers
 
@@ -294,7 +294,7 @@ def test_no_two_configs_share_state():
 
 
 def test_a_section_given_to_two_runs_is_filled_in_for_each_alone():
-    env = Arithmetic()
+    env = ArithmeticConfig()
     one, two = RunConfig(env=[env], group_size=4), RunConfig(env=[env], group_size=2)
     assert (one.env[0].group_size, two.env[0].group_size, env.group_size) == (4, 2, None)
     assert not mutable(one) & mutable(two)
@@ -614,26 +614,29 @@ def test_a_run_that_cannot_work_is_refused(keys, sentence):
     ("make", "sentence"),
     [
         (
-            lambda: Trainer(lr=1e-3),  # ty: ignore[unknown-argument]
-            "Trainer: lr: there is no key `lr` in Trainer; did you mean `optimizer.lr` or `critic.lr`?",
+            lambda: TrainerConfig(lr=1e-3),  # ty: ignore[unknown-argument]
+            "TrainerConfig: lr: there is no key `lr` in TrainerConfig; did you mean `optimizer.lr` or `critic.lr`?",
         ),
         (
-            lambda: Trainer(optimizer={"lr": "1e-3"}),  # ty: ignore[invalid-argument-type]
-            'Trainer: optimizer.lr: expected a number, at least 0, got "1e-3"; write 1e-3, without quotes',
+            lambda: TrainerConfig(optimizer={"lr": "1e-3"}),  # ty: ignore[invalid-argument-type]
+            'TrainerConfig: optimizer.lr: expected a number, at least 0, got "1e-3"; write 1e-3, without quotes',
         ),
         (
-            lambda: Trainer(loss={"type": "cispo", "clip_hi": 1}),  # ty: ignore[invalid-argument-type]
-            "Trainer: loss.clip_hi: there is no key `clip_hi` in [loss] of type `cispo`; did you mean",
+            lambda: TrainerConfig(loss={"type": "cispo", "clip_hi": 1}),  # ty: ignore[invalid-argument-type]
+            "TrainerConfig: loss.clip_hi: there is no key `clip_hi` in [loss] of type `cispo`; did you mean",
         ),
         (
-            lambda: Retrieval(topk=2),  # ty: ignore[unknown-argument]
-            "Retrieval: topk: there is no key `topk` in Retrieval; did you mean `top_k`?",
+            lambda: RetrievalConfig(topk=2),  # ty: ignore[unknown-argument]
+            "RetrievalConfig: topk: there is no key `topk` in RetrievalConfig; did you mean `top_k`?",
         ),
         (
-            lambda: CustomEnv(dataset="rows.jsonl"),
-            "CustomEnv: `import_path` is missing; it takes `package.module:name`",
+            lambda: CustomEnvConfig(dataset="rows.jsonl"),
+            "CustomEnvConfig: `import_path` is missing; it takes `package.module:name`",
         ),  # ty: ignore[missing-argument]
-        (lambda: Sampling(max_tokens=0), "Sampling: max_tokens: expected a whole number, at least 1, got 0"),
+        (
+            lambda: SamplingConfig(max_tokens=0),
+            "SamplingConfig: max_tokens: expected a whole number, at least 1, got 0",
+        ),
     ],
 )
 def test_a_section_made_in_python_is_refused_in_the_same_sentences(make, sentence):

@@ -61,7 +61,7 @@ def test_json_is_the_schema_of_a_part(capsys):
     assert main(["config", "sampling.temperature", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["minimum"], found["default"]) == (0, 1.0)
-    assert key_schema("model.lora")["$defs"]["Lora"]["properties"]["rank"]["default"] == 16
+    assert key_schema("model.lora")["$defs"]["LoRAConfig"]["properties"]["rank"]["default"] == 16
     assert key_schema("env.0.gsm8k")["properties"]["max_turns"]["maximum"] == 20
     assert key_schema("")["properties"]["steps"]
 

@@ -16,19 +16,19 @@ from test_sharding import SCORED, Case, batch, go_on, moved, share, trained, wri
 from launching import Launched
 from once import once
 from paceline.config import trainer as config
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
 from paceline.model import PackedPlan
 from paceline.trainer.context import Cut, SlicedPlan, dealt
-from paceline.trainer.joining import join, leave
+from paceline.trainer.init_distributed import join, leave
 from paceline.trainer.world import Ranks
 from samples import make_batch, near_policy, rewarded
 
-PPO = {"loss": config.PPO()}
-HELD = {"kl": config.KL(), "entropy_coef": 0.01, **PPO}
+PPO = {"loss": config.PPOConfig()}
+HELD = {"kl": config.KLConfig(), "entropy_coef": 0.01, **PPO}
 CASES = {
     "scored": Case(SCORED | {"micro_batch_tokens": 64}, shard="none", context=2),
     "held": Case(HELD, shard="none", context=2),
-    "by sequence": Case({"loss": config.GSPO(), "clip_skip_threshold": 0.3}, shard="none", context=2),
+    "by sequence": Case({"loss": config.GSPOConfig(), "clip_skip_threshold": 0.3}, shard="none", context=2),
     "recomputed": Case({"gradient_checkpointing": True}, shard="none", context=2),
     "lora": Case(HELD, shard="none", model="lora", context=2),
     "clipped": Case(SHARDED["clipped"].settings, context=2),
@@ -38,7 +38,7 @@ CASES = {
 }
 SAVED = {2: "held", 4: "hybrid"}
 SHORT = Case({"micro_batch_tokens": 1}, shard="none", context=4, worlds=(4,))
-CRITIC = Case({"minibatches": 2, "critic": config.Critic(), **PPO}, shard="none", context=2)
+CRITIC = Case({"minibatches": 2, "critic": config.CriticConfig(), **PPO}, shard="none", context=2)
 LENGTHS = (37, 1, 16, 2, 5)
 
 
@@ -51,7 +51,7 @@ def attended(lengths: tuple[int, ...], window: int | None, group=None) -> list[t
     if group is None:
         plan, places = PackedPlan(list(lengths), "cpu"), np.arange(sum(lengths))
     else:
-        ranks = Ranks(group, torch.device("cpu"), Parallel(ranks=2, context=2))
+        ranks = Ranks(group, torch.device("cpu"), ParallelConfig(ranks=2, context=2))
         cut = Cut(ranks.context, lengths)
         plan, places = SlicedPlan(cut, torch.device("cpu")), cut.places
     out = plan.attend(0, *(x[places] for x in (q, k, v)), 0.3, window)

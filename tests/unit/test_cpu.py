@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model import cpu, load_model, set_cpu_threads
 
 
 def test_a_type_that_this_cpu_has_no_instructions_for_is_told_in_one_sentence(monkeypatch):
     monkeypatch.setattr(cpu, "slowness", lambda dtype: 240.4)
     with pytest.warns(UserWarning, match='multiplies bfloat16 240 times slower than float32: set model.dtype = "flo'):
-        load_model(Model(dtype="bfloat16"))
+        load_model(ModelConfig(dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2.0), ("float32", 240.0)])
@@ -22,7 +22,7 @@ def test_what_is_quick_needs_no_word(monkeypatch, dtype, times):
     monkeypatch.setattr(cpu, "slowness", lambda dtype: times)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_model(Model(dtype=dtype))
+        load_model(ModelConfig(dtype=dtype))
 
 
 def test_slowness_is_a_ratio_to_float32(monkeypatch):

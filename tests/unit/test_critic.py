@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from conftest import tiny_model
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
 from paceline.model import attach_lora
 from paceline.trainer import TrainerError
-from paceline.trainer.gae import gae, per_action
+from paceline.trainer.critic import gae, per_action
 from samples import make_batch, rewarded
 from trainers import critic_of, shared_with_critic, trainer_of, value_slope, weights_of
 
@@ -64,9 +64,9 @@ def test_the_value_loss_is_the_worse_of_clipped_and_plain(rows, clip):
 
 
 def made(lora=None, critic: dict | None = None, **settings):
-    model = attach_lora(tiny_model(), Model(lora=lora), seed=0)
-    settings = {"loss": config.PPO(), "optimizer": config.Optimizer(lr=1e-3)} | settings
-    return trainer_of(model, config.Trainer(threads=1, critic=config.Critic(**(critic or {})), **settings))
+    model = attach_lora(tiny_model(), ModelConfig(lora=lora), seed=0)
+    settings = {"loss": config.PPOConfig(), "optimizer": config.OptimizerConfig(lr=1e-3)} | settings
+    return trainer_of(model, config.TrainerConfig(threads=1, critic=config.CriticConfig(**(critic or {})), **settings))
 
 
 def step(trainer, batch) -> dict[str, float]:
@@ -88,7 +88,10 @@ def test_a_new_critic_values_everything_at_zero_so_advantages_are_returns():
             stream[t] = sum(0.9**ahead * float(s.rewards[u]) for ahead, u in enumerate(actions[i:]))
             returns.append(stream[t])
         by_hand.append(s.with_streams(advantages=stream, rewards=None))
-    plain = trainer_of(tiny_model(), config.Trainer(threads=1, loss=config.PPO(), optimizer=config.Optimizer(lr=1e-3)))
+    plain = trainer_of(
+        tiny_model(),
+        config.TrainerConfig(threads=1, loss=config.PPOConfig(), optimizer=config.OptimizerConfig(lr=1e-3)),
+    )
     step(plain, by_hand)
     torch.testing.assert_close(weights(trainer), weights(plain))
     assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)) / 2, rel=1e-5)
@@ -142,7 +145,7 @@ def test_the_critic_learns_what_to_expect():
     trainer.close()
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_the_policy_waits_while_the_critic_warms_up(lora):
     trainer = made(lora, critic={"freeze_steps": 2})
     before = weights(trainer)
@@ -159,8 +162,8 @@ def test_the_policy_waits_while_the_critic_warms_up(lora):
 
 
 def test_a_policy_that_waited_still_ends_where_its_schedule_does():
-    optimizer = config.Optimizer(lr=1e-3, schedule="linear", final_lr_ratio=0.1)
-    c = config.Trainer(threads=1, optimizer=optimizer, critic=config.Critic(freeze_steps=2), minibatches=2)
+    optimizer = config.OptimizerConfig(lr=1e-3, schedule="linear", final_lr_ratio=0.1)
+    c = config.TrainerConfig(threads=1, optimizer=optimizer, critic=config.CriticConfig(freeze_steps=2), minibatches=2)
     trainer = trainer_of(tiny_model(), c, total_steps=5)
     for seed in range(5):
         step(trainer, rewarded(seed))
@@ -171,7 +174,7 @@ def test_a_policy_that_waited_still_ends_where_its_schedule_does():
 
 
 def test_under_lora_the_critic_shares_the_frozen_base_and_has_adapters_of_its_own():
-    trainer = made(Lora(rank=4))
+    trainer = made(LoRAConfig(rank=4))
     step(trainer, rewarded(0))
     own = {f"body.{name}" for name in weights_of(trainer)}
     assert {name for name, shared in shared_with_critic(trainer).items() if not shared} == own
@@ -180,9 +183,9 @@ def test_under_lora_the_critic_shares_the_frozen_base_and_has_adapters_of_its_ow
     trainer.close()
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_a_resumed_critic_goes_on_bit_for_bit(tmp_path, lora):
-    settings = {"minibatches": 2, "proximal": config.Proximal()}
+    settings = {"minibatches": 2, "proximal": config.ProximalConfig()}
     unbroken = made(lora, **settings)
     for seed in range(2):
         step(unbroken, rewarded(seed))
@@ -230,7 +233,7 @@ def test_a_minibatch_without_lessons_is_no_step_of_the_critic():
 
 
 def test_rewards_without_a_critic_say_what_to_write():
-    trainer = trainer_of(tiny_model(), config.Trainer(threads=1))
+    trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1))
     with pytest.raises(TrainerError, match=r"write \[trainer.critic\]"):
         step(trainer, rewarded(0))
     with pytest.raises(TrainerError, match="neither advantages nor rewards"):

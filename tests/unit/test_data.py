@@ -34,7 +34,7 @@ from paceline.data import (
     pack,
 )
 from paceline.data.sample import SCALAR_FIELDS, STREAM_DTYPES, WEIGHT_STREAMS
-from paceline.importing import HookError, import_object
+from paceline.util.importing import HookError, import_object
 
 laws = settings(max_examples=25, deadline=None)
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.model.delta import HEAD, MAGIC, Delta, DeltaError, LastSent, _digest
+from paceline.model.delta import HEAD, MAGIC, DeltaError, LastSent, WeightDelta, _digest
 from paceline.model.indices import BLOCK, PositionError, pack, unpack
 from paceline.model.torch_bits import bits_of
-from paceline.model.weights import Policy, fingerprint
+from paceline.model.weights import ServedPolicy, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16]
 SPECIAL = {  # quiet and signalling NaN, -0.0, infinity, the smallest subnormal
@@ -29,7 +29,7 @@ def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(edges.min, edges.max, (numel,), dtype=width, generator=generator).view(dtype)
 
 
-def delta_between(old, new, share: float = 1e9) -> Delta | None:
+def delta_between(old, new, share: float = 1e9) -> WeightDelta | None:
     last = LastSent(share)
     assert last.advance(3, old) is None
     return last.advance(4, new)
@@ -65,8 +65,11 @@ def test_the_base_and_the_delta_are_the_result_bit_for_bit(pair):
     old, new = pair
     made = delta_between(old, new)
     assert made is not None
-    delta = Delta(made.data)  # as whoever receives it reads it
-    assert (delta.base, delta.result) == (Policy(3, fingerprint(old.items())), Policy(4, fingerprint(new.items())))
+    delta = WeightDelta(made.data)  # as whoever receives it reads it
+    assert (delta.base, delta.result) == (
+        ServedPolicy(3, fingerprint(old.items())),
+        ServedPolicy(4, fingerprint(new.items())),
+    )
     before = {name: tensor.clone() for name, tensor in old.items()}
     assert same(delta.patched(old), new)
     assert same(old, before)
@@ -104,7 +107,7 @@ def test_a_tensor_with_gaps_beyond_2_to_the_24():
     delta = delta_between(old, new)
     assert delta is not None
     assert len(delta) < 400
-    assert same(Delta(delta.data).patched(old), new)
+    assert same(WeightDelta(delta.data).patched(old), new)
 
 
 def test_the_shorter_form_is_taken():
@@ -155,7 +158,7 @@ def test_damaged_bytes_are_refused_with_a_sentence(data):
     else:
         broken[data.draw(st.integers(0, len(broken) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(DeltaError, match=r"\w+ \w+ \w+"):
-        Delta(bytes(broken)).patched(old)
+        WeightDelta(bytes(broken)).patched(old)
 
 
 @given(st.data())
@@ -174,11 +177,11 @@ def test_a_sender_that_lies_with_a_good_digest_is_refused_too(data):
     forged = HEAD.pack(MAGIC, length, _digest(body)) + bytes(body)
     got = new
     with contextlib.suppress(DeltaError):
-        got = Delta(forged).patched(old)
+        got = WeightDelta(forged).patched(old)
     assert same(got, new)
 
 
-def forged(delta: Delta, change) -> bytes:
+def forged(delta: WeightDelta, change) -> bytes:
     _, length, _ = HEAD.unpack_from(delta.data)
     header = json.loads(delta.data[HEAD.size : HEAD.size + length])
     change(header)
@@ -205,7 +208,7 @@ def forged(delta: Delta, change) -> bytes:
 def test_headers_that_lie(change, said):
     old, new = pair()
     with pytest.raises(DeltaError, match=re.escape(said)):
-        Delta(forged(delta_between(old, new), change)).patched(old)
+        WeightDelta(forged(delta_between(old, new), change)).patched(old)
 
 
 def test_above_half_of_a_full_update_there_is_none():
@@ -216,7 +219,7 @@ def test_above_half_of_a_full_update_there_is_none():
     most = sum(tensor.numel() * tensor.element_size() for tensor in old.values()) / 2
     bits_of(new["a"])[:3000] ^= 1
     assert last.advance(2, new) is None
-    assert last.policy == Policy(2, fingerprint(new.items()))
+    assert last.policy == ServedPolicy(2, fingerprint(new.items()))
     newer = {name: tensor.clone() for name, tensor in new.items()}
     bits_of(newer["a"])[:1000] ^= 1
     delta = last.advance(3, newer)
@@ -235,4 +238,4 @@ def test_a_chain_of_deltas_leads_where_each_said():
         delta = last.advance(version, new)
         held = {name: tensor.clone() for name, tensor in new.items()} if delta is None else delta.patched(held)
         assert same(held, new)
-        assert last.policy == Policy(version, fingerprint(new.items()))
+        assert last.policy == ServedPolicy(version, fingerprint(new.items()))

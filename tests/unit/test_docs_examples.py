@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.config.env import ModuleEnv
-from paceline.config.trainer import CustomLoss
+from paceline.config.env import ModuleEnvConfig
+from paceline.config.trainer import CustomLossConfig
 from paceline.envs import POLICY
 from paceline.envs.module import ModuleEnvironment
 from paceline.inference.tools import ToolReader
@@ -37,7 +37,7 @@ def test_a_custom_loss_as_shown_gets_the_streams_that_are_listed(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     Path("my_loss.py").write_text(block("training.md", "# my_loss.py"))
     table = tomllib.loads(block("training.md", "[trainer.loss]"))["trainer"]["loss"]
-    assert rl_term(CustomLoss.model_validate(table))
+    assert rl_term(CustomLossConfig.model_validate(table))
     scope: dict = {}
     exec(Path("my_loss.py").read_text(), scope)
     columns = {field.name: torch.zeros(3) for field in dataclasses.fields(Streams)}
@@ -79,7 +79,7 @@ def test_a_module_as_shown_plays_and_scores(tmp_path: Path, monkeypatch, said, r
     shown = (DOCS / "environments.md").read_text(encoding="utf-8").partition("## A module of two functions")[2]
     (table,) = re.findall(r"(?:^    .*\n)+", shown.partition("# guess.py")[0], re.MULTILINE)[:1]
     section = tomllib.loads(re.sub(r"(?m)^    ", "", table))["env"][0]
-    environment = ModuleEnvironment(ModuleEnv.model_validate(section))
+    environment = ModuleEnvironment(ModuleEnvConfig.model_validate(section))
     (row,) = environment.examples("train")
     outcome = asyncio.run(environment.play(row, {POLICY: Said(*said)}))
     assert (outcome.rewards[POLICY], outcome.metrics["turns"]) == (reward, turns)

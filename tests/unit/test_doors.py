@@ -11,18 +11,18 @@ import pytest
 
 import launching
 from paceline.config import ConfigError, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.env.doors import ModuleEnv, ReasoningGym
-from paceline.config.inference import Sampling
+from paceline.config.env import CustomEnvConfig
+from paceline.config.env.integrations import ModuleEnvConfig, ReasoningGymConfig
+from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.envs.base import EnvError
 from paceline.envs.module import ModuleEnvironment
 from paceline.envs.offloop import Threads, run_user_code
 from paceline.envs.reasoning_gym import shares
-from paceline.importing import HookError, import_object
 from paceline.orchestrator import RealClock, lay_out
-from paceline.orchestrator.episodes import Player
-from paceline.rollout import Voice
+from paceline.orchestrator.episodes import RolloutRunner
+from paceline.rollout import SamplingClient
+from paceline.util.importing import HookError, import_object
 from playing import stage as open_stage
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -238,8 +238,10 @@ def module(tmp_path):
         data = tmp_path / "rows.jsonl"
         asked = [{"messages": [{"role": "user", "content": q}], "answer": a} for q, a in rows]
         data.write_text("".join(json.dumps(row) + "\n" for row in asked))
-        environment = ModuleEnvironment(ModuleEnv(module=str(file), dataset=str(data), **settings))
-        name = ModuleEnvironment(ModuleEnv(module=str(file), dataset=str(data), **settings))._functions["reward_fn"]
+        environment = ModuleEnvironment(ModuleEnvConfig(module=str(file), dataset=str(data), **settings))
+        name = ModuleEnvironment(ModuleEnvConfig(module=str(file), dataset=str(data), **settings))._functions[
+            "reward_fn"
+        ]
         return environment, sys.modules[name.__module__]
 
     return build
@@ -341,7 +343,7 @@ def test_fields_may_have_other_names(stage, module, tmp_path):
     module([("hi", "x")])
     (tmp_path / "other.jsonl").write_text('{"ask": "hi", "gold": "yes"}\n')
     settings = {"dataset": str(tmp_path / "other.jsonl"), "fields": {"ask": "prompt", "gold": "answer"}}
-    ((outcome, _),) = play(stage, ModuleEnvironment(ModuleEnv(module=str(tmp_path / "task.py"), **settings)))
+    ((outcome, _),) = play(stage, ModuleEnvironment(ModuleEnvConfig(module=str(tmp_path / "task.py"), **settings)))
     assert outcome.rewards == {"policy": 1.0}
 
 
@@ -350,7 +352,7 @@ def test_a_module_can_be_named_as_a_package(stage, module, tmp_path, monkeypatch
     package = tmp_path / "given_by_name.py"
     package.write_text("def reward_fn(messages, answer): return len(messages)")
     monkeypatch.syspath_prepend(tmp_path)
-    settings = ModuleEnv(module="given_by_name", dataset=str(tmp_path / "rows.jsonl"))
+    settings = ModuleEnvConfig(module="given_by_name", dataset=str(tmp_path / "rows.jsonl"))
     ((outcome, _),) = play(stage, ModuleEnvironment(settings))
     assert outcome.rewards == {"policy": 2.0}
 
@@ -407,10 +409,10 @@ def rolled(stage, tmp_path):
 
     def play(name, **kwargs):
         path = f"{tmp_path / 'play.py'}:{name}"
-        section = CustomEnv(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
+        section = CustomEnvConfig(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
         course = lay_out(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
-        voice = Voice(stage._pool, stage._renderer, Sampling(max_tokens=8), frozenset(stage._ends))
-        return asyncio.run(Player(voice, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
+        voice = SamplingClient(stage._pool, stage._renderer, SamplingConfig(max_tokens=8), frozenset(stage._ends))
+        return asyncio.run(RolloutRunner(voice, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
 
     return play
 
@@ -503,7 +505,7 @@ def test_a_dropped_rollout_drops_its_episode(rolled):
 )
 def test_reasoning_gym_sections_that_make_no_sense_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
-        ReasoningGym(**settings)
+        ReasoningGymConfig(**settings)
 
 
 def test_shares_add_up_and_follow_the_weights():

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from paceline.cluster import dtypes as settling
 from paceline.cluster.dtypes import with_settled_dtype
 from paceline.config import RunConfig
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, load_model, load_tokenizer, resolve, trainable
 from paceline.model.dtypes import export_dtype
 from paceline.planner import dtypes as planned
@@ -28,7 +28,7 @@ def halved(tmp_path_factory) -> Path:
     """The quickstart model, stored in bfloat16."""
     folder = tmp_path_factory.mktemp("bf16")
     AutoModelForCausalLM.from_pretrained(resolve(QUICKSTART), dtype=torch.bfloat16).save_pretrained(folder)
-    load_tokenizer(Model()).save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
     return folder
 
 
@@ -96,16 +96,16 @@ def test_only_what_is_fast_is_computed_in():
 
 
 def test_a_model_is_loaded_in_the_type_its_cpu_computes_fast(halved: Path, half_cpu, monkeypatch):
-    assert Model().dtype == "auto"
-    assert load_model(Model(name=str(halved))).dtype == torch.bfloat16
-    assert load_model(Model()).dtype == torch.float32, "weights of float32 stay that"
+    assert ModelConfig().dtype == "auto"
+    assert load_model(ModelConfig(name=str(halved))).dtype == torch.bfloat16
+    assert load_model(ModelConfig()).dtype == torch.float32, "weights of float32 stay that"
     monkeypatch.setattr(planned, "_flags", lambda file: frozenset())
-    assert load_model(Model(name=str(halved))).dtype == torch.float32
+    assert load_model(ModelConfig(name=str(halved))).dtype == torch.float32
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)], ids=["full", "lora"])
 def test_an_export_is_as_large_as_its_source(tmp_path: Path, halved: Path, plain_cpu, lora):
-    config = Model(name=str(halved), lora=lora)
+    config = ModelConfig(name=str(halved), lora=lora)
     model = attach_lora(load_model(config), config, seed=0)
     with torch.no_grad():
         for parameter in trainable(model).values():
@@ -163,7 +163,7 @@ def test_an_adapter_names_its_base_and_peft_loads_both(tmp_path: Path):
     """By the absolute folder of a local model, wherever the reader stands."""
     from peft import AutoPeftModelForCausalLM
 
-    config = Model(lora=Lora(rank=2))
+    config = ModelConfig(lora=LoRAConfig(rank=2))
     model = attach_lora(load_model(config), config, seed=0)
     with torch.no_grad():
         for parameter in trainable(model).values():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
-from paceline.config.algorithm import GRPO, Echo
+from paceline.config.algorithm import EchoConfig, GRPOConfig
 from paceline.config.base import Hook
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.rollout import Renderer, RenderError, assemble
@@ -32,7 +32,7 @@ def quick(load):
 
 
 def echo(renderer, **settings):
-    algorithm = build_algorithm(Echo(**settings))
+    algorithm = build_algorithm(EchoConfig(**settings))
     asyncio.run(algorithm.begin(means(renderer, Oracle())))
     return algorithm
 
@@ -117,7 +117,7 @@ def test_the_rewards_credit_is_grpos(quick):
     for rollout in group.rollouts:
         observed(algorithm, rollout)
     algorithm.assign(group)
-    build_algorithm(GRPO(std="population")).assign(other)
+    build_algorithm(GRPOConfig(std="population")).assign(other)
     for ours, theirs in zip(group.samples(), other.samples(), strict=True):
         np.testing.assert_array_equal(ours.advantages, theirs.advantages)
         assert (ours.rl_weights, ours.ref_kl_weights) == (None, None)

@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from paceline.cluster.ending import run_to_the_end
+from paceline.cluster.shutdown import run_to_the_end
 from paceline.simulate.clock import leap
-from paceline.waits import DeadlineError, abandonable
+from paceline.util.deadlines import DeadlineError, abandonable
 
 
 def test_a_task_that_refuses_to_be_cancelled_is_left_behind(caplog):
@@ -122,7 +122,7 @@ def test_work_that_swallows_its_cancellation_is_abandoned_with_its_line():
 
 LEAVES = """
 import asyncio, atexit, gzip, sys, threading, time, types
-from paceline.exiting import exit_process
+from paceline.util.process_exit import exit_process
 
 sys.modules["torch"] = types.ModuleType("torch")  # with it, memory is left as it is
 text, packed, raw = open("text", "w"), gzip.open("packed", "wt"), open("raw", "wb")
@@ -144,7 +144,7 @@ def test_a_process_ends_with_its_threads_its_exit_functions_and_its_files(tmp_pa
 
 STAYS = """
 import sys, threading, time
-from paceline.exiting import exit_process
+from paceline.util.process_exit import exit_process
 
 print("the last line")
 threading.Thread(target=time.sleep, args=(600,)).start()

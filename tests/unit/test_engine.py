@@ -11,14 +11,14 @@ import torch
 
 from backends import PAGES, SlotCache, engine_of, inverse_cdf, keep_top, paged, sample, uniform
 from conftest import VOCABULARY, tiny_model
-from paceline.config.inference import Engine as EngineConfig
-from paceline.config.trainer import Trainer as TrainerConfig
+from paceline.config.inference import EngineConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.data import Ticket
 from paceline.inference import Completion, EngineError, GenerateRequest, RequestError, noise_key
 from paceline.inference.engine.catalog import POLICY
-from paceline.inference.engine.sampler import Draw
+from paceline.inference.engine.sampler import SamplingMetadata
 from paceline.inference.engine.scheduler import Scheduler
-from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 from paceline.model.shape import attention_shape
 from paceline.rollout import Rollout, Turn, assemble
 from trainers import trainer_of
@@ -100,7 +100,7 @@ def trainer_logprobs(model, request: GenerateRequest, completion: Completion) ->
     with torch.no_grad():
         out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN: plan})
         temperatures = torch.full((len(ids) - 1,), request.temperature)
-        logprobs, _ = token_logprobs(Head(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+        logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :]
 
 
@@ -395,10 +395,10 @@ def test_a_question_nobody_waits_for_any_more_does_no_harm(model):
     assert len(serve(twin(model), work).token_ids) == 3
 
 
-def draws(rows: int, **settings) -> Draw:
+def draws(rows: int, **settings) -> SamplingMetadata:
     values = {"temperatures": 1.0, "top_p": 1.0, "top_k": 0} | settings
     keys = torch.full((rows,), noise_key(11))
-    return Draw(
+    return SamplingMetadata(
         temperatures=torch.full((rows,), float(values["temperatures"])),
         top_p=torch.full((rows,), float(values["top_p"])),
         top_k=torch.full((rows,), int(values["top_k"])),

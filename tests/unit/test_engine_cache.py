@@ -18,9 +18,9 @@ from test_engine import serve, together, until
 from backends import MLX, SlotCache, engine_of, held_bytes
 from conftest import tiny_model
 from engines import MATRIX, SymbolicRunner, content, random_adapter
-from paceline.config.inference import Engine as EngineConfig
+from paceline.config.inference import EngineConfig
 from paceline.inference import GenerateRequest
-from paceline.inference.engine.build import PlainMemory
+from paceline.inference.engine.embedded import PlainMemory
 from paceline.inference.engine.pages import PAGE, PageCache
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.inference.engine.sequence import Sequence

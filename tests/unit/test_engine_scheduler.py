@@ -13,12 +13,12 @@ from test_engine import complete, requests, serve, together, trainer_logprobs, u
 from backends import BITS, engine_of, keep_top, paged, sample
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, PAGE_GIB
-from paceline.config.inference import Engine as EngineConfig
+from paceline.config.inference import EngineConfig
 from paceline.inference import Completion, EngineError, GenerateRequest, Piece, RequestError, noise_key
 from paceline.inference.base import Grammar
 from paceline.inference.engine.pages import PageCache
-from paceline.inference.engine.sampler import Draw
-from paceline.model import PLAN, Head, PackedPlan, WeightUpdate, twin
+from paceline.inference.engine.sampler import SamplingMetadata
+from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, twin
 
 MODEL = tiny_model()
 SCARCE = {"cache_gib": 7.5 * PAGE_GIB, "max_running": 8}
@@ -29,7 +29,7 @@ def all_logprobs(ids: list[int], temperature: float) -> torch.Tensor:
     """log-softmax over the vocabulary after each token."""
     plan, positions = PackedPlan([len(ids)], "cpu"), torch.arange(len(ids))[None]
     out = MODEL.get_decoder()(input_ids=torch.tensor([ids]), position_ids=positions, use_cache=False, **{PLAN: plan})
-    return torch.log_softmax(Head(MODEL)(out.last_hidden_state[0]) / temperature, -1)
+    return torch.log_softmax(LMHead(MODEL)(out.last_hidden_state[0]) / temperature, -1)
 
 
 def close(got: list[float], expected) -> bool:
@@ -293,7 +293,9 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_ask_for():
     """Bit for bit: another row's top-p or grammar must not touch the tail of this one."""
     logits = torch.randn(64, 900, generator=torch.Generator().manual_seed(0)) * 4
     keys = torch.arange(64) * 7919
-    plain = Draw(torch.ones(64), torch.ones(64), torch.zeros(64, dtype=torch.long), keys, keys, False, False)
+    plain = SamplingMetadata(
+        torch.ones(64), torch.ones(64), torch.zeros(64, dtype=torch.long), keys, keys, False, False
+    )
     alone = sample(logits, plain)
     top_p = torch.ones(64)
     top_p[0] = 0.5

@@ -14,11 +14,11 @@ from backends import interfere, torch_only
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, merged, random_adapter
 from paceline.inference import Completion, EngineError, GenerateRequest, Pool, RequestError, noise_key
-from paceline.inference.base import OtherBase, Torn, UnknownModel
-from paceline.model import PLAN, Adapter, Canary, Head, Policy, WeightUpdate, fingerprint, twin
+from paceline.inference.base import OtherBase, PartialUpdateError, UnknownModel
+from paceline.model import PLAN, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, fingerprint, twin
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.canary import make_canary
-from paceline.model.delta import Delta, LastSent
+from paceline.model.delta import LastSent, WeightDelta
 
 POLICIES = [tiny_model(seed) for seed in range(4)]
 
@@ -61,7 +61,7 @@ def replayed_logprobs(request: GenerateRequest, completion: Completion) -> list[
         out = model.get_decoder()(
             input_ids=torch.tensor([fresh]), position_ids=positions, use_cache=False, **{PLAN: plan}
         )
-        logits = Head(model)(out.last_hidden_state[0, -1])
+        logits = LMHead(model)(out.last_hidden_state[0, -1])
         logprobs.append(torch.log_softmax(logits / request.temperature, -1)[token].item())
         fresh, at = [token], at + len(fresh)
     return logprobs
@@ -158,7 +158,7 @@ def test_a_refused_update_changes_nothing(config):
 
 @pytest.mark.parametrize("config", MATRIX)
 def test_a_failed_canary_closes_the_door_until_a_good_update(config):
-    right, wrong = (make_canary(POLICIES[v], Head(POLICIES[v])) for v in (1, 2))
+    right, wrong = (make_canary(POLICIES[v], LMHead(POLICIES[v])) for v in (1, 2))
 
     async def work(engine):
         (running,) = await together(engine, [replace(CROWD[0], max_tokens=100)], stop_at=4)
@@ -181,7 +181,7 @@ def test_a_failed_canary_closes_the_door_until_a_good_update(config):
 
 
 def test_checks_can_be_turned_off():
-    wrong = make_canary(POLICIES[2], Head(POLICIES[2]))
+    wrong = make_canary(POLICIES[2], LMHead(POLICIES[2]))
 
     async def work(engine):
         await engine.load_weights(WeightUpdate(1, weights(1), expected="0" * 16, canary=wrong))
@@ -234,12 +234,12 @@ def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkey
     async def work(engine):
         tasks = await together(engine, CROWD, stop_at=10)
         interfere(monkeypatch, Gone(at))
-        with pytest.raises(Torn, match=f"version 1 broke off .*no room for tensor {at}"):
+        with pytest.raises(PartialUpdateError, match=f"version 1 broke off .*no room for tensor {at}"):
             await engine.load_weights(WeightUpdate(1, weights(1)))
         monkeypatch.undo()
         await engine.resume()
         for refused in (*tasks, engine.generate(CROWD[0]), engine.score([[1, 2, 3]])):
-            with pytest.raises(Torn, match="broke off"):
+            with pytest.raises(PartialUpdateError, match="broke off"):
                 await refused
         broken = await engine.policy()
         assert broken.version < 0
@@ -247,13 +247,13 @@ def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkey
         for part in (WeightUpdate(1, {}, delta=change), WeightUpdate(1, {NAME: GOOD})):
             with pytest.raises(OtherBase, match="broke off here"):
                 await engine.load_weights(part)
-            with pytest.raises(Torn):
+            with pytest.raises(PartialUpdateError):
                 await engine.generate(CROWD[0])
         await engine.load_weights(WeightUpdate(1, weights(1), delta=change))  # which has all of it beside the delta
         return await asyncio.gather(*map(engine.generate, CROWD)), await engine.policy()
 
     answers, policy = serve(twin(POLICIES[0]), work, verify_weights=check)
-    assert policy == Policy(1, fingerprint(weights(1).items()))
+    assert policy == ServedPolicy(1, fingerprint(weights(1).items()))
     for request, completion in zip(CROWD, answers, strict=True):
         assert set(completion.versions) == {1}
         assert gap(trainer_logprobs(POLICIES[1], request, completion), completion.logprobs) < 1e-4
@@ -267,14 +267,14 @@ def test_a_delta_that_breaks_off_in_the_middle_leaves_no_name_either(monkeypatch
     assert change is not None
 
     async def work(engine):
-        write = Delta.write
+        write = WeightDelta.write
 
         def half(self, tensors):
             write(self, tensors)
             raise RuntimeError("a kernel failed")
 
-        monkeypatch.setattr(Delta, "write", half)
-        with pytest.raises(Torn, match="a kernel failed"):
+        monkeypatch.setattr(WeightDelta, "write", half)
+        with pytest.raises(PartialUpdateError, match="a kernel failed"):
             await engine.load_weights(WeightUpdate(1, {}, delta=change))
         monkeypatch.undo()
         with pytest.raises(OtherBase):
@@ -302,7 +302,7 @@ def test_the_pool_sends_all_weights_to_an_engine_whose_update_broke_off(monkeypa
         return await asyncio.gather(*asked), await engine.policy()
 
     answers, policy = serve(twin(POLICIES[0]), work)
-    assert policy == Policy(1, fingerprint(weights(1).items()))
+    assert policy == ServedPolicy(1, fingerprint(weights(1).items()))
     for request, completion in zip(CROWD, answers, strict=True):
         assert gap(trainer_logprobs(POLICIES[1], request, completion), completion.logprobs) < 1e-4
 
@@ -358,7 +358,7 @@ def test_base_policy_and_adapters_run_side_by_side(config):
     crowd = mixed_crowd()
 
     async def work(engine):
-        canary = make_canary(plain["named"], Head(plain["named"]))
+        canary = make_canary(plain["named"], LMHead(plain["named"]))
         await engine.load_weights(adapter_update("", 1, version=3))
         await engine.load_weights(adapter_update("named", 2, version=8, canary=canary))
         answers = await asyncio.gather(*map(engine.generate, crowd))
@@ -434,7 +434,7 @@ def test_what_one_model_cannot_say_in_numbers_does_not_stay_in_the_cache(config)
 
 def test_trust_is_each_models_own():
     """An adapter that fails its canary is refused alone, and another's good update does not clear its name."""
-    wrong = make_canary(POLICIES[2], Head(POLICIES[2]))
+    wrong = make_canary(POLICIES[2], LMHead(POLICIES[2]))
 
     async def work(engine):
         with pytest.raises(EngineError, match="canary"):

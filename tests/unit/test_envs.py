@@ -16,7 +16,7 @@ from paceline.orchestrator.episodes import metric_of
 from paceline.rollout import Reply
 
 laws = settings(max_examples=40, deadline=None)
-BUILT_IN = [config.ReverseText(), config.Arithmetic()]
+BUILT_IN = [config.ReverseTextConfig(), config.ArithmeticConfig()]
 LETTERS = st.text("abc", max_size=9)
 
 
@@ -55,7 +55,7 @@ def test_every_answer_is_the_right_one(settings):
 @laws
 @given(LETTERS.filter(bool), LETTERS, st.floats(0, 1))
 def test_reverse_text_pays_for_letters_in_place_but_less_than_for_the_word(answer, said, most):
-    reward, exact = pays(build_environment(config.ReverseText(partial_credit=most)), answer, said)
+    reward, exact = pays(build_environment(config.ReverseTextConfig(partial_credit=most)), answer, said)
     in_place = sum(i < len(said) and said[i] == letter for i, letter in enumerate(answer))
     longer = max(len(answer), len(said))
     assert exact == (said == answer)
@@ -68,7 +68,7 @@ def test_reverse_text_pays_for_letters_in_place_but_less_than_for_the_word(answe
 @laws
 @given(st.integers(0, 198), st.integers(-5, 205), st.sampled_from(["", " ", "\n", "0", ".", " 1"]))
 def test_arithmetic_pays_the_exact_sum_and_nothing_else(answer, said, after):
-    reward, exact = pays(build_environment(config.Arithmetic()), str(answer), f"{said}{after}")
+    reward, exact = pays(build_environment(config.ArithmeticConfig()), str(answer), f"{said}{after}")
     assert reward == exact == float(f"{said}{after}".strip() == str(answer))
 
 
@@ -134,7 +134,7 @@ def custom(tmp_path_factory):
 
     def build(name: str, dataset: str | None = f"{folder}/rows.jsonl", **kwargs) -> Environment:
         path = f"{folder}/game.py:{name}"
-        return build_environment(config.CustomEnv(name="mine", import_path=path, dataset=dataset, kwargs=kwargs))
+        return build_environment(config.CustomEnvConfig(name="mine", import_path=path, dataset=dataset, kwargs=kwargs))
 
     return build
 

@@ -23,37 +23,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.references import Reference
+from paceline.algorithms.references import ReferenceScorer
 from paceline.arena import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
-from paceline.config import Breaker, Checkpoint, Eval, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.failures import Failures
-from paceline.config.inference import Sampling
+from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.failures import Drop, Fail, FailuresConfig, Retry, failure_policy
+from paceline.config.inference import SamplingConfig
 from paceline.data import Sample, State, Ticket
 from paceline.envs import Environment, JudgeFailed, Outcome
 from paceline.envs.workers import WorkerFailed, Workers
-from paceline.failures import Drop, Fail, Retry, policy
 from paceline.inference import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
     HttpEngine,
-    Limits,
     NobodyLeft,
     Overloaded,
     Pool,
     RequestError,
     Unreachable,
 )
-from paceline.inference.shelf import Shelf
-from paceline.model.weights import Policy, WeightUpdate
-from paceline.monitor import Monitor, Recorder, read_jsonl
-from paceline.orchestrator import CheckpointError, Checkpoints, Conductor, Parts, RunStopped, lay_out
+from paceline.inference.weight_store import WeightStore
+from paceline.model.weights import ServedPolicy, WeightUpdate
+from paceline.monitor import Monitor, RunRecorder, read_jsonl
+from paceline.orchestrator import CheckpointError, Checkpoints, Orchestrator, OrchestratorParts, RunStopped, lay_out
 from paceline.orchestrator.clock import DeadlineError
-from paceline.orchestrator.episodes import Player
+from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import kind_of
-from paceline.rollout import Group, Rollout, Voice
+from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.simulate.clock import VirtualClock, leap
 from paceline.trainer import StepReport
 
@@ -95,10 +94,10 @@ class Near:
     async def policy(self):
         if self.dead:
             raise EngineError("the engine's thread ended: CUDA out of memory")
-        return Policy(self.version, "")
+        return ServedPolicy(self.version, "")
 
     async def limits(self):
-        return Limits(512, 100)
+        return EngineLimits(512, 100)
 
     async def stats(self):
         return EngineStats(capacity=4)
@@ -184,9 +183,9 @@ def configured(**more) -> RunConfig:
             "batch_size": 8,
             "group_size": 2,
             "steps": 3,
-            "eval": Eval(every=0),
-            "checkpoint": Checkpoint(every=0),
-            "env": [CustomEnv(name="coins", import_path="x:y", group_size=2)],
+            "eval": EvalConfig(every=0),
+            "checkpoint": CheckpointConfig(every=0),
+            "env": [CustomEnvConfig(name="coins", import_path="x:y", group_size=2)],
         }
         | more
     )
@@ -198,11 +197,13 @@ def conduct(tmp_path, environment, engine=None, trainer=None, monitor=None, **mo
 
     async def run():
         pool = Pool([engine or Near()], jitter=lambda: 0.0)
-        voice = Voice(pool, Mute(), Sampling(), frozenset({1}))
+        voice = SamplingClient(pool, Mute(), SamplingConfig(), frozenset({1}))
         clock = VirtualClock(asyncio.get_running_loop())
         store = Checkpoints(tmp_path / "ckpt", 100)
         courses = lay_out(config, {"coins": environment})
-        conductor = Conductor(config, Parts(pool, trainer, voice, voice, courses, monitor or Monitor(), store, clock))
+        conductor = Orchestrator(
+            config, OrchestratorParts(pool, trainer, voice, voice, courses, monitor or Monitor(), store, clock)
+        )
         error = None
         try:
             async with asyncio.timeout(10_000):
@@ -231,13 +232,13 @@ class Told(Monitor):
         return sum(value for metrics in self.steps for key, value in metrics.items() if key.startswith(name))
 
 
-def group(environment, engine=None, **more) -> tuple[Group, Player, float]:
+def group(environment, engine=None, **more) -> tuple[Group, RolloutRunner, float]:
     """One group of two in virtual time, and how long it took."""
     config = configured(**more)
 
     async def run():
-        voice = Voice(Pool([engine or Near()], jitter=lambda: 0.0), Mute(), Sampling(), frozenset({1}))
-        player = Player(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        voice = SamplingClient(Pool([engine or Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
+        player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
         done = await player.group(lay_out(config, {"coins": environment})["coins"], TICKET)
         return done, player, asyncio.get_running_loop().time()
 
@@ -315,7 +316,7 @@ RAISED = {
 def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, choice, tries, failures):
     """Both episodes of a group meet `failures` failures before they play to their end."""
     environment = Coins(lambda row, time: RAISED[kind]() if time <= 2 * failures else None)
-    play = partial(group, environment, failures=Failures(**{kind: choice}, tries=tries))
+    play = partial(group, environment, failures=FailuresConfig(**{kind: choice}, tries=tries))
     if choice == "fail" and failures:
         with pytest.raises(RunStopped, match=rf'coins: .*\(failures\.{kind} = "fail"\)'):
             play()
@@ -337,7 +338,7 @@ def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, c
 
 
 def test_the_words_of_a_run_file_stand_for_small_values():
-    assert [policy(word, 4) for word in ("retry", "drop", "fail")] == [Retry(4), Drop(), Fail()]
+    assert [failure_policy(word, 4) for word in ("retry", "drop", "fail")] == [Retry(4), Drop(), Fail()]
     assert max(Retry.pause(failed) for failed in range(1, 2000)) <= 30
 
 
@@ -365,7 +366,7 @@ def test_a_failing_preparation_is_tried_again_too():
     environment = Late()
     assert group(environment)[0].failed == []
     assert environment.prepared == 3
-    done, _, _ = group(Late(), failures=Failures(judge="drop"))
+    done, _, _ = group(Late(), failures=FailuresConfig(judge="drop"))
     assert [rollout.error for rollout in done.failed] == [
         'coins: nobody has written the question yet (failures.judge = "drop")'
     ]
@@ -379,7 +380,7 @@ def test_the_breaker_counts_only_what_was_lost_in_the_end(tmp_path):
         key = row * 2 + (time - 1) % 2
         return None if key in seen else seen.add(key) or Overloaded("the queue is full")
 
-    trainer, _, error, _ = conduct(tmp_path, Coins(once), breaker=Breaker(consecutive=2))
+    trainer, _, error, _ = conduct(tmp_path, Coins(once), breaker=BreakerConfig(consecutive=2))
     assert error is None
     assert trainer.version == 3
 
@@ -391,7 +392,7 @@ def test_a_run_stopped_by_a_failure_leaves_nobody_playing(tmp_path):
         lost = next(endings) == 7
         return ValueError("the dice fell off the table") if lost else asyncio.sleep(50, Outcome.solo(1.0))
 
-    _, _, error, seconds = conduct(tmp_path, Coins(trouble), failures=Failures(episode="fail"))
+    _, _, error, seconds = conduct(tmp_path, Coins(trouble), failures=FailuresConfig(episode="fail"))
     assert isinstance(error, RunStopped)
     said, end = "coins: ValueError: the dice fell off the table, at ", ": mend that, or let the run drop or retry"
     assert str(error).startswith(said)
@@ -399,13 +400,13 @@ def test_a_run_stopped_by_a_failure_leaves_nobody_playing(tmp_path):
     assert seconds < 5
 
 
-def called_off(environment, seconds: float) -> tuple[float, Player]:
+def called_off(environment, seconds: float) -> tuple[float, RolloutRunner]:
     """When a group is really gone that is called off after so many seconds."""
 
     async def run():
-        voice = Voice(Pool([Near()], jitter=lambda: 0.0), Mute(), Sampling(), frozenset({1}))
-        player = Player(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
-        course = lay_out(configured(failures=Failures(episode="retry")), {"coins": environment})["coins"]
+        voice = SamplingClient(Pool([Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
+        player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        course = lay_out(configured(failures=FailuresConfig(episode="retry")), {"coins": environment})["coins"]
         task = asyncio.ensure_future(player.group(course, TICKET))
         asyncio.get_running_loop().call_later(seconds, task.cancel)
         with pytest.raises(asyncio.CancelledError):
@@ -452,7 +453,7 @@ def test_what_an_agent_makes_of_a_lost_engine_is_the_engines_failure():
             except TimeoutError:
                 raise OSError("the server answered 503") from None
 
-    done, _, _ = group(Agent(), Far(0, 1e6), failures=Failures(engine="drop"))
+    done, _, _ = group(Agent(), Far(0, 1e6), failures=FailuresConfig(engine="drop"))
     (lost, _) = done.failed
     assert re.search(r"OSError: the server answered 503, at .*, and no engine is left: http://far:1", lost.error)
     assert "failures.engine" in lost.error
@@ -558,7 +559,7 @@ def test_rewards_that_are_always_none_end_the_run_with_the_right_advice(tmp_path
 
     turns = itertools.count()
     environment = Coins(lambda row, time: none() if next(turns) % 2 >= rest else None, rows=10_000)
-    pairs = CustomEnv(name="coins", import_path="x:y", group_size=2, min_group_size=2)
+    pairs = CustomEnvConfig(name="coins", import_path="x:y", group_size=2, min_group_size=2)
     _, _, error, _ = conduct(tmp_path, environment, monitor=Notes(), env=[pairs])
     assert isinstance(error, RunStopped)
     assert str(error).startswith(advice)
@@ -783,12 +784,14 @@ class Grader(Near):
 def school(renderer, *grades):
     """A group of one essay, and who was asked what."""
     engine = Grader(renderer, *grades)
-    section = CustomEnv(name="coins", import_path="x:y", group_size=1, algo={"type": "rae"})
+    section = CustomEnvConfig(name="coins", import_path="x:y", group_size=1, algo={"type": "rae"})
     config = configured(group_size=1, env=[section])
 
     async def run():
-        voice = Voice(Pool([engine], jitter=lambda: 0.0), renderer, Sampling(max_tokens=8), renderer.end_tokens)
-        player = Player(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        voice = SamplingClient(
+            Pool([engine], jitter=lambda: 0.0), renderer, SamplingConfig(max_tokens=8), renderer.end_tokens
+        )
+        player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
         course = lay_out(config, {"coins": ArenaEnvironment(School())})["coins"]
         return await player.group(course, TICKET), player
 
@@ -797,11 +800,11 @@ def school(renderer, *grades):
 
 @pytest.fixture(scope="module")
 def renderer():
-    from paceline.config.model import Model
+    from paceline.config.model import ModelConfig
     from paceline.model import load_tokenizer
     from paceline.rollout import Renderer
 
-    tokenizer = load_tokenizer(Model())
+    tokenizer = load_tokenizer(ModelConfig())
     return Renderer(tokenizer, [tokenizer.eos_token_id])
 
 
@@ -866,7 +869,7 @@ def taught(teacher, policy=Retry(3), samples: int = 4):  # noqa: B008
     batch = Group(ticket=TICKET, rollouts=rollouts, places=samples)
 
     async def run():
-        reference = Reference(Pool([teacher]), "`teacher` at http://far:2/v1", policy)
+        reference = ReferenceScorer(Pool([teacher]), "`teacher` at http://far:2/v1", policy)
         return await reference.refer([batch]), asyncio.get_running_loop().time()
 
     lost, seconds = leap(run())
@@ -934,7 +937,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_what_came_after_the_last_one(
             with small_files(1000 if self.version == 2 else 1 << 30):
                 (folder / "trainer").write_bytes(b"x" * 5000)
 
-    _, _, error, _ = conduct(tmp_path, Coins(), trainer=Large(), checkpoint=Checkpoint(every=1))
+    _, _, error, _ = conduct(tmp_path, Coins(), trainer=Large(), checkpoint=CheckpointConfig(every=1))
     assert isinstance(error, CheckpointError)
     for part in ("step-000002 could not be written", "File too large", "make room", "--resume latest", "step-000001"):
         assert part in str(error)
@@ -942,7 +945,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_what_came_after_the_last_one(
 
 
 def test_a_disk_that_is_full_at_the_metrics_ends_the_run_and_tears_no_line(tmp_path):
-    class Full(Recorder):
+    class Full(RunRecorder):
         def step(self, step, metrics):
             with small_files((tmp_path / "metrics.jsonl").stat().st_size + 20 if step == 2 else 1 << 30):
                 super().step(step, metrics)
@@ -958,7 +961,7 @@ def test_a_disk_that_is_full_at_the_metrics_ends_the_run_and_tears_no_line(tmp_p
 def test_a_disk_that_is_full_at_the_shelf_keeps_the_weights_before(tmp_path):
     import torch
 
-    shelf = Shelf(tmp_path)
+    shelf = WeightStore(tmp_path)
 
     async def run():
         first = await shelf.keep(WeightUpdate(1, {"w": torch.zeros(10)}))

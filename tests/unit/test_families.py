@@ -22,8 +22,8 @@ from families import (
     tiny,
     verdict,
 )
-from paceline.config.inference import Engine as EngineConfig
-from paceline.config.model import Model
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
 from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model import PackedPlan, UnsupportedModel, load_model, twin
 from paceline.model.shape import AttentionShape, attention_shape
@@ -259,7 +259,7 @@ def test_loading_refuses_with_a_sentence(tmp_path, kind):
     config = config or hf.Gemma2Config(**SMALL)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"not supported|no attention interface"):
-        load_model(Model(name=str(tmp_path)))
+        load_model(ModelConfig(name=str(tmp_path)))
 
 
 def test_plans_agree_on_a_window_longer_than_everything():

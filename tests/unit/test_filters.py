@@ -13,16 +13,15 @@ from test_orchestrator import CoinFlips, conduct, states
 from paceline.algorithms import build_algorithm
 from paceline.config import RunConfig, algorithm, load
 from paceline.config.base import Hook
-from paceline.config.filters import Filters as FiltersConfig
-from paceline.config.filters import Length
-from paceline.config.inference import Sampling
-from paceline.config.reference import ModelRef
+from paceline.config.filters import FiltersConfig, LengthConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelRef
 from paceline.envs import Outcome
-from paceline.importing import HookError
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.filters import FINE, FilterError, Filters
 from paceline.rollout import Group
-from paceline.user_code import UserCodeError
+from paceline.util.importing import HookError
+from paceline.util.user_code import UserCodeError
 
 laws = settings(max_examples=30, deadline=None)
 REF = ModelRef(name="big", base_url="http://there/v1")
@@ -100,7 +99,7 @@ def test_the_run_file_names_the_filter_and_doubts_too_large_a_buffer(tmp_path):
 # --- long replies
 
 
-def judged(config: algorithm.AlgorithmConfig, members, length: Length, max_tokens: int = 8) -> Group:
+def judged(config: algorithm.AlgorithmConfig, members, length: LengthConfig, max_tokens: int = 8) -> Group:
     """A group of rollouts (reward, lengths of turns, whether the last was cut off) after rules and credit."""
     rollouts = []
     for number, (reward, lengths, cut) in enumerate(members):
@@ -109,12 +108,12 @@ def judged(config: algorithm.AlgorithmConfig, members, length: Length, max_token
             made.samples[-1] = replace(made.samples[-1], ended="truncated")
         rollouts.append(made)
     group = Group(ticket=rollouts[0].ticket, rollouts=rollouts, places=len(rollouts))
-    filters = Filters(RunConfig(length=length, sampling=Sampling(max_tokens=max_tokens)))
+    filters = Filters(RunConfig(length=length, sampling=SamplingConfig(max_tokens=max_tokens)))
     filters.before_credit(group)
     found = build_algorithm(config)
     found.assign(group)
     filters.after_credit(group)
-    if isinstance(config, algorithm.GRPO):
+    if isinstance(config, algorithm.GRPOConfig):
         asyncio.run(found.score([group]))
     return group
 
@@ -131,7 +130,7 @@ MEMBERS = st.lists(
 @laws
 @given(MEMBERS, st.sampled_from(["group", "batch"]))
 def test_a_cut_off_rollout_says_nothing_and_still_counts_in_the_baseline(members, baseline):
-    group = judged(algorithm.GRPO(baseline=baseline), members, Length(mask_truncated=True))
+    group = judged(algorithm.GRPOConfig(baseline=baseline), members, LengthConfig(mask_truncated=True))
     mean = np.mean([reward for reward, _, _ in members])
     for member, (reward, _, cut) in zip(group.rollouts, members, strict=True):
         for sample in member.samples:
@@ -142,21 +141,27 @@ def test_a_cut_off_rollout_says_nothing_and_still_counts_in_the_baseline(members
 
 
 @pytest.mark.parametrize(
-    "config", [algorithm.OPD(teacher=REF), algorithm.SFT(teacher=REF), algorithm.GAE(), algorithm.Constant()]
+    "config",
+    [
+        algorithm.OPDConfig(teacher=REF),
+        algorithm.SFTConfig(teacher=REF),
+        algorithm.GAEConfig(),
+        algorithm.ConstantConfig(),
+    ],
 )
 def test_whatever_trains_a_cut_off_rollout_falls_silent(config):
-    group = judged(config, [(1.0, (2, 3), True)], Length(mask_truncated=True))
+    group = judged(config, [(1.0, (2, 3), True)], LengthConfig(mask_truncated=True))
     assert without_signal(group)
     for sample in group.samples():
         assert (sample.rl.any(), sample.ce_weights, sample.ref_kl_weights) == (False, None, None)
 
 
 def test_what_a_cut_off_rollout_was_told_may_still_train():
-    group = judged(algorithm.GRPO(), [(1.0, (2,), True)], Length())
+    group = judged(algorithm.GRPOConfig(), [(1.0, (2,), True)], LengthConfig())
     member = group.rollouts[0]
     told = np.array([0, 0.1, 0, 0], np.float32)
     member.samples = [member.samples[0].with_streams(ce_weights=told)]
-    Filters(RunConfig(length=Length(mask_truncated=True))).after_credit(group)
+    Filters(RunConfig(length=LengthConfig(mask_truncated=True))).after_credit(group)
     np.testing.assert_array_equal(member.samples[0].ce_weights, told)
 
 
@@ -164,7 +169,7 @@ def test_what_a_cut_off_rollout_was_told_may_still_train():
 @given(MEMBERS, st.integers(0, 8), st.sampled_from([0.5, 1.0]))
 def test_the_last_tokens_before_the_limit_cost_reward_line_by_line(members, buffer, penalty):
     """DAPO, equation 13, of the longest reply."""
-    group = judged(algorithm.Reward(), members, Length(buffer=buffer, penalty=penalty))
+    group = judged(algorithm.RewardConfig(), members, LengthConfig(buffer=buffer, penalty=penalty))
     for member, (reward, lengths, _) in zip(group.rollouts, members, strict=True):
         length, limit = max(lengths), 8
         free = buffer == 0 or length <= limit - buffer
@@ -180,7 +185,7 @@ def test_the_rewards_shown_are_the_environments_own(tmp_path):
             await seats["policy"].complete([0, 1])
             return Outcome.solo(1.0)
 
-    rules = {"length": Length(buffer=2), "sampling": Sampling(max_tokens=3), "filters": FiltersConfig()}
+    rules = {"length": LengthConfig(buffer=2), "sampling": SamplingConfig(max_tokens=3), "filters": FiltersConfig()}
     trainer, log, _ = conduct(tmp_path, Pays(), steps=3, group_size=4, **rules)
     for line in log.metrics:
         assert line["reward/coins/mean"] == line["reward_trained/coins/mean"] == 1.0

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_orchestrator import Log, Renderer
 
-from paceline.config import Breaker, Checkpoint, Eval, Filters, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.config.run import ConfigWarning
 from paceline.envs import Environment, Outcome
 from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.model.weights import Policy, WeightUpdate
-from paceline.orchestrator import Checkpoints, Conductor, Course, Parts, RunStopped, lay_out
-from paceline.rollout import Voice
+from paceline.model.weights import ServedPolicy, WeightUpdate
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, lay_out
+from paceline.rollout import SamplingClient
 from paceline.simulate import Lengths, SimulatedEngine, leap
 from paceline.simulate.clock import VirtualClock
 from paceline.trainer import StepReport
@@ -64,8 +64,8 @@ class Engine:
         self.version = update.version
         return 0.0
 
-    async def policy(self) -> Policy:
-        return Policy(self.version, "")
+    async def policy(self) -> ServedPolicy:
+        return ServedPolicy(self.version, "")
 
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -130,7 +130,7 @@ class Played:
     trainer: Trainer
     engine: Engine
     config: RunConfig
-    courses: dict[str, Course]
+    courses: dict[str, TrainEnv]
 
     def tickets(self, state: str, **like) -> list[dict]:
         return [r for r in self.log.records if r["state"] == state and like.items() <= r.items()]
@@ -147,19 +147,20 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
     settings_ = {
         "batch_size": BATCH,
         "group_size": GROUP,
-        "eval": Eval(every=0),
-        "checkpoint": Checkpoint(every=0),
-        "breaker": Breaker(consecutive=1000, window=1000),
-        "filters": Filters(zero_advantage=not all(env.pays for env in environments.values())),
+        "eval": EvalConfig(every=0),
+        "checkpoint": CheckpointConfig(every=0),
+        "breaker": BreakerConfig(consecutive=1000, window=1000),
+        "filters": FiltersConfig(zero_advantage=not all(env.pays for env in environments.values())),
         "env": [
-            CustomEnv(name=name, import_path="x:y", timeout=1e6, weight=weights.get(name, 1.0)) for name in environments
+            CustomEnvConfig(name=name, import_path="x:y", timeout=1e6, weight=weights.get(name, 1.0))
+            for name in environments
         ],
     } | keys
     config = RunConfig(**settings_)
     engine, log = Engine(), Log()
     trainer = Trainer(training, config.staleness, engine)
     pool = Pool([engine])
-    voice = Voice(pool, Renderer(), Sampling(), frozenset({1}))
+    voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = lay_out(config, dict(environments))
     for course in courses.values():
         course.algorithm.voice = voice if somebody_else else None
@@ -167,8 +168,8 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
     async def run() -> None:
         loop = asyncio.get_running_loop()
         checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
-        parts = Parts(pool, trainer, voice, voice, courses, log, checkpoints, VirtualClock(loop))
-        conductor = Conductor(config, parts, shunned)
+        parts = OrchestratorParts(pool, trainer, voice, voice, courses, log, checkpoints, VirtualClock(loop))
+        conductor = Orchestrator(config, parts, shunned)
         if stop_at:
             loop.call_later(stop_at, conductor.stop)
         await conductor.run()
@@ -359,7 +360,7 @@ def test_a_reward_that_never_varies_ends_the_run_with_its_evidence(tmp_path, rew
         dull = Timed(lambda draw: 1, pays=False)
         dull.reward = reward
         with pytest.raises(RunStopped) as stopped:
-            lead(tmp_path, {"task": dull}, steps=5, stop_at=1000, breaker=Breaker(), batch_size=batch)
+            lead(tmp_path, {"task": dull}, steps=5, stop_at=1000, breaker=BreakerConfig(), batch_size=batch)
         said = f"every reward of the last {groups} groups ({groups * GROUP} rollouts) was {reward:g}"
         assert str(stopped.value).startswith(said)
         assert "breaker.no_signal = 0" in str(stopped.value)
@@ -374,14 +375,14 @@ def test_a_run_that_has_solved_its_task_finishes_and_says_so(tmp_path):
             said = (await super().play(example, seats)).rewards["policy"]
             return Outcome.solo(1.0 if len(self.started) > 60 or said % 2 else 0.0)
 
-    run = lead(tmp_path, {"task": Solved(lambda draw: 1)}, steps=500, stop_at=1000, filters=Filters())
+    run = lead(tmp_path, {"task": Solved(lambda draw: 1)}, steps=500, stop_at=1000, filters=FiltersConfig())
     assert 0 < run.trainer.version < 20
     assert re.match(r"solved: in \d+% of the last 100 groups every reward is 1, the highest", run.log.notes[-1])
 
 
 @pytest.mark.parametrize("keys", [{}, {"staleness": 0, "oversample": 0.5}])
 def test_where_every_group_is_filtered_the_run_goes_on_and_says_so(tmp_path, keys):
-    dull, keys = Timed(lambda draw: 1, pays=False), keys | {"breaker": Breaker(no_signal=0)}
+    dull, keys = Timed(lambda draw: 1, pays=False), keys | {"breaker": BreakerConfig(no_signal=0)}
     run = lead(tmp_path, {"task": dull}, steps=5, stop_at=100, **keys)
     assert run.trainer.version == 0
     assert len(dull.started) > 600
@@ -404,7 +405,7 @@ def test_evaluation_changes_nothing_of_training(tmp_path):
     runs = []
     for every in (0, 1):
         environment = Timed(lambda draw: 1 + draw % 7, held_out=5)
-        keys = {"steps": 8, "staleness": 0, "deterministic": True, "eval": Eval(every=every, samples=2)}
+        keys = {"steps": 8, "staleness": 0, "deterministic": True, "eval": EvalConfig(every=every, samples=2)}
         runs.append(lead(tmp_path / str(every), {"task": environment}, **keys))
     without, beside = runs
 

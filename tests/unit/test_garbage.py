@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from paceline.garbage import freeze_more, rarely_collected
+from paceline.util.gc_tuning import freeze_more, rarely_collected
 
 
 @pytest.fixture(autouse=True)

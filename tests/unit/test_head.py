@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, log_softmax
 
-from paceline.model import scored as module
-from paceline.model.scored import scored
+from paceline.model import head as module
+from paceline.model.head import scored
 
 
 def plain(hidden, weight, targets, temperatures):

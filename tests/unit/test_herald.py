@@ -10,8 +10,8 @@ from test_engine import serve, together
 
 from conftest import tiny_model
 from paceline.inference import EmbeddedEngine, GenerateRequest, Piece
-from paceline.inference.engine.herald import LISTENER_SECONDS, LONGEST_SECONDS, Herald
 from paceline.inference.engine.sequence import Drawn, Sequence
+from paceline.inference.engine.streaming import LISTENER_SECONDS, LONGEST_SECONDS, TokenStreamer
 
 
 class Hall:
@@ -19,7 +19,7 @@ class Hall:
 
     def __init__(self, count: int) -> None:
         self.now = 0.0
-        self.herald = Herald(lambda: self.now)
+        self.herald = TokenStreamer(lambda: self.now)
         self.heard: list[list[Piece]] = [[] for _ in range(count)]
         request = GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=1000)
         self.sequences = [Sequence(request, Future(), [1, 2, 3], 1000, pieces.append) for pieces in self.heard]

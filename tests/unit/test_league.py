@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from conftest import tiny_model
 from paceline.arena import Artifact, EpisodeRequest, EpisodeResult, League, Match
-from paceline.arena.matchmaking import Matchmaker
-from paceline.arena.payoff import Payoff
-from paceline.arena.picture import draw_league
-from paceline.arena.ratings import SCALE, rate
+from paceline.arena.league import Matchmaker
+from paceline.arena.payoff import SCALE, Payoff, draw_league, rate
 from paceline.config import env as config
-from paceline.config.inference import Engine as EngineConfig
+from paceline.config.inference import EngineConfig
 from paceline.inference import EmbeddedEngine, GenerateRequest
-from paceline.inference.past import PoolWithPast
+from paceline.inference.pool import LeaguePool
 from paceline.model.weights import Adapter, WeightUpdate
 
 GAMES = st.lists(
@@ -149,7 +147,7 @@ def test_a_league_keeps_the_first_version_never_more_than_its_size_and_nobody_wh
     size, every, steps, busy
 ):
     """`busy` says for how many versions some of them are in a game, from when they come."""
-    league, addresses, games = League(config.League(size=size, every=every), "chess"), {}, {}
+    league, addresses, games = League(config.LeagueConfig(size=size, every=every), "chess"), {}, {}
     with ExitStack() as stack:
         for version in range(steps + 1):
             for playing in [v for v, (until, _) in games.items() if until == version]:
@@ -180,7 +178,7 @@ def draws(league: League, numbers=range(60)) -> list[Match | None]:
 
 
 def test_whoever_must_leave_is_met_no_more_and_goes_when_its_games_are_over():
-    league = League(config.League(size=2, every=4, mirror=0), "chess")
+    league = League(config.LeagueConfig(size=2, every=4, mirror=0), "chess")
     league.admit(0)
     league.admit(4)
     with league.playing("v4"):
@@ -196,7 +194,7 @@ def test_whoever_must_leave_is_met_no_more_and_goes_when_its_games_are_over():
 
 
 def test_nobody_meets_a_newcomer_before_it_has_arrived():
-    league = League(config.League(size=3, every=1, mirror=0), "chess")
+    league = League(config.LeagueConfig(size=3, every=1, mirror=0), "chess")
     league.admit(0)
     league.admit(1)
     with league.arriving(1):
@@ -205,7 +203,7 @@ def test_nobody_meets_a_newcomer_before_it_has_arrived():
 
 
 def test_a_full_league_is_spread_over_the_run():
-    league = League(config.League(size=4, every=1), "chess")
+    league = League(config.LeagueConfig(size=4, every=1), "chess")
     for version in range(13):
         league.admit(version)
     assert league.versions[0] == 0
@@ -216,7 +214,7 @@ def test_a_full_league_is_spread_over_the_run():
 @settings(deadline=None)
 @given(larger=st.integers(2, 6), smaller=st.integers(2, 6), steps=st.integers(0, 20))
 def test_a_league_that_was_larger_once_keeps_its_first_and_its_newest_and_goes_on(larger, smaller, steps):
-    before, after = (League(config.League(size=size, every=1), "chess") for size in (larger, smaller))
+    before, after = (League(config.LeagueConfig(size=size, every=1), "chess") for size in (larger, smaller))
     for version in range(steps + 1):
         before.admit(version)
     after.load(json.loads(json.dumps(before.state())))
@@ -239,7 +237,7 @@ def game(learner: float, opponent: float) -> EpisodeResult:
 
 
 def league_of_three(**more) -> League:
-    league = League(config.League(**({"size": 3, "every": 1, "mirror": 0.25} | more)), "chess")
+    league = League(config.LeagueConfig(**({"size": 3, "every": 1, "mirror": 0.25} | more)), "chess")
     for version in range(3):
         league.admit(version)
     return league
@@ -317,7 +315,7 @@ def test_games_of_training_are_not_for_the_ratings_and_a_state_brings_all_back()
 
 
 def test_a_league_that_goes_back_forgets_what_was_under_way():
-    league = League(config.League(size=2, every=4, mirror=0), "chess")
+    league = League(config.LeagueConfig(size=2, every=4, mirror=0), "chess")
     league.admit(0)
     league.admit(4)
     then = json.loads(json.dumps(league.state()))
@@ -368,7 +366,7 @@ def test_a_past_version_says_what_it_said_when_it_was_the_policy(update):
 
     engine = make()
     engine.start()
-    pool = PoolWithPast([engine], make)
+    pool = LeaguePool([engine], make)
     try:
         asyncio.run(talk(pool))
     finally:

@@ -25,21 +25,21 @@ from paceline.arena import (
 )
 from paceline.cluster.league import leagues
 from paceline.cluster.local import make_room_for_adapters
-from paceline.config import Checkpoint, Eval, RunConfig
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config import env as config
-from paceline.config.inference import Sampling
-from paceline.config.model import Lora, Model
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Ticket
 from paceline.inference import Completion, GenerateRequest
-from paceline.inference.past import PoolWithPast
+from paceline.inference.pool import LeaguePool
 from paceline.model import load_tokenizer
-from paceline.model.weights import Adapter, Policy, WeightUpdate
-from paceline.orchestrator import Checkpoints, Conductor, Parts, RealClock, RunStopped, lay_out
-from paceline.orchestrator.episodes import MATCH, Player, assigned
-from paceline.orchestrator.past import Past
-from paceline.rollout import Renderer, Table, Voice
+from paceline.model.weights import Adapter, ServedPolicy, WeightUpdate
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, lay_out
+from paceline.orchestrator.episodes import MATCH, RolloutRunner, assigned
+from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
+from paceline.rollout import Renderer, SamplingClient, SessionMap
 
-TOKENIZER = load_tokenizer(Model())
+TOKENIZER = load_tokenizer(ModelConfig())
 ENDS = (TOKENIZER.eos_token_id,)
 
 
@@ -63,11 +63,11 @@ class Restless:
         self.version = update.version
         return 0.0
 
-    async def policy(self) -> Policy:
-        return Policy(self.version, "")
+    async def policy(self) -> ServedPolicy:
+        return ServedPolicy(self.version, "")
 
 
-class Shelf(PoolWithPast):
+class Shelf(LeaguePool):
     """Every past version is the one engine; what was kept under which name is written down."""
 
     def __init__(self, engine: Restless) -> None:
@@ -112,7 +112,7 @@ class Words(Arena):
 
 def environment(arena: Arena | None = None, **league) -> ArenaEnvironment:
     wanted = {"every": 1, "size": 3, "games": 4, "mirror": 0.25} | league
-    return ArenaEnvironment(arena or Words(), 64, League(config.League(**wanted), "words"))
+    return ArenaEnvironment(arena or Words(), 64, League(config.LeagueConfig(**wanted), "words"))
 
 
 class Watched(ArenaEnvironment):
@@ -136,16 +136,16 @@ def run_config(**more) -> RunConfig:
             "group_size": 2,
             "staleness": 0,
             "steps": 4,
-            "eval": Eval(every=2),
-            "checkpoint": Checkpoint(every=1, keep=100),
-            "env": [config.ArenaEnv(name="words", import_path="x:y")],
+            "eval": EvalConfig(every=2),
+            "checkpoint": CheckpointConfig(every=1, keep=100),
+            "env": [config.ArenaEnvConfig(name="words", import_path="x:y")],
         }
         | more
     )
 
 
-def voice(pool) -> Voice:
-    return Voice(pool, Renderer(TOKENIZER, ENDS), Sampling(max_tokens=4), frozenset(ENDS))
+def voice(pool) -> SamplingClient:
+    return SamplingClient(pool, Renderer(TOKENIZER, ENDS), SamplingConfig(max_tokens=4), frozenset(ENDS))
 
 
 def conduct(folder: Path, arena: ArenaEnvironment, timing: int = 0, **more) -> Log:
@@ -153,10 +153,10 @@ def conduct(folder: Path, arena: ArenaEnvironment, timing: int = 0, **more) -> L
     pool = Shelf(Restless(timing))
     said = voice(pool)
     courses = lay_out(wanted, {"words": arena})
-    parts = Parts(
+    parts = OrchestratorParts(
         pool, CountingTrainer(timing), said, said, courses, log, Checkpoints(folder, 100), RealClock(), past=pool
     )
-    asyncio.run(asyncio.wait_for(Conductor(wanted, parts).run(), 240))
+    asyncio.run(asyncio.wait_for(Orchestrator(wanted, parts).run(), 240))
     return log
 
 
@@ -217,10 +217,10 @@ def test_another_seed_meets_others():
 # --- the past
 
 
-def past_of(arena: ArenaEnvironment, notes: list[str] | None = None) -> tuple[Past, Shelf]:
+def past_of(arena: ArenaEnvironment, notes: list[str] | None = None) -> tuple[LeagueCheckpoints, Shelf]:
     pool = Shelf(Restless())
     courses = lay_out(run_config(), {"words": arena})
-    return Past(courses, pool, (notes if notes is not None else []).append), pool
+    return LeagueCheckpoints(courses, pool, (notes if notes is not None else []).append), pool
 
 
 def update(version: int, value: float = 0.0) -> WeightUpdate:
@@ -249,7 +249,7 @@ def test_a_newcomer_is_met_when_its_weights_have_arrived_and_not_before():
 def test_a_file_is_linked_only_if_it_holds_the_same_weights(tmp_path):
     """A directory that a second run has taken over still holds versions of the first, of the same number."""
 
-    def saved(past: Past, step: int) -> Path:
+    def saved(past: LeagueCheckpoints, step: int) -> Path:
         folder = tmp_path / f"step-{step:06d}"
         folder.mkdir()
         past.save(folder)
@@ -285,7 +285,7 @@ def test_a_smaller_league_says_who_left_when_it_is_resumed(tmp_path):
 
 
 def test_under_lora_every_past_version_has_a_slot_beside_those_the_user_wants():
-    lora = run_config(model=Model(lora=Lora(rank=2)))
+    lora = run_config(model=ModelConfig(lora=LoRAConfig(rank=2)))
     served = lora.model_copy(update={"engine": lora.engine.model_copy(update={"adapters": 3})})
     assert make_room_for_adapters(lora, past=4).engine.adapters == 5
     assert make_room_for_adapters(served, past=4).engine.adapters == 7
@@ -303,7 +303,7 @@ def rated(arena: ArenaEnvironment) -> tuple[dict[str, float], list[str], Restles
     engine = pool._roster.members[0].engine
     for version in range(2):
         asyncio.run(past.offer(update(version)))
-    player = Player(voice(pool), RealClock(), 0, MATCH)
+    player = RolloutRunner(voice(pool), RealClock(), 0, MATCH)
     return asyncio.run(past.assess(player, 1, 3, lambda text: None)), notes, engine
 
 
@@ -383,9 +383,9 @@ def test_what_a_checkpoint_could_not_keep_is_refused_when_it_is_drawn(tmp_path):
 # --- who plays whom
 
 
-def play(arena: ArenaEnvironment, row: dict) -> tuple[Restless, Table]:
+def play(arena: ArenaEnvironment, row: dict) -> tuple[Restless, SessionMap]:
     pool = Shelf(Restless())
-    table = Table(voice(pool), (7,), 0, arena.actors)
+    table = SessionMap(voice(pool), (7,), 0, arena.actors)
     assert asyncio.run(arena.play(row, table)) is not None
     return pool._roster.members[0].engine, table
 

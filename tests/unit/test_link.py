@@ -20,7 +20,7 @@ from paceline.inference import (
     RequestError,
     UnknownModel,
 )
-from paceline.inference.frames import Failed, FromEngine, Hello, frame
+from paceline.inference.frames import EngineHello, FailureFrame, FromEngine, frame
 from paceline.inference.host import EngineHost
 from paceline.inference.link import EngineLink
 from paceline.model import Adapter, Canary, WeightUpdate
@@ -28,7 +28,7 @@ from paceline.model import Adapter, Canary, WeightUpdate
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = EmbeddedEngine(tiny_model(), inference.Engine(max_running=8, adapters=1, adapter_rank=2))
+    engine = EmbeddedEngine(tiny_model(), inference.EngineConfig(max_running=8, adapters=1, adapter_rank=2))
     engine.start()
     yield engine
     engine.close()
@@ -131,12 +131,12 @@ def test_weights_cross_and_refusals_keep_their_class(engine):
 
 @pytest.mark.parametrize("error", [EngineError("a"), RequestError("b"), UnknownModel("c"), Overloaded("d")])
 def test_an_error_is_the_same_on_the_other_side(error):
-    crossed = Failed.of(1, error).error()
+    crossed = FailureFrame.of(1, error).error()
     assert (type(crossed), str(crossed)) == (type(error), str(error))
 
 
 def test_a_bug_keeps_its_name_and_a_lost_engine_is_told(engine):
-    assert str(Failed.of(1, KeyError("x")).error()) == "KeyError: 'x'"
+    assert str(FailureFrame.of(1, KeyError("x")).error()) == "KeyError: 'x'"
 
     async def lose(link, theirs):
         waiting = asyncio.ensure_future(link.stats())
@@ -149,12 +149,12 @@ def test_a_bug_keeps_its_name_and_a_lost_engine_is_told(engine):
             await link.generate(ask(0))
 
     ours, theirs = socket.socketpair()
-    theirs.sendall(b"".join(frame(FromEngine([Hello(0, ())]))))
+    theirs.sendall(b"".join(frame(FromEngine([EngineHello(0, ())]))))
     link = EngineLink(ours, cause=lambda: "it was murdered")
     link.start()
     asyncio.run(lose(link, theirs))
     ours, theirs = socket.socketpair()
-    theirs.sendall(b"".join(frame(FromEngine([Hello(0, (), "no such model")]))))
+    theirs.sendall(b"".join(frame(FromEngine([EngineHello(0, (), "no such model")]))))
     with pytest.raises(PacelineError, match="no such model"):
         EngineLink(ours).start()
     theirs.close()

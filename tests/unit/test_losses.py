@@ -119,24 +119,24 @@ def custom(case, pi, old, t, c):
 
 
 LOSSES = [
-    (config.DPPO(), dppo),
-    (config.DPPO(low=0.05, high=0.1, kl_tau=0.5), dppo),
-    (config.PPO(), ppo),
-    (config.PPO(clip_low=0.1, clip_high=0.4, dual_clip=1.5), ppo),
-    (config.GSPO(), gspo),
-    (config.GSPO(clip_low=0.1, clip_high=0.3), gspo),
-    (config.CISPO(), cispo),
-    (config.CISPO(min_ratio=0.9, max_ratio=1.2), cispo),
-    (config.Reinforce(), reinforce),
-    (config.Reinforce(max_ratio=1.1), reinforce),
-    (config.CustomLoss(import_path=f"{__name__}:squared", kwargs={"strength": 0.25}), custom),
+    (config.DPPOConfig(), dppo),
+    (config.DPPOConfig(low=0.05, high=0.1, kl_tau=0.5), dppo),
+    (config.PPOConfig(), ppo),
+    (config.PPOConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5), ppo),
+    (config.GSPOConfig(), gspo),
+    (config.GSPOConfig(clip_low=0.1, clip_high=0.3), gspo),
+    (config.CISPOConfig(), cispo),
+    (config.CISPOConfig(min_ratio=0.9, max_ratio=1.2), cispo),
+    (config.ReinforceConfig(), reinforce),
+    (config.ReinforceConfig(max_ratio=1.1), reinforce),
+    (config.CustomLossConfig(import_path=f"{__name__}:squared", kwargs={"strength": 0.25}), custom),
 ]
 PROXIMAL = [
     None,
-    config.Proximal(),
-    config.Proximal(cap=1.1),
-    config.Proximal(level="sequence", cap=1.5),
-    config.Proximal(level="sequence", geometric=True, cap=1.2),
+    config.ProximalConfig(),
+    config.ProximalConfig(cap=1.1),
+    config.ProximalConfig(level="sequence", cap=1.5),
+    config.ProximalConfig(level="sequence", geometric=True, cap=1.2),
 ]
 
 
@@ -191,7 +191,7 @@ def check(case, c, term):
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10_000))
 def test_every_loss_and_its_gradient_are_the_formula(loss, term, proximal, seed):
-    c = config.Trainer(loss=loss)
+    c = config.TrainerConfig(loss=loss)
     c.proximal = proximal  # gspo would turn it on
     check(Case(seed), c, term)
 
@@ -199,7 +199,7 @@ def test_every_loss_and_its_gradient_are_the_formula(loss, term, proximal, seed)
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @given(seed=st.integers(0, 10_000), coef=st.floats(0.01, 2.0))
 def test_kl_in_the_loss_has_the_gradient_of_its_formula(kind, seed, coef):
-    check(Case(seed), config.Trainer(loss=config.PPO(), kl=config.KL(kind=kind, coef=coef)), ppo)
+    check(Case(seed), config.TrainerConfig(loss=config.PPOConfig(), kl=config.KLConfig(kind=kind, coef=coef)), ppo)
 
 
 @given(seed=st.integers(0, 10_000))
@@ -207,7 +207,7 @@ def test_k1_and_k2_push_the_same_way_and_k1_is_the_log_ratio(seed):
     case, grads = Case(seed), []
     case.advantages[:] = case.ce_scale[:] = case.ref_kl_scale[:] = 0
     for kind in ("k1", "k2"):
-        got = case.slope(config.Trainer(loss=config.PPO(), kl=config.KL(kind=kind, coef=1.0)))
+        got = case.slope(config.TrainerConfig(loss=config.PPOConfig(), kl=config.KLConfig(kind=kind, coef=1.0)))
         grads.append(got.logprobs)
         if kind == "k1":
             assert got.loss == pytest.approx((case.policy_scale * (case.pi - case.base)).sum())
@@ -217,14 +217,14 @@ def test_k1_and_k2_push_the_same_way_and_k1_is_the_log_ratio(seed):
 @given(seed=st.integers(0, 10_000), coef=st.floats(0.01, 1.0))
 def test_the_entropy_bonus_pays_for_entropy(seed, coef):
     case = Case(seed)
-    check(case, config.Trainer(loss=config.PPO(), entropy_coef=coef), ppo)
-    np.testing.assert_allclose(case.slope(config.Trainer(entropy_coef=coef)).entropy, -coef * case.policy_scale)
+    check(case, config.TrainerConfig(loss=config.PPOConfig(), entropy_coef=coef), ppo)
+    np.testing.assert_allclose(case.slope(config.TrainerConfig(entropy_coef=coef)).entropy, -coef * case.policy_scale)
 
 
 @given(seed=st.integers(0, 10_000), threshold=st.floats(0.05, 0.95))
 def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
     case = Case(seed)
-    got = case.slope(config.Trainer(loss=config.PPO(), clip_skip_threshold=threshold))
+    got = case.slope(config.TrainerConfig(loss=config.PPOConfig(), clip_skip_threshold=threshold))
     far = set()
     for s in range(len(case.lengths)):
         members = [t for t in range(len(case.pi)) if case.segments[t] == s and case.rl[t]]
@@ -233,7 +233,7 @@ def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
             far.add(s)
     for name in ("rl_scale", "ce_scale", "ref_kl_scale"):  # the other samples' scales, N with them, are as before
         getattr(case, name)[np.isin(case.segments, list(far))] = 0
-    expected = case.slope(config.Trainer(loss=config.PPO()))
+    expected = case.slope(config.TrainerConfig(loss=config.PPOConfig()))
     np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-6, atol=max(1e-7, EXACT))
     assert got.sums.values["skipped"].item() == len(far)
 
@@ -251,8 +251,8 @@ def test_extreme_ratios_stay_finite():
     case = Case(3)
     case.pi, case.mu, case.base = case.pi * 0 - 1e-4, case.mu * 0 - 300.0, case.base * 0 - 300.0
     for loss, _ in LOSSES:
-        for proximal in (None, config.Proximal(level="sequence")):
-            c = config.Trainer(loss=loss, proximal=proximal, kl=config.KL())
+        for proximal in (None, config.ProximalConfig(level="sequence")):
+            c = config.TrainerConfig(loss=loss, proximal=proximal, kl=config.KLConfig())
             got = case.slope(c)
             assert math.isfinite(got.loss)
             assert np.isfinite(got.logprobs).all()
@@ -286,12 +286,12 @@ def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
     case.rl = np.ones(2, bool)
     case.ce_scale = case.ref_kl_scale = np.zeros(2)
     case.entropy = np.ones(2)
-    c = config.Trainer(loss=config.CustomLoss(import_path=f"{__name__}:{name}"))
+    c = config.TrainerConfig(loss=config.CustomLossConfig(import_path=f"{__name__}:{name}"))
     with pytest.raises(TrainerError, match=f"env `e`, ticket 0, rollout 0: the loss .*{sentence}"):
         Loss(c)(tokens(case.streams(), case.names), 0)
 
 
 def test_gspo_turns_proximal_on_and_nothing_else_does():
-    assert config.Trainer(loss=config.GSPO()).proximal == config.Proximal()
-    assert config.Trainer(loss=config.GSPO(), proximal=config.Proximal(cap=2.0)).proximal.cap == 2.0
-    assert config.Trainer(loss=config.PPO(), minibatches=4).proximal is None
+    assert config.TrainerConfig(loss=config.GSPOConfig()).proximal == config.ProximalConfig()
+    assert config.TrainerConfig(loss=config.GSPOConfig(), proximal=config.ProximalConfig(cap=2.0)).proximal.cap == 2.0
+    assert config.TrainerConfig(loss=config.PPOConfig(), minibatches=4).proximal is None

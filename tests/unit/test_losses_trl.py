@@ -68,7 +68,7 @@ def theirs(b: SimpleNamespace, loss_type: str, level: str, low: float, high: flo
     return loss.item(), pi.grad.numpy()[b.mask]
 
 
-def ours(b: SimpleNamespace, c: config.Trainer):
+def ours(b: SimpleNamespace, c: config.TrainerConfig):
     """The same batch as samples, scaled, packed and summed our way."""
 
     def stream(row: int, values) -> np.ndarray:
@@ -106,16 +106,16 @@ def ours(b: SimpleNamespace, c: config.Trainer):
 
 
 CLIP = {"low": 0.2, "high": 0.28, "beta": 0.0, "delta": None}
-PPO = config.PPO(clip_low=0.2, clip_high=0.28)
+PPO = config.PPOConfig(clip_low=0.2, clip_high=0.28)
 CASES = {
     "grpo": (CLIP | {"loss_type": "grpo", "level": "token"}, {"loss": PPO, "normalise": "sample"}),
     "grpo with kl": (
         CLIP | {"loss_type": "grpo", "level": "token", "beta": 0.04},
-        {"loss": PPO, "normalise": "sample", "kl": config.KL(kind="k3", coef=0.04)},
+        {"loss": PPO, "normalise": "sample", "kl": config.KLConfig(kind="k3", coef=0.04)},
     ),
     "grpo, two-sided": (
         CLIP | {"loss_type": "grpo", "level": "token", "delta": 1.5},
-        {"loss": config.PPO(clip_low=0.2, clip_high=0.28, dual_clip=1.5), "normalise": "sample"},
+        {"loss": config.PPOConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5), "normalise": "sample"},
     ),
     "dr_grpo": (
         CLIP | {"loss_type": "dr_grpo", "level": "token"},
@@ -124,15 +124,15 @@ CASES = {
     "dapo": (CLIP | {"loss_type": "dapo", "level": "token"}, {"loss": PPO, "normalise": "token"}),
     "gspo": (
         CLIP | {"loss_type": "grpo", "level": "sequence", "low": 3e-4, "high": 4e-4},
-        {"loss": config.GSPO(), "normalise": "sample"},
+        {"loss": config.GSPOConfig(), "normalise": "sample"},
     ),
     "gspo, wide": (
         CLIP | {"loss_type": "grpo", "level": "sequence", "low": 0.1, "high": 0.2},
-        {"loss": config.GSPO(clip_low=0.1, clip_high=0.2), "normalise": "sample"},
+        {"loss": config.GSPOConfig(clip_low=0.1, clip_high=0.2), "normalise": "sample"},
     ),
     "cispo": (
         CLIP | {"loss_type": "cispo", "level": "token", "high": 1.2},
-        {"loss": config.CISPO(max_ratio=1.2), "normalise": "token"},
+        {"loss": config.CISPOConfig(max_ratio=1.2), "normalise": "token"},
     ),
 }
 
@@ -143,7 +143,7 @@ def test_our_loss_is_trls(name, seed):
     their_settings, our_settings = CASES[name]
     b = batch(seed)
     expected, expected_grad = theirs(b, **their_settings)
-    loss, grad = ours(b, config.Trainer(**our_settings))
+    loss, grad = ours(b, config.TrainerConfig(**our_settings))
     assert loss == pytest.approx(expected, abs=1e-5)
     np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
     assert np.abs(grad).max() > 1e-3

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from conftest import QUICKSTART
 from paceline.cluster.preflight import preflight
 from paceline.config import load as load_config
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.data import row_digest
 from paceline.model import ModelError, load_model, load_tokenizer
 
@@ -30,7 +30,7 @@ def write(folder, change):
 
 def refusal(folder):
     with pytest.raises(ModelError) as error:
-        load_model(Model(name=str(folder)))
+        load_model(ModelConfig(name=str(folder)))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -68,7 +68,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(folder, value):
 
 def test_weights_whose_sum_is_too_large_are_finite_all_the_same(folder):
     write(folder, lambda tensors: tensors[LAYER].fill_(3e38))
-    assert torch.isfinite(dict(load_model(Model(name=str(folder))).named_parameters())[LAYER]).all()
+    assert torch.isfinite(dict(load_model(ModelConfig(name=str(folder))).named_parameters())[LAYER]).all()
 
 
 def test_tables_that_a_model_computes_itself_and_tied_weights_are_no_surplus(folder):
@@ -78,7 +78,7 @@ def test_tables_that_a_model_computes_itself_and_tied_weights_are_no_surplus(fol
             tensors[f"model.layers.0.{name}"] = torch.zeros(4)
 
     write(folder, older)
-    load_model(Model(name=str(folder)))
+    load_model(ModelConfig(name=str(folder)))
     assert from_files(folder) == []
 
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 90}))
     with pytest.raises(ModelError, match=r"ids up to 10\d .*has embeddings for 90: set model.tokenizer") as error:
-        load_tokenizer(Model(name=str(folder)))
+        load_tokenizer(ModelConfig(name=str(folder)))
     assert str(error.value) in from_files(folder)
 
 

@@ -23,11 +23,11 @@ from paceline.monitor import (
     Monitor,
     Monitors,
     PlainLines,
-    Recorder,
     RunDirectory,
     RunDirectoryError,
     RunOutcome,
     RunPlan,
+    RunRecorder,
     Screen,
     choose,
     exporter,
@@ -36,7 +36,7 @@ from paceline.monitor import (
     summary,
 )
 from paceline.monitor.cells import blocks
-from paceline.monitor.history import History
+from paceline.monitor.history import MetricHistory
 from paceline.monitor.plot import smooth
 from paceline.monitor.text import change, clock, count, seconds
 
@@ -65,7 +65,7 @@ def metrics(step: int, envs: tuple[str, ...] = ("reverse-text",)) -> dict[str, f
 
 
 def record(directory: Path, steps: range, start_step: int = 0) -> None:
-    recorder = Recorder(directory)
+    recorder = RunRecorder(directory)
     recorder.begin(plan(directory, start_step))
     for step in steps:
         recorder.step(step, metrics(step))
@@ -141,7 +141,7 @@ class TestMonitors:
         assert sorted(note.split()[0] for note in spy.notes) == ["Broken", "Deaf"]
 
     def test_the_recorder_stops_the_run_and_the_others_are_still_closed(self, tmp_path: Path) -> None:
-        recorder, spy = Recorder(tmp_path / "gone"), Spy()
+        recorder, spy = RunRecorder(tmp_path / "gone"), Spy()
         monitors = Monitors(recorder, spy)
         with pytest.raises(OSError):
             monitors.step(1, {})
@@ -168,7 +168,7 @@ class TestRecorder:
     def test_values_json_cannot_write(self, tmp_path: Path) -> None:
         import numpy as np
 
-        recorder = Recorder(tmp_path)
+        recorder = RunRecorder(tmp_path)
         values: dict[str, Any] = {
             "loss": math.nan,
             "grad_norm": math.inf,
@@ -190,7 +190,7 @@ class TestRecorder:
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(path.read_bytes()[:-cut])
         assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2]
-        recorder = Recorder(tmp_path)
+        recorder = RunRecorder(tmp_path)
         recorder.step(3, {"loss": 1.0})
         assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2, 3]
 
@@ -198,7 +198,7 @@ class TestRecorder:
         path = tmp_path / "events.jsonl"
         path.write_text('{"text": "' + "x" * 200_000)
         assert read_jsonl(path) == []
-        Recorder(tmp_path).note("again")
+        RunRecorder(tmp_path).note("again")
         assert [line["text"] for line in read_jsonl(path)] == ["again"]
 
     def test_a_broken_line_in_the_middle_is_named(self, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ class TestRecorder:
     def test_resuming_takes_out_exactly_what_came_later(self, tmp_path: Path, start: int) -> None:
         record(tmp_path, range(7))
         before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-        Recorder(tmp_path).begin(plan(tmp_path, start))
+        RunRecorder(tmp_path).begin(plan(tmp_path, start))
         assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True) == before[: start + 1]
         assert {line["step"] for line in read_jsonl(tmp_path / "rollouts.jsonl")} == set(range(start + 1))
         tickets = read_jsonl(tmp_path / "tickets.jsonl")
@@ -230,7 +230,7 @@ class TestRecorder:
         assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
     def test_events_tell_the_story_without_counters(self, tmp_path: Path) -> None:
-        recorder = Recorder(tmp_path)
+        recorder = RunRecorder(tmp_path)
         recorder.phase("loading model")
         recorder.begin(plan(tmp_path))
         for number in range(5):
@@ -244,7 +244,7 @@ class TestRecorder:
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
     def test_a_full_disk_is_an_error(self, tmp_path: Path) -> None:
-        recorder = Recorder(tmp_path)
+        recorder = RunRecorder(tmp_path)
         (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match="No space left"):
             recorder.step(1, {"loss": 1.0})
@@ -253,9 +253,9 @@ class TestRecorder:
         code = """
             import resource, sys
             from pathlib import Path
-            from paceline.monitor import Recorder
+            from paceline.monitor import RunRecorder
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-            recorder = Recorder(Path(sys.argv[1]))
+            recorder = RunRecorder(Path(sys.argv[1]))
             try:
                 for step in range(100):
                     recorder.step(step, {"loss": 1.0})
@@ -273,8 +273,8 @@ class TestRecorder:
         killed = """
             import os, sys
             from pathlib import Path
-            from paceline.monitor import Recorder
-            recorder = Recorder(Path(sys.argv[1]), keep_batches=3)
+            from paceline.monitor import RunRecorder
+            recorder = RunRecorder(Path(sys.argv[1]), keep_batches=3)
             recorder.batch(1, b"whole")
             os.fsync = lambda descriptor: os.kill(os.getpid(), 9)
             recorder.batch(2, b"half")
@@ -284,7 +284,7 @@ class TestRecorder:
         assert process.returncode == -signal.SIGKILL
         left = [path.read_bytes() for path in sorted((tmp_path / "batches").iterdir())]
         assert left == [b"half", b"whole"]
-        Recorder(tmp_path, keep_batches=3).begin(plan(tmp_path, start_step=1))
+        RunRecorder(tmp_path, keep_batches=3).begin(plan(tmp_path, start_step=1))
         assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step-000001.msgpack"]
 
 
@@ -471,7 +471,7 @@ class TestScreen:
     @pytest.mark.parametrize("back", [0, 12])
     def test_a_run_that_goes_back_shows_what_is_left(self, tmp_path: Path, back: int) -> None:
         screen = Screen(Console(width=80, file=io.StringIO()))
-        with screen, Monitors(Recorder(tmp_path), screen) as monitors:
+        with screen, Monitors(RunRecorder(tmp_path), screen) as monitors:
             monitors.begin(plan(tmp_path))
             for step in range(15):
                 monitors.step(step, metrics(step))
@@ -525,7 +525,7 @@ class TestPlot:
     def test_missing_values_leave_no_point(self, tmp_path: Path) -> None:
         lines = [{"step": 1, "reward/a/mean": None}, {"step": 2, "reward/a/mean": -3.5}]
         plot_rewards(lines, tmp_path / "rewards.png", "demo")
-        assert History.of(lines).rewards == {"a": [(2, -3.5)]}
+        assert MetricHistory.of(lines).rewards == {"a": [(2, -3.5)]}
         assert (tmp_path / "rewards.png").is_file()
 
     def test_smoothing_keeps_a_straight_line_and_its_ends(self) -> None:

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from families import VOCABULARY, packed_logprobs, tiny
-from paceline.config.inference import Engine as EngineConfig
+from paceline.config.inference import EngineConfig
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, GenerateRequest
 from paceline.model import WeightUpdate
-from paceline.model.native import attention, has_half_products, kernels, layers
+from paceline.model.native import has_half_products, kernels, layers
+from paceline.model.native import layers as attention
 
 built = pytest.mark.skipif(kernels() is None, reason="no kernels for this machine")
 half = pytest.mark.skipif(not has_half_products(), reason="no float16 arithmetic here")

@@ -19,8 +19,8 @@ from paceline.data import Sample, decode
 from paceline.errors import PacelineError
 from paceline.model import load_model
 from paceline.trainer import TorchTrainer, TrainerError
-from paceline.trainer.findings import broken_weights, examine, verdict
-from paceline.trainer.norms import KEPT, WARM_UP, Norms, Outcome
+from paceline.trainer.bad_sample_report import broken_weights, examine, verdict
+from paceline.trainer.stepping import KEPT, WARM_UP, Norms, StepOutcome
 from samples import PLAIN, make_batch, near_policy
 from trainers import put_weights, tensors_of, trainer_of, weights_of
 
@@ -50,7 +50,7 @@ class Run:
     """A trainer on a small model, one batch at a time."""
 
     def __init__(self, folder=None, **settings) -> None:
-        c = config.Trainer(threads=1, optimizer=config.Optimizer(lr=1e-3), **settings)
+        c = config.TrainerConfig(threads=1, optimizer=config.OptimizerConfig(lr=1e-3), **settings)
         self.trainer = trainer_of(tiny_model(), c, dumps=folder)
 
     def __enter__(self) -> "Run":
@@ -189,8 +189,8 @@ def test_if_one_rank_sees_a_spike_all_leave_the_step_out():
     for other, expected in ((1.0, True), (0.0, False)):
         norms = Norms(50.0, lambda vote, other=other: vote + other)
         norms.load([1.0] * WARM_UP)
-        assert bool(norms.trouble(Outcome(np.zeros(1), 1.0, 1))) is expected
-        assert norms.trouble(Outcome(np.zeros(1), 60.0, 1))
+        assert bool(norms.trouble(StepOutcome(np.zeros(1), 1.0, 1))) is expected
+        assert norms.trouble(StepOutcome(np.zeros(1), 60.0, 1))
 
 
 # -- which sample it was ----------------------------------------------------------------------------------------------

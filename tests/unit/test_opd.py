@@ -7,7 +7,7 @@ import pytest
 from test_references import REF, renderer  # noqa: F401 - a fixture
 
 from paceline.algorithms import AlgorithmError, build_algorithm
-from paceline.config.algorithm import OPD
+from paceline.config.algorithm import OPDConfig
 from paceline.inference import EngineError
 from paceline.orchestrator.dispatcher import without_signal
 from teaching import Attached, Oracle, grouped, means, spoken, truth
@@ -21,7 +21,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
     group = grouped(*(spoken(renderer, USER, more, replies=["a", "bc"], member=m, reward=float(m)) for m in range(2)))
 
     async def run():
-        algorithm = build_algorithm(OPD(teacher=REF))
+        algorithm = build_algorithm(OPDConfig(teacher=REF))
         await algorithm.begin(means(renderer, engine))
         algorithm.assign(group)
         assert not without_signal(group)
@@ -39,14 +39,14 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
 
 def test_a_teacher_at_one_temperature_only_is_refused_at_another(renderer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Attached, "any_temperature", False)
-    algorithm = build_algorithm(OPD(teacher=REF))
+    algorithm = build_algorithm(OPDConfig(teacher=REF))
     asyncio.run(algorithm.begin(means(renderer, Oracle())))
     with pytest.raises(AlgorithmError, match=r"scores at temperature 1 only, and the run samples at 0.7: set sampling"):
         asyncio.run(algorithm.begin(means(renderer, Oracle(), temperature=0.7)))
 
 
 def test_a_teacher_that_does_not_answer_or_cannot_score_is_refused_at_the_start(renderer):  # noqa: F811
-    algorithm = build_algorithm(OPD(teacher=REF))
+    algorithm = build_algorithm(OPDConfig(teacher=REF))
     with pytest.raises(EngineError, match="nobody answers"):
         asyncio.run(algorithm.begin(means(renderer, Oracle(), teacher=False)))
     with pytest.raises(AlgorithmError, match="environment `maze`: `big` cannot score: I fear this"):

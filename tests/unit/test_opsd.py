@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_references import REF, renderer  # noqa: F401 - a fixture
 
 from paceline.algorithms import AlgorithmError, build_algorithm
-from paceline.config.algorithm import OPSD
+from paceline.config.algorithm import OPSDConfig
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
@@ -23,7 +23,7 @@ SHORT = "see: {demonstration}"
 
 def taught(group, renderer, config=None, rows=ROWS, engine=None):  # noqa: F811
     async def run():
-        algorithm = build_algorithm(config or OPSD(block=SHORT))
+        algorithm = build_algorithm(config or OPSDConfig(block=SHORT))
         await algorithm.begin(means(renderer, engine or Oracle(), rows))
         algorithm.assign(group)
         return await algorithm.score([group])
@@ -38,7 +38,7 @@ def test_the_sampled_ids_stand_behind_the_demonstration_as_they_were_sampled(ren
     messages = [*told, *[USER] * turns]
     group = grouped(spoken(renderer, *messages, replies=["ab" * (i + 1) for i in range(turns)], row=row))
     (before,), engine = group.samples(), Oracle()
-    assert not taught(group, renderer, OPSD(block=SHORT, max_pull=99.0), engine=engine)
+    assert not taught(group, renderer, OPSDConfig(block=SHORT, max_pull=99.0), engine=engine)
     (sample,) = group.samples()
     first = group.rollouts[0].turns[0].prompt_ids
     block = f"see: {ROWS[row]['demonstration']}" + ("\n\nbe kind" if system else "")
@@ -61,7 +61,7 @@ def test_no_rollout_pulls_harder_for_being_longer(renderer, replies, cap):  # no
             for at, (length, cut) in enumerate(replies)
         )
     )
-    taught(group, renderer, OPSD(block=SHORT, max_pull=cap))
+    taught(group, renderer, OPSDConfig(block=SHORT, max_pull=cap))
     mean = np.mean([int(s.loss_mask.sum()) for s in group.samples()])
     for sample, (_, cut) in zip(group.samples(), replies, strict=True):
         assert not sample.rl.any()
@@ -86,13 +86,13 @@ def test_there_is_one_system_block_however_the_conversation_writes_its_own(rende
 
 def test_cut_replies_train_where_the_user_says_so(renderer):  # noqa: F811
     group = grouped(spoken(renderer, USER, replies=["abc"], finish="length"))
-    taught(group, renderer, OPSD(block=SHORT, terminated_only=False))
+    taught(group, renderer, OPSDConfig(block=SHORT, terminated_only=False))
     assert group.samples()[0].ref_logprobs is not None
 
 
 def test_a_frozen_teacher_may_be_shown_the_demonstration_instead(renderer):  # noqa: F811
     group, engine = grouped(spoken(renderer, USER, replies=["abc"])), Oracle()
-    assert not taught(group, renderer, OPSD(block=SHORT, teacher=REF), engine=engine)
+    assert not taught(group, renderer, OPSDConfig(block=SHORT, teacher=REF), engine=engine)
     assert group.samples()[0].ref_logprobs is not None
 
 
@@ -111,7 +111,7 @@ def test_a_demonstration_is_text_or_messages(renderer, demonstration, text):  # 
 
 @pytest.mark.parametrize("missing", [{}, {"demonstration": None}, {"demonstration": ""}, {"demonstration": []}])
 def test_a_missing_demonstration_is_skipped_and_many_are_an_error_that_names_row_and_key(renderer, missing):  # noqa: F811
-    lacking, algorithm = {"question": "?"} | missing, build_algorithm(OPSD(block=SHORT))
+    lacking, algorithm = {"question": "?"} | missing, build_algorithm(OPSDConfig(block=SHORT))
     sentence = r"`maze`, row 2: there is no demonstration under `demonstration`.*`question`"
     asyncio.run(algorithm.begin(means(renderer, Oracle(), [*ROWS, lacking])))
     assert algorithm.bad_rows.indices == {2}

@@ -10,29 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import Breaker as BreakerConfig
-from paceline.config import Checkpoint, Eval, Filters, RunConfig
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.data import Sample
 from paceline.envs import Environment, Outcome
 from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.model.weights import Policy, WeightUpdate
+from paceline.model.weights import ServedPolicy, WeightUpdate
 from paceline.monitor import Monitor
 from paceline.orchestrator import (
     Breaker,
     CheckpointError,
     Checkpoints,
-    Conductor,
     Gate,
-    Parts,
+    Orchestrator,
+    OrchestratorParts,
     RealClock,
     RunStopped,
     lay_out,
 )
 from paceline.orchestrator.evaluation import pass_at
-from paceline.orchestrator.staleness import fresh_enough, staleness
-from paceline.rollout import Voice
+from paceline.orchestrator.gate import fresh_enough, staleness
+from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
 
 
@@ -61,8 +60,8 @@ class ScriptedEngine:
         self.version = update.version
         return 0.0
 
-    async def policy(self) -> Policy:
-        return Policy(self.version, "")
+    async def policy(self) -> ServedPolicy:
+        return ServedPolicy(self.version, "")
 
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -144,19 +143,21 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
         **{
             "batch_size": 8,
             "group_size": 2,
-            "eval": Eval(every=0),
-            "checkpoint": Checkpoint(every=0),
+            "eval": EvalConfig(every=0),
+            "checkpoint": CheckpointConfig(every=0),
             "breaker": BreakerConfig(consecutive=1000, window=1000),
-            "env": [CustomEnv(name="coins", import_path="x:y")],
+            "env": [CustomEnvConfig(name="coins", import_path="x:y")],
         }
         | settings
     )
     trainer, log = CountingTrainer(seed), Log()
     pool = Pool([ScriptedEngine(seed)])
-    voice = Voice(pool, Renderer(), Sampling(), frozenset({1}))
+    voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = lay_out(config, {"coins": environment, **(also or {})})
-    parts = Parts(pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock())
-    conductor = Conductor(config, parts)
+    parts = OrchestratorParts(
+        pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock()
+    )
+    conductor = Orchestrator(config, parts)
     asyncio.run(asyncio.wait_for(conductor.run(), 240))
     return trainer, log, conductor
 
@@ -202,7 +203,7 @@ def test_staleness_zero_is_synchronous(tmp_path):
 
 def test_the_last_partial_batch_trains(tmp_path):
     """Every row of every epoch is used; only the last batch may be short."""
-    _, log, _ = conduct(tmp_path, CoinFlips(rows=10), epochs=1, filters=Filters(zero_advantage=False))
+    _, log, _ = conduct(tmp_path, CoinFlips(rows=10), epochs=1, filters=FiltersConfig(zero_advantage=False))
     assert len(states(log, "trained")) == 10
     assert [metrics["batch/rollouts"] for metrics in log.metrics] == [8, 8, 4]
 
@@ -255,13 +256,13 @@ def test_a_dropped_rollout_leaves_its_group_smaller(tmp_path):
     assert sum(metrics["dropped/failed_rollouts"] for metrics in log.metrics) > 0
 
 
-def _env(**settings) -> CustomEnv:
-    return CustomEnv(name="coins", import_path="x:y", **settings)
+def _env(**settings) -> CustomEnvConfig:
+    return CustomEnvConfig(name="coins", import_path="x:y", **settings)
 
 
 def test_a_resumed_run_trains_the_rows_an_unbroken_one_would(tmp_path):
     """Stopped after any step and resumed: same rows, same order, none twice."""
-    plain = {"staleness": 0, "filters": Filters(zero_advantage=False)}
+    plain = {"staleness": 0, "filters": FiltersConfig(zero_advantage=False)}
     _, whole, _ = conduct(tmp_path / "whole", CoinFlips(), steps=7, **plain)
     expected = [(r["number"], r["row"], r["step"]) for r in whole.records if r["state"] == "trained"]
     for cut in (1, 3, 6):
@@ -273,8 +274,8 @@ def test_a_resumed_run_trains_the_rows_an_unbroken_one_would(tmp_path):
 
 def test_open_tickets_wait_again_after_a_resume(tmp_path):
     """Riding ahead, a checkpoint catches tickets in flight: they are played again before anything new is drawn."""
-    plain = {"staleness": 3, "filters": Filters(zero_advantage=False)}
-    _, first, _ = conduct(tmp_path, CoinFlips(), steps=50, checkpoint=Checkpoint(every=2), **plain)
+    plain = {"staleness": 3, "filters": FiltersConfig(zero_advantage=False)}
+    _, first, _ = conduct(tmp_path, CoinFlips(), steps=50, checkpoint=CheckpointConfig(every=2), **plain)
     _, rest, _ = conduct(tmp_path, CoinFlips(), steps=50, resume=str(tmp_path / "ckpt" / "step-000020"), **plain)
     before = {r["number"] for r in first.records if r["state"] == "trained" and r["step"] <= 20}
     after = [r["number"] for r in rest.records if r["state"] == "trained"]
@@ -431,8 +432,8 @@ def test_draws_given_up_on_purpose_are_no_failures(tmp_path):
 def test_batches_that_groups_cannot_fill_do_not_open_the_gate(tmp_path):
     """Groups of 4 and 6 leave places of a batch of 12 empty; staleness holds all the same."""
     envs = [
-        CustomEnv(name="coins", import_path="x:y", group_size=4),
-        CustomEnv(name="six", import_path="x:y", group_size=6),
+        CustomEnvConfig(name="coins", import_path="x:y", group_size=4),
+        CustomEnvConfig(name="six", import_path="x:y", group_size=6),
     ]
     config = {"batch_size": 12, "steps": 12, "staleness": 1, "env": envs}
     trainer, _, conductor = conduct(tmp_path, CoinFlips(), also={"six": CoinFlips()}, **config)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Cost, Sample, Ticket, balanced, cuts, first_fit_decreasing, fold, imbalance, lockstep
-from paceline.data.cutting import everyone, held, only
+from paceline.data.balance import everyone, held, only
 from paceline.data.scales import owners
-from paceline.trainer.blank import BLANK_PACK, packed
+from paceline.trainer.batch import BLANK_PACK, packed
 
 laws = settings(max_examples=40, deadline=None)
 lengths_lists = st.lists(st.integers(1, 40), max_size=60)

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from paceline.cli import main
 from paceline.cluster import session
-from paceline.config import Eval, RunConfig
-from paceline.config.inference import Engine
-from paceline.config.trainer import Trainer
+from paceline.config import EvalConfig, RunConfig
+from paceline.config.inference import EngineConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.data.sample import Sample
 from paceline.record import open_run
-from paceline.record.layout import ROW, Places
-from paceline.record.parting import Compared, compare
+from paceline.record.decode import decode
+from paceline.record.first_difference import Compared, compare
+from paceline.record.layout import ROW, RecordFiles
 from paceline.record.rows import Query
-from paceline.record.told import decode
 
 STEPS = 3
 
@@ -33,9 +33,9 @@ def trained(runs, name, **changes):
         steps=STEPS,
         batch_size=8,
         group_size=4,
-        eval=Eval(every=2, examples=2),
-        engine=Engine(max_running=8, max_context=64),
-        **{"trainer": Trainer(threads=1)} | changes,
+        eval=EvalConfig(every=2, examples=2),
+        engine=EngineConfig(max_running=8, max_context=64),
+        **{"trainer": TrainerConfig(threads=1)} | changes,
     )
     return session.train(config).directory
 
@@ -73,7 +73,7 @@ def test_another_seed_is_a_setting_and_shows_in_what_is_drawn_or_said_first(run)
 
 
 def test_another_learning_rate_shows_after_the_first_step_was_taken(run):
-    found = compared(run, trained(run.parent, "rate", trainer=Trainer(threads=1, optimizer={"lr": 1e-3})))
+    found = compared(run, trained(run.parent, "rate", trainer=TrainerConfig(threads=1, optimizer={"lr": 1e-3})))
     assert "trainer.optimizer.lr" in [key for key, *_ in found.settings]
     assert found.first is not None
     assert (found.first.kind, found.first.what, found.first.step) == ("gradient", "`lr`", 1)
@@ -100,7 +100,7 @@ def test_a_single_sampled_token_is_found_wherever_it_is(run, tmp_path_factory, d
 
 def mutate(folder, index, at, token):
     """Write another token into a body of the same size."""
-    places = Places(folder)
+    places = RecordFiles(folder)
     cells = np.fromfile(places.index, ROW)[index]
     data = bytearray(places.data.read_bytes())
     body = slice(int(cells["offset"]), int(cells["offset"] + cells["size"]))
@@ -141,7 +141,7 @@ def test_what_is_within_the_tolerance_is_the_same(run, copy):
 def test_a_run_that_ended_early_is_told_as_such(run, copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[:-1]))
-    index = Places(copy).index
+    index = RecordFiles(copy).index
     rows = np.fromfile(index, ROW)
     index.write_bytes(rows[rows["step"] < STEPS].tobytes())
     found = compared(run, copy).first
@@ -169,7 +169,7 @@ def test_a_run_without_a_record_is_compared_by_what_was_measured_and_that_is_sai
 
 
 def test_a_body_that_cannot_be_read_is_a_remark(run, copy):
-    data = Places(copy).data
+    data = RecordFiles(copy).data
     data.write_bytes(bytes(data.stat().st_size))
     found = compared(run, copy)
     assert found.first is None

@@ -1,17 +1,17 @@
 """An environment rests when an advisory speaks against it, on a real run with real weights."""
 
 from paceline.cluster import session
-from paceline.config import Eval, RunConfig
-from paceline.config.advice import Advice
-from paceline.config.env import ReverseText
-from paceline.config.inference import Sampling
-from paceline.config.trainer import Trainer
+from paceline.config import EvalConfig, RunConfig
+from paceline.config.advice import AdviceConfig
+from paceline.config.env import ReverseTextConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.record import Query, open_run
 
 REST = 10
 
 
-def config(runs, *envs: ReverseText, **changes) -> RunConfig:
+def config(runs, *envs: ReverseTextConfig, **changes) -> RunConfig:
     """Replies of two tokens at most: most are cut off."""
     return RunConfig(
         **{
@@ -21,10 +21,10 @@ def config(runs, *envs: ReverseText, **changes) -> RunConfig:
             "group_size": 2,
             "staleness": 0,
             "env": list(envs),
-            "eval": Eval(every=0),
-            "sampling": Sampling(max_tokens=2),
-            "advice": Advice(steps=REST, interval=1),
-            "trainer": Trainer(threads=1),
+            "eval": EvalConfig(every=0),
+            "sampling": SamplingConfig(max_tokens=2),
+            "advice": AdviceConfig(steps=REST, interval=1),
+            "trainer": TrainerConfig(threads=1),
         }
         | changes
     )
@@ -35,7 +35,7 @@ def notes(run) -> list[str]:
 
 
 def test_one_environment_rests_the_other_goes_on_and_nobody_catches_up(tmp_path):
-    cut, free = ReverseText(name="cut", pause=["truncation"]), ReverseText(name="free")
+    cut, free = ReverseTextConfig(name="cut", pause=["truncation"]), ReverseTextConfig(name="free")
     result = session.train(config(tmp_path, cut, free))
     assert result.outcome.status == "finished"
     run = open_run(result.directory)
@@ -56,8 +56,8 @@ def test_one_environment_rests_the_other_goes_on_and_nobody_catches_up(tmp_path)
 
 def test_the_only_environment_is_not_paused_to_death(tmp_path):
     """The run stops with a sentence and a checkpoint, and goes on once somebody says so."""
-    only = ReverseText(name="only")
-    result = session.train(config(tmp_path, only, advice=Advice(steps=REST, interval=1, pause=["truncation"])))
+    only = ReverseTextConfig(name="only")
+    result = session.train(config(tmp_path, only, advice=AdviceConfig(steps=REST, interval=1, pause=["truncation"])))
     outcome = result.outcome
     assert outcome.status == "interrupted"
     assert outcome.step < 18

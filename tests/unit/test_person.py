@@ -9,17 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.cluster.house import is_checkpoint, saved_weights
-from paceline.cluster.person import Person, PersonLeft, PersonSeat
-from paceline.cluster.play import PlayOptions, pick_seat, speaking
+from paceline.cluster.episode_runtime import is_checkpoint, saved_weights
+from paceline.cluster.play import Person, PersonLeft, PersonSeat, PlayOptions, pick_seat, speaking
 from paceline.config import RunConfig
-from paceline.config.env import ReverseText
-from paceline.config.inference import Sampling
-from paceline.config.model import Lora, Model
-from paceline.config.trainer import Trainer
+from paceline.config.env import ReverseTextConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig, ModelConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model, trainable
-from paceline.rollout import Recorder
+from paceline.rollout import RecordingServer
 from paceline.rollout.seat import SeatLeft
 from paceline.trainer import TorchTrainer
 
@@ -34,7 +33,7 @@ class Sitting:
     def __init__(self, *lines: str) -> None:
         self._lines, self.out = iter(lines), io.StringIO()
         self.person = Person(Console(file=self.out, width=80), self._read)
-        self.seat = PersonSeat(self.person, "x", "x", Sampling(), Recorder(), lambda ids: f"<{ids}>")
+        self.seat = PersonSeat(self.person, "x", "x", SamplingConfig(), RecordingServer(), lambda ids: f"<{ids}>")
 
     def _read(self, prompt: str) -> str:
         self.out.write(prompt)
@@ -121,7 +120,7 @@ def test_nobody_speaks_after_the_episode():
 
 
 def test_what_cannot_be_played_is_a_sentence():
-    section = ReverseText(name="duel")
+    section = ReverseTextConfig(name="duel")
     assert (pick_seat(section, ("x", "o"), None), pick_seat(section, ("x", "o"), "o")) == ("x", "o")
     with pytest.raises(PacelineError, match="`duel` has no seat `y`: choose one of `x`, `o` with --seat"):
         pick_seat(section, ("x", "o"), "y")
@@ -132,21 +131,23 @@ def test_what_cannot_be_played_is_a_sentence():
 
 
 def test_another_model_takes_the_runs_place_and_an_endpoints_name_does_not(tmp_path: Path):
-    config = RunConfig(model=Model(lora=Lora(), dtype="bfloat16"))
+    config = RunConfig(model=ModelConfig(lora=LoRAConfig(), dtype="bfloat16"))
     spoken, checkpoint = speaking(config, PlayOptions(model=str(tmp_path)))
-    assert (spoken.model, checkpoint) == (Model(name=str(tmp_path), dtype="bfloat16"), None)
+    assert (spoken.model, checkpoint) == (ModelConfig(name=str(tmp_path), dtype="bfloat16"), None)
     assert speaking(config, PlayOptions(model="theirs", url="http://127.0.0.1:1")) == (config, None)
     (tmp_path / "trainer.safetensors").touch()
     assert speaking(config, PlayOptions(model=str(tmp_path))) == (config, tmp_path)
 
 
-@pytest.mark.parametrize("config", [Model(dtype="bfloat16"), Model(lora=Lora(rank=4, alpha=6))], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "config", [ModelConfig(dtype="bfloat16"), ModelConfig(lora=LoRAConfig(rank=4, alpha=6))], ids=["full", "lora"]
+)
 def test_a_checkpoint_speaks_with_the_weights_its_trainer_would_publish(tmp_path: Path, config):
     model = attach_lora(load_model(config, "cpu"), config, seed=0)
     with torch.no_grad():
         for parameter in trainable(model).values():
             parameter.add_(torch.randn_like(parameter))
-    trainer = TorchTrainer(model, Trainer(), total_steps=1)
+    trainer = TorchTrainer(model, TrainerConfig(), total_steps=1)
     try:
         trainer.version = 7
         published = asyncio.run(trainer.weights())

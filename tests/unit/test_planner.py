@@ -23,7 +23,7 @@ from paceline.planner import found, parse, predict, with_memory
 from paceline.planner.advice import applied
 from paceline.planner.layout import layout_of
 from paceline.planner.memory import memory
-from paceline.planner.shape import Shape, read_shape, shape_of
+from paceline.planner.shape import ModelShape, read_shape, shape_of
 from paceline.planner.speed import Speeds
 from paceline.planner.weights import ways
 from paceline.planner.work import Work, assumed
@@ -31,8 +31,8 @@ from paceline.planner.work import Work, assumed
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 QWEN = {"vocabulary": 151_936, "kv_heads": 2, "tied": True, "biased": True, "max_context": 32_768}
-SMALL = Shape(layers=24, hidden=896, heads=14, head_dim=64, mlp=4864, **QWEN)
-LARGER = Shape(layers=28, hidden=1536, heads=12, head_dim=128, mlp=8960, **QWEN)
+SMALL = ModelShape(layers=24, hidden=896, heads=14, head_dim=64, mlp=4864, **QWEN)
+LARGER = ModelShape(layers=28, hidden=1536, heads=12, head_dim=128, mlp=8960, **QWEN)
 HUGE = replace(LARGER, layers=64, hidden=5120, heads=40, kv_heads=8, mlp=27_648, tied=False)
 SHAPES = {"0.5B": SMALL, "1.5B": LARGER}
 WORK = Work(rollouts=256, group=8, prompt=128, reply=512, longest=512)
@@ -60,11 +60,11 @@ def run_file(**changes) -> RunConfig:
         return RunConfig.model_validate(table)
 
 
-def look(config: RunConfig, shape: Shape, hardware):
+def look(config: RunConfig, shape: ModelShape, hardware):
     return memory(config, shape, hardware, layout_of(config, hardware))
 
 
-def speeds(config: RunConfig, shape: Shape, hardware) -> Speeds:
+def speeds(config: RunConfig, shape: ModelShape, hardware) -> Speeds:
     return Speeds(config, shape, hardware, layout_of(config, hardware))
 
 
@@ -417,7 +417,7 @@ def test_an_evaluation_is_planned_by_its_episodes():
 def test_a_mac_with_more_memory_takes_larger_micro_batches_and_a_packed_base_leaves_room_for_them():
     lora = applied(run_file(), {"model.dtype": "bfloat16", "model.lora": {"rank": 16}, "engine.max_context": 2048})
 
-    def budget(gigabytes: int, shape: Shape) -> int:
+    def budget(gigabytes: int, shape: ModelShape) -> int:
         plan = predict(lora, parse(f"mac{gigabytes}"), WORK, shape)
         assert plan.times is None
         return int(plan.verdict.rsplit(" ", 1)[-1]) if "up to" in plan.verdict else 0

@@ -16,18 +16,26 @@ from hypothesis import strategies as st
 from paceline.inference import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
-    Limits,
     Overloaded,
     Pool,
     RequestError,
     Unreachable,
 )
 from paceline.inference.pool import MOST_BROKEN, MOST_LOST, PATIENCE_SECONDS
-from paceline.inference.roster import FIRST_DELAY, MOST_DELAY, Roster
-from paceline.inference.routing import BLOCK, SLACK, Homes, Member, choose
-from paceline.model import Adapter, Policy, WeightUpdate
+from paceline.inference.registry import (
+    BLOCK,
+    FIRST_DELAY,
+    MOST_DELAY,
+    SLACK,
+    EngineRegistry,
+    PoolMember,
+    PrefixAffinity,
+    choose,
+)
+from paceline.model import Adapter, ServedPolicy, WeightUpdate
 
 
 class Hourglass(asyncio.SelectorEventLoop):
@@ -120,11 +128,11 @@ class Fake:
 
     async def policy(self):
         self._here()
-        return Policy(self.version, "")
+        return ServedPolicy(self.version, "")
 
     async def limits(self):
         self._here()
-        return Limits(self.context, 100)
+        return EngineLimits(self.context, 100)
 
     async def stats(self):
         return EngineStats(capacity=self.capacity, running=self.inside)
@@ -150,10 +158,10 @@ def update(version: int, adapter: Adapter | None = None) -> WeightUpdate:
     return WeightUpdate(version, {}, adapter)
 
 
-def members(*loads: tuple[int, int]) -> list[Member]:
+def members(*loads: tuple[int, int]) -> list[PoolMember]:
     made = []
     for unanswered, capacity in loads:
-        made.append(Member(Fake(), "m"))
+        made.append(PoolMember(Fake(), "m"))
         made[-1].unanswered, made[-1].capacity = unanswered, capacity
     return made
 
@@ -177,7 +185,7 @@ def test_a_home_is_left_only_when_it_is_much_busier(loads, data):
     chosen = choose(some, home)
     assert (chosen is home) == (home.load <= least + SLACK or (home.load == least))
     assert chosen is home or chosen.load == least
-    assert choose(some[:1], Member(Fake(), "elsewhere")) is some[0]
+    assert choose(some[:1], PoolMember(Fake(), "elsewhere")) is some[0]
 
 
 tokens = st.lists(st.integers(0, 3), max_size=6 * BLOCK).map(tuple)
@@ -186,7 +194,7 @@ tokens = st.lists(st.integers(0, 3), max_size=6 * BLOCK).map(tuple)
 @given(tokens, tokens)
 def test_a_conversation_goes_on_where_it_began(beginning, rest):
     """Found again exactly if whole blocks of what was seen cover half of the prompt."""
-    homes, member = Homes(), Member(Fake(), "m")
+    homes, member = PrefixAffinity(), PoolMember(Fake(), "m")
     homes.settle(beginning, member)
     prompt = beginning + rest
     known = len(beginning) // BLOCK * BLOCK
@@ -199,7 +207,7 @@ def test_a_conversation_goes_on_where_it_began(beginning, rest):
 
 
 def test_a_shared_template_ties_nobody_to_one_engine():
-    homes, member = Homes(), Member(Fake(), "m")
+    homes, member = PrefixAffinity(), PoolMember(Fake(), "m")
     template = tuple(range(BLOCK))
     homes.settle(template + (7,) * 3 * BLOCK, member)
     assert homes.find(template + (8,) * 3 * BLOCK) is None
@@ -327,7 +335,7 @@ def test_an_engine_that_returns_has_the_weights_it_missed_before_it_serves():
         sent.clear()
         await pool.load_weights(update(2, policy))  # both are dead: waits for the one that returns
         assert 6.0 < now() < 6.0 + 2 * MOST_DELAY + 1.0
-        assert await pool.policies() == [Policy(4, "")]  # the fake forgets names; the last one sent counts
+        assert await pool.policies() == [ServedPolicy(4, "")]  # the fake forgets names; the last one sent counts
         await asyncio.gather(*(pool.generate(request(n)) for n in range(8)))
         assert not second.answered
         await asyncio.sleep(20)
@@ -353,7 +361,7 @@ def test_an_update_that_one_refuses_leaves_the_others_in_service():
         assert (await pool.generate(request(7))).versions == [1, 1]  # the version before stays the current one
         fussy.refuses = None
         await asyncio.sleep(2 * MOST_DELAY)
-        assert await pool.policies() == [Policy(1, ""), Policy(1, "")]
+        assert await pool.policies() == [ServedPolicy(1, ""), ServedPolicy(1, "")]
         pool.close()
 
     play(run())
@@ -434,7 +442,7 @@ def test_a_full_engine_sends_its_requests_next_door_without_waiting():
 
 @given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
 def test_back_off_doubles_up_to_a_limit(attempt, dice):
-    delay = Roster([Fake()], lambda: dice).delay(attempt)
+    delay = EngineRegistry([Fake()], lambda: dice).delay(attempt)
     whole = min(MOST_DELAY, FIRST_DELAY * 2 ** min(attempt, 30))
     assert whole / 2 <= delay <= whole
 

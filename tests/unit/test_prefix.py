@@ -47,7 +47,7 @@ def test_the_gradient_is_the_same_with_and_without_sharing(seed, sizes, trunk, l
         old, prefix.WASTE = prefix.WASTE, waste
         try:
             model = tiny_model()
-            trainer = trainer_of(model, config.Trainer())
+            trainer = trainer_of(model, config.TrainerConfig())
             for micro_batch in pack(batch, fold(batch), 100_000):
                 trainer.backward(micro_batch)
             trainer.close()

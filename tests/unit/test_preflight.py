@@ -14,7 +14,7 @@ from families import FAMILIES, any_config, verdict
 from paceline.cluster import train
 from paceline.cluster.preflight import PreflightError, preflight
 from paceline.config import load as load_config
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.errors import PacelineError
 from paceline.model import UnsupportedModel, load_model, load_tokenizer
 from paceline.model.support import check_family
@@ -170,7 +170,7 @@ def test_a_damaged_folder_is_refused_with_what_is_wrong_in_it(model, damage, sen
     assert sentence in found[0]
     assert str(model) in found[0]
     with pytest.raises(PacelineError) as refused:
-        load_model(Model(name=str(model)))
+        load_model(ModelConfig(name=str(model)))
     assert str(refused.value) == found[0]
 
 
@@ -212,7 +212,7 @@ def test_a_folder_without_a_tokenizer_says_so(folder, kind):
     for name in TOKENIZER:
         (made / name).unlink()
     with pytest.raises(PacelineError, match=r"there is no tokenizer in .*folder .*set model.tokenizer to") as refused:
-        load_tokenizer(Model(name=str(made)))
+        load_tokenizer(ModelConfig(name=str(made)))
     assert problems("--model.name", made) == [str(refused.value)]
     assert problems("--model.name", made, "--model.tokenizer", QUICKSTART) == []
 

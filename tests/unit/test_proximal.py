@@ -14,7 +14,7 @@ from paceline.data import minibatches
 from samples import PLAIN, make_batch, make_sample, near_policy, plain_logprobs
 from trainers import trainer_of, weights_of
 
-SGD_LIKE = config.Optimizer(lr=1e-2, max_grad_norm=1e9)
+SGD_LIKE = config.OptimizerConfig(lr=1e-2, max_grad_norm=1e9)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -37,8 +37,8 @@ def test_two_minibatches_are_two_steps_by_hand(level):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    proximal = config.Proximal(cap=1.5, level=level)
-    c = config.Trainer(threads=1, loss=config.PPO(), minibatches=2, proximal=proximal, optimizer=SGD_LIKE)
+    proximal = config.ProximalConfig(cap=1.5, level=level)
+    c = config.TrainerConfig(threads=1, loss=config.PPOConfig(), minibatches=2, proximal=proximal, optimizer=SGD_LIKE)
     trainer = trainer_of(tiny_model(), c)
     report = asyncio.run(trainer.step(batch))
     trainer.close()
@@ -52,7 +52,9 @@ def test_each_batch_is_one_version_and_its_metrics_say_what_moved():
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.05)
     reports = {}
     for k in (1, 2, 4):
-        c = config.Trainer(threads=1, loss=config.PPO(), minibatches=k, proximal=config.Proximal(), optimizer=SGD_LIKE)
+        c = config.TrainerConfig(
+            threads=1, loss=config.PPOConfig(), minibatches=k, proximal=config.ProximalConfig(), optimizer=SGD_LIKE
+        )
         trainer = trainer_of(tiny_model(), c)
         reports[k] = asyncio.run(trainer.step(batch)).metrics
         assert trainer.version == 1
@@ -69,7 +71,7 @@ def test_each_batch_is_one_version_and_its_metrics_say_what_moved():
 
 def test_without_proximal_the_sampler_is_the_anchor():
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.3)
-    trainer = trainer_of(tiny_model(), config.Trainer(threads=1, loss=config.PPO()))
+    trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1, loss=config.PPOConfig()))
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()
     assert metrics["ppo_kl"] == pytest.approx(metrics["mismatch_kl"])
@@ -82,7 +84,7 @@ def test_engine_and_trainer_are_compared_before_the_first_step_only():
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.05)
     seen = []
     for samples, k in ((batch[:4], 1), (batch, 2)):
-        c = config.Trainer(threads=1, loss=config.PPO(), minibatches=k, optimizer=SGD_LIKE)
+        c = config.TrainerConfig(threads=1, loss=config.PPOConfig(), minibatches=k, optimizer=SGD_LIKE)
         trainer = trainer_of(tiny_model(), c)
         seen.append(asyncio.run(trainer.step(samples)).metrics)
         trainer.close()
@@ -91,7 +93,7 @@ def test_engine_and_trainer_are_compared_before_the_first_step_only():
 
 
 def test_fewer_rollouts_than_minibatches_are_fewer_steps():
-    trainer = trainer_of(tiny_model(), config.Trainer(threads=1, minibatches=8, proximal=config.Proximal()))
+    trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1, minibatches=8, proximal=config.ProximalConfig()))
     report = asyncio.run(trainer.step(make_batch(3, count=3)))
     trainer.close()
     assert report.metrics["optimizer_steps"] == 3

@@ -7,12 +7,16 @@
 
 import argparse
 import enum
+import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import paceline
 from paceline.cli.entry import the_commands
+from paceline.cluster import selfplay
 from paceline.config.keys import tables
 from paceline.inference.server.app import ROUTES
 
@@ -68,6 +72,17 @@ def arguments(called: object) -> str:
 
 def test_the_public_surface_is_the_listed_one():
     assert [*surface()] == LISTED.read_text(encoding="utf-8").splitlines()
+
+
+def test_what_was_renamed_fails_with_its_new_name():
+    with pytest.raises(ModuleNotFoundError, match=r"`paceline\.waits` is called `paceline\.util\.deadlines` now"):
+        importlib.import_module("paceline.waits")
+    with pytest.raises(ImportError, match=r"`Trainer` of paceline\.cluster\.selfplay is called `SelfPlayTrainer` now"):
+        selfplay.Trainer  # noqa: B018
+    with pytest.raises(ImportError, match=r"`Eval` of paceline\.config is called `EvalConfig` now"):
+        from paceline.config import Eval  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'Coach'"):
+        selfplay.Coach  # noqa: B018
 
 
 if __name__ == "__main__":

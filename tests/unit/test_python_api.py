@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.api.arguments import Task, resolve
+from paceline.api.arguments import TrainingTask, resolve
 from paceline.cli import main
 from paceline.config import ConfigError
 from paceline.data import BadRow, DataError
@@ -166,7 +166,7 @@ def test_datasets_of_every_kind_give_the_same_rows():
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     kinds = [ROWS, datasets.Dataset.from_list(ROWS), "sums.jsonl", Path("sums.jsonl"), ["sums.jsonl"]]
     for dataset in kinds:
-        config, environments = resolve(None, Task(dataset=dataset, eval_dataset=dataset, reward=right), {})
+        config, environments = resolve(None, TrainingTask(dataset=dataset, eval_dataset=dataset, reward=right), {})
         for split in ("train", "eval"):
             rows = environments[config.env[0].name].examples(split)
             assert [(row["prompt"], row["answer"]) for row in rows] == [(r["prompt"], r["answer"]) for r in ROWS]
@@ -176,7 +176,7 @@ def test_datasets_of_every_kind_give_the_same_rows():
 def test_names_alone_need_no_objects():
     """So that the run can be taken over by other processes, and resumed from the command line."""
     Path("mine.py").write_text("def score(completion, answer):\n    return 1.0\n")
-    config, environments = resolve(None, Task(dataset="sums.jsonl", reward="mine.py:score"), {})
+    config, environments = resolve(None, TrainingTask(dataset="sums.jsonl", reward="mine.py:score"), {})
     assert environments == {}
     assert (config.env[0].type, config.env[0].name) == ("reward", "sums")
 
@@ -293,7 +293,7 @@ def test_train_works_inside_a_running_loop(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asyncio.run(cell()).outcome.status == "finished"
-    assert "Task was destroyed" not in capsys.readouterr().err
+    assert "TrainingTask was destroyed" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("looped", [True, False])
@@ -344,7 +344,7 @@ def test_a_second_ctrl_c_stops_at_once():
 
 def test_a_second_ctrl_c_comes_back_from_a_run_whose_event_loop_is_blocked(monkeypatch):
     """In a notebook the run has a thread of its own, which can be left behind; the kernel lives on."""
-    monkeypatch.setattr("paceline.api.thread.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("paceline.api.training.STOP_SECONDS", 0.1)
     free = threading.Event()
     blocked: list[str] = []
 
@@ -515,7 +515,7 @@ def test_every_block_of_the_page_runs(capsys):
     assert "RunResult(two-parts: finished after 2 steps, reward " in shown
     assert namespace["result"].outcome.step == 3
     [table] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
-    assert paceline.config.env.RewardEnv(**tomllib.loads(table)["env"][0]).import_path == "sums.py:score"
+    assert paceline.config.env.RewardEnvConfig(**tomllib.loads(table)["env"][0]).import_path == "sums.py:score"
 
 
 def test_the_blocks_of_the_readme_run(monkeypatch):

@@ -16,7 +16,7 @@ from conftest import tiny_model
 from launching import Launched
 from once import once
 from paceline.config import trainer as config
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
 from paceline.data import encode
 from paceline.model import trainable
 from paceline.trainer import TorchTrainer
@@ -24,18 +24,22 @@ from paceline.trainer.world import World, together
 from samples import make_batch, near_policy, rewarded
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps.
-FAST = config.Optimizer(lr=1e-2, eps=1e-3)
+FAST = config.OptimizerConfig(lr=1e-2, eps=1e-3)
 CASES = {
     "token": {"minibatches": 1},
-    "sample": {"normalise": "sample", "loss": config.GSPO()},
-    "fixed": {"normalise": "fixed", "loss": config.PPO(), "kl": config.KL(), "entropy_coef": 0.01},
-    "one rank has nothing": {"loss": config.CISPO()},
-    "minibatches": {"minibatches": 2, "proximal": config.Proximal(), "loss": config.PPO()},
-    "critic": {"minibatches": 2, "critic": config.Critic(), "loss": config.PPO()},
-    "one rank has nothing, critic": {"minibatches": 2, "critic": config.Critic(), "kl": config.KL(how="advantage")},
-    "one rank has no rewards": {"critic": config.Critic()},
-    "rollouts": {"minibatches": 2, "normalise": "sample", "loss": config.PPO()},
-    "rollouts, critic": {"normalise": "sample", "critic": config.Critic()},
+    "sample": {"normalise": "sample", "loss": config.GSPOConfig()},
+    "fixed": {"normalise": "fixed", "loss": config.PPOConfig(), "kl": config.KLConfig(), "entropy_coef": 0.01},
+    "one rank has nothing": {"loss": config.CISPOConfig()},
+    "minibatches": {"minibatches": 2, "proximal": config.ProximalConfig(), "loss": config.PPOConfig()},
+    "critic": {"minibatches": 2, "critic": config.CriticConfig(), "loss": config.PPOConfig()},
+    "one rank has nothing, critic": {
+        "minibatches": 2,
+        "critic": config.CriticConfig(),
+        "kl": config.KLConfig(how="advantage"),
+    },
+    "one rank has no rewards": {"critic": config.CriticConfig()},
+    "rollouts": {"minibatches": 2, "normalise": "sample", "loss": config.PPOConfig()},
+    "rollouts, critic": {"normalise": "sample", "critic": config.CriticConfig()},
     "budget found": {"micro_batch_tokens": "auto"},
 }
 
@@ -60,8 +64,10 @@ def share(name: str, rank: int) -> list:
 
 def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, dict[str, float]]:
     model = tiny_model()
-    parallel = Parallel(ranks=1 if group is None else 2)
-    trainer = TorchTrainer(model, config.Trainer(threads=1, optimizer=FAST, parallel=parallel, **settings), group=group)
+    parallel = ParallelConfig(ranks=1 if group is None else 2)
+    trainer = TorchTrainer(
+        model, config.TrainerConfig(threads=1, optimizer=FAST, parallel=parallel, **settings), group=group
+    )
     reports = [asyncio.run(trainer.step(samples)) for _ in range(2)]
     trainer.close()
     assert not any(report.skipped for report in reports)

@@ -15,20 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket, encode
-from paceline.monitor import Monitors, Recorder, RunPlan
-from paceline.record import Gone, Keeper, Query, keeper, open_run
+from paceline.monitor import Monitors, RunPlan, RunRecorder
+from paceline.record import Gone, Query, RolloutRecorder, open_run
+from paceline.record import rollout_recorder as keeper
 from paceline.record.layout import ROW
-from paceline.record.shelf import Shelf, StrangeSchema
+from paceline.record.record_writer import RecordWriter, StrangeSchema
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 
 FILES = ("rollouts.index", "rollouts.data", "rollouts.text", "names.jsonl")
 
 
-def kept(folder: Path, start: int = 0) -> Keeper:
+def kept(folder: Path, start: int = 0) -> RolloutRecorder:
     folder.mkdir(exist_ok=True)
     (folder / "run.lock").touch()
-    writer = Keeper(folder)
+    writer = RolloutRecorder(folder)
     writer.begin(RunPlan("run", folder, None, start, {}, ("env",), "cpu", 0))
     return writer
 
@@ -259,7 +260,7 @@ def test_cut_anywhere_it_is_a_readable_prefix(whole, tmp_path_factory, file, sha
         run.rollouts.get(count)
     assert bool(run.problems()) == (count < (folder / "record" / FILES[0]).stat().st_size // ROW.itemsize)
     if again:  # whoever goes on from here has lost the tail and nothing else
-        writer = Keeper(folder)
+        writer = RolloutRecorder(folder)
         writer.begin(RunPlan("run", folder, None, 6, {}, (), "cpu", 0))
         writer.played(7, "trained", [played[0]])
         writer.close()
@@ -277,7 +278,7 @@ def test_going_back_leaves_exactly_the_steps_before(whole, tmp_path, step):
     shutil.copytree(source, folder)
     run = open_run(folder)
     before = run.rollouts.view()
-    with Keeper(folder) as writer:
+    with RolloutRecorder(folder) as writer:
         writer.begin(RunPlan("run", folder, None, 6, {}, (), "cpu", 0))
         writer.roll_back(step)
         writer.played(step + 1, "trained", [played[-1]])
@@ -338,13 +339,13 @@ def test_readers_see_whole_rollouts_while_the_run_goes_on_and_goes_back(tmp_path
 
 
 def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monkeypatch, caplog):
-    gate, real = threading.Event(), Shelf.append
+    gate, real = threading.Event(), RecordWriter.append
 
     def slow(self, *chunks) -> None:
         assert gate.wait(30)
         real(self, *chunks)
 
-    monkeypatch.setattr(Shelf, "append", slow)
+    monkeypatch.setattr(RecordWriter, "append", slow)
     monkeypatch.setattr(keeper, "MOST_WAITING", 60)
     played = [spoken(number) for number in range(20)]
     with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
@@ -367,14 +368,14 @@ def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monk
 
 
 def test_a_record_that_cannot_be_written_ends_and_the_run_hears_of_it(tmp_path, monkeypatch, caplog):
-    real = Shelf.append
+    real = RecordWriter.append
 
     def full(self, rows, data, text) -> None:
         if len(self.rows()) >= 3:
             raise OSError(28, "No space left on device")
         real(self, rows, data, text)
 
-    monkeypatch.setattr(Shelf, "append", full)
+    monkeypatch.setattr(RecordWriter, "append", full)
     with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
         writer.played(1, "trained", [spoken(1)] * 3)
         while writer.waiting:  # what comes meanwhile would be written with it
@@ -415,7 +416,7 @@ def test_a_record_leaves_room_on_the_disk_for_the_run(tmp_path, monkeypatch, cap
 def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
     with kept(tmp_path) as writer:
         writer.played(1, "trained", [spoken(1)])
-    Recorder(tmp_path).rollouts(1, [spoken(1).record()])
+    RunRecorder(tmp_path).rollouts(1, [spoken(1).record()])
     (tmp_path / "record" / "schema.json").write_text('{"schema": 99}')
     before = {path: path.read_bytes() for path in (tmp_path / "record").iterdir()}
     run = open_run(tmp_path)
@@ -423,9 +424,9 @@ def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
     assert run.rollouts.count == 1  # what rollouts.jsonl shows
     assert run.lanes() == []
     with pytest.raises(StrangeSchema, match="schema 99"):
-        Shelf(tmp_path)
-    recorder = Recorder(tmp_path)
-    with Monitors(recorder, Keeper(tmp_path)) as monitors:
+        RecordWriter(tmp_path)
+    recorder = RunRecorder(tmp_path)
+    with Monitors(recorder, RolloutRecorder(tmp_path)) as monitors:
         monitors.begin(RunPlan("run", tmp_path, None, 1, {}, (), "cpu", 0))
         monitors.played(2, "trained", [spoken(2)])
     assert any("schema 99" in event.get("text", "") for event in run.events())

@@ -10,13 +10,13 @@ from rich.console import Console
 
 from paceline.cli import main
 from paceline.config import load
-from paceline.monitor import Recorder, RunPlan, Screen
+from paceline.monitor import RunPlan, RunRecorder, Screen
 from paceline.monitor.doctor import examine
 from paceline.planner import compare, keep_plan
 from paceline.record import open_run
-from paceline.record.layout import LANE, Places
+from paceline.record.layout import LANE, RecordFiles
 from paceline.ui.lanes import lanes_of
-from paceline.ui.opened import Opened
+from paceline.ui.runs import Opened
 from recorded import Told, torn
 from talking import Talking
 
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_leaves_damaged_lines_to_their_readers(run):
     damage(run / "metrics.jsonl", *ODD)
     damage(run / "events.jsonl", "[]")
     (run / "tickets.jsonl").write_text('nonsense\n{"since": "noon"}\n{"since": 5}\n{"state": "trained", "step": []}\n')
-    with Recorder(run) as recorder:
+    with RunRecorder(run) as recorder:
         recorder.begin(RunPlan("spoilt", run, 40, 4, {}, ("env",), "cpu", 1))
     steps = open_run(run).metrics()["step"]
     assert [step for step in steps if step is not None] == [step for step in before if step <= 4]
@@ -115,7 +115,7 @@ def test_a_span_that_is_no_number_is_left_out(run, column):
     talking.close()
     before = lanes_of(open_run(run), None, None, 2)
     assert before["source"] == "record"
-    path = Places(run).lanes
+    path = RecordFiles(run).lanes
     odd = np.fromfile(path, LANE)[:1]
     for wrong in (np.nan, np.inf, -np.inf):
         odd[column] = wrong

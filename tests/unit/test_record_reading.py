@@ -20,8 +20,8 @@ from launching import Launched
 from paceline.config import RunConfig, dump, load
 from paceline.data import Ticket
 from paceline.errors import PacelineError
-from paceline.monitor import Recorder, RunDirectory, RunOutcome, RunPlan
-from paceline.record import Keeper, Query, find_runs, open_run
+from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.record import Query, RolloutRecorder, find_runs, open_run
 from paceline.record.settings import changed
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
@@ -63,7 +63,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filtered")
     (folder / "run.lock").touch()
     dice, number = random.Random(7), 0
-    with Keeper(folder) as writer:
+    with RolloutRecorder(folder) as writer:
         writer.begin(RunPlan("run", folder, None, 0, {}, (), "cpu", 0))
         for step in range(1, 31):
             for state in STATES:
@@ -168,13 +168,13 @@ WRITING = """
     import sys
     from pathlib import Path
     sys.path[:0] = sys.argv[2:]
-    from paceline.monitor import Monitors, Recorder, RunDirectory, RunPlan
-    from paceline.record import Keeper
+    from paceline.monitor import Monitors, RunRecorder, RunDirectory, RunPlan
+    from paceline.record import RolloutRecorder
     from test_record import spoken
     path = Path(sys.argv[1])
     with RunDirectory.claim(path) as directory:
         directory.begin("")
-        monitors = Monitors(Recorder(path), Keeper(path))
+        monitors = Monitors(RunRecorder(path), RolloutRecorder(path))
         monitors.begin(RunPlan("run", path, 10, 0, {}, (), "cpu", 5))
         for step in range(1, 100000):
             monitors.step(step, {"loss": 1.0})
@@ -212,7 +212,7 @@ def open_or_none(folder: Path):
 def test_a_run_says_how_it_is(tmp_path):
     folder, plan = tmp_path / "run", RunPlan("run", tmp_path / "run", 9, 0, {}, (), "cpu", 7)
     with RunDirectory.claim(folder) as directory:
-        recorder = Recorder(folder)
+        recorder = RunRecorder(folder)
         assert open_run(folder).status().state == "starting"
         directory.begin("")
         recorder.begin(plan)
@@ -243,7 +243,7 @@ def test_a_run_says_how_it_is(tmp_path):
 
 def test_a_run_on_another_machine_is_alive_while_its_snapshot_is_fresh(tmp_path):
     (tmp_path / "run.lock").touch()
-    Recorder(tmp_path).begin(RunPlan("run", tmp_path, 9, 0, {}, (), "cpu", 7))
+    RunRecorder(tmp_path).begin(RunPlan("run", tmp_path, 9, 0, {}, (), "cpu", 7))
     snapshot = tmp_path / "waits.json"
     now = (tmp_path / "run.lock").stat().st_mtime
     for age, state in ((0, "running"), (3600, "crashed")):
@@ -254,7 +254,7 @@ def test_a_run_on_another_machine_is_alive_while_its_snapshot_is_fresh(tmp_path)
 def test_an_old_run_opens_by_what_it_shows(tmp_path):
     dice = random.Random(3)
     played = [rollout(dice, number) for number in range(12)]
-    recorder = Recorder(tmp_path)
+    recorder = RunRecorder(tmp_path)
     (tmp_path / "config.toml").write_text("")
     for step in (1, 2):
         recorder.rollouts(step, [r.record() for r in played[6 * step - 6 : 6 * step]])
@@ -275,7 +275,7 @@ def test_an_old_run_opens_by_what_it_shows(tmp_path):
 
 
 def test_metrics_are_columns_whatever_lines_lie_between(tmp_path):
-    recorder = Recorder(tmp_path, clock=lambda: 5.0)
+    recorder = RunRecorder(tmp_path, clock=lambda: 5.0)
     (tmp_path / "config.toml").write_text("steps = [")
     recorder.step(0, {"eval": 0.5})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -317,7 +317,7 @@ lines = st.lists(
 def test_tickets_tell_their_lives(tmp_path_factory, steps, torn):
     folder = tmp_path_factory.mktemp("tickets")
     (folder / "run.lock").touch()
-    recorder, run = Recorder(folder), open_run(folder)
+    recorder, run = RunRecorder(folder), open_run(folder)
     records: list[dict] = []
     dropped: Counter = Counter()
     for step, batch in enumerate(steps, start=1):

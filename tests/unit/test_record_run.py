@@ -3,8 +3,8 @@
 from collections import Counter
 
 from paceline.cluster import session
-from paceline.config import Checkpoint, Eval, Record, RunConfig
-from paceline.config.trainer import Trainer
+from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.data import encode
 from paceline.monitor import read_jsonl
 from paceline.record import Query, open_run
@@ -30,10 +30,10 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         batch_size=8,
         group_size=GROUP,
         staleness=1,
-        checkpoint=Checkpoint(every=2),
-        eval=Eval(every=2, examples=3),
-        record=Record(batches=STEPS),
-        trainer=Trainer(on_bad_step="roll_back", threads=1),
+        checkpoint=CheckpointConfig(every=2),
+        eval=EvalConfig(every=2, examples=3),
+        record=RecordConfig(batches=STEPS),
+        trainer=TrainerConfig(on_bad_step="roll_back", threads=1),
     )
     result = session.train(config)
     assert result.outcome.status == "finished"
@@ -87,8 +87,8 @@ def test_a_run_that_does_not_want_a_record_has_none(tmp_path):
         steps=1,
         batch_size=4,
         group_size=4,
-        eval=Eval(every=0),
-        record=Record(all=False, rollouts=2),
+        eval=EvalConfig(every=0),
+        record=RecordConfig(all=False, rollouts=2),
     )
     run = open_run(session.train(config).directory)
     assert not (run.path / "record").exists()

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENDS
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.rollout import Renderer, Rollout, Seat, SeatLeft, Table, Turn, Voice, assemble
+from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SeatLeft, SessionMap, Turn, assemble
 
 TICKET = Ticket(7, "talk", 0, 7, 2)
 TOOLS = [
@@ -86,7 +86,9 @@ class Family:
         return self.fresh._text(messages, tools, reply=reply)
 
     def seat(self, engine: ScriptedEngine, **settings) -> Seat:
-        voice = Voice(Pool([engine]), self.renderer, Sampling(**settings), frozenset((self.end, self.stop)))
+        voice = SamplingClient(
+            Pool([engine]), self.renderer, SamplingConfig(**settings), frozenset((self.end, self.stop))
+        )
         return Seat(voice, (0, 0, 7, 0), 7)
 
 
@@ -428,8 +430,8 @@ def test_nothing_is_said_once_the_episode_is_over(load):
 
 def test_a_table_keeps_every_seat_it_was_asked_for(load):
     family = Family("quickstart", load("quickstart"))
-    voice = Voice(Pool([ScriptedEngine()]), family.renderer, Sampling(), frozenset({family.end}))
-    table = Table(voice, (0, 0, 7, 0), 7, ["solver", "solver#2"])
+    voice = SamplingClient(Pool([ScriptedEngine()]), family.renderer, SamplingConfig(), frozenset({family.end}))
+    table = SessionMap(voice, (0, 0, 7, 0), 7, ["solver", "solver#2"])
     names = [table.open("solver", parent="solver", kind="child") for _ in range(3)]
     assert len({*names, "solver", "solver#2"}) == len(table) == 5
     assert {seat.actor for seat in table.values()} == {"solver", "solver#2"}

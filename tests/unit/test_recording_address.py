@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from paceline.rollout import Recorder
+from paceline.rollout import RecordingServer
 from paceline.rollout.recording import reachable
 
 
@@ -22,7 +22,7 @@ def has(host: str) -> bool:
 
 async def told(*args) -> tuple[str, int]:
     """The host of a seat's address, and what is answered there: 200, for the seat is still taken."""
-    recorder = Recorder(*args)
+    recorder = RecordingServer(*args)
     try:
         url = await recorder.address("somebody")
         async with httpx.AsyncClient(timeout=60) as client:

@@ -8,21 +8,21 @@ import torch
 
 from conftest import tiny_model
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora
 from paceline.trainer import TrainerError
 from samples import PLAIN, make_batch, near_policy, plain_logprobs
 from trainers import NO_OFFLOAD, trainer_of
 from trainers import weights_of as state
 
-FAST = config.Optimizer(lr=1e-2)
-LORA = Lora(rank=4)
+FAST = config.OptimizerConfig(lr=1e-2)
+LORA = LoRAConfig(rank=4)
 
 
 def made(lora=None, seed=0, **settings):
-    model = attach_lora(tiny_model(seed), Model(lora=lora), seed=0)
-    settings = {"loss": config.PPO(), "optimizer": FAST} | settings
-    return trainer_of(model, config.Trainer(threads=1, **settings))
+    model = attach_lora(tiny_model(seed), ModelConfig(lora=lora), seed=0)
+    settings = {"loss": config.PPOConfig(), "optimizer": FAST} | settings
+    return trainer_of(model, config.TrainerConfig(threads=1, **settings))
 
 
 def run(trainer, seeds) -> list[dict]:
@@ -34,7 +34,7 @@ def run(trainer, seeds) -> list[dict]:
 
 def divergence(old: dict, now: dict, lora, batch) -> float:
     """k3 of a policy with the tensors `now` against one with the tensors `old`, both through plain transformers."""
-    policies = [attach_lora(tiny_model(), Model(lora=lora), seed=0) for _ in range(2)]
+    policies = [attach_lora(tiny_model(), ModelConfig(lora=lora), seed=0) for _ in range(2)]
     for policy, tensors in zip(policies, (now, old), strict=True):
         policy.load_state_dict(tensors, strict=False)
     total, count = 0.0, 0
@@ -53,7 +53,7 @@ OFFLOADED = [("base", None, True), ("snapshot", LORA, True), ("ema", None, True)
     ("reference", "lora", "offload"), [*REFERENCES, *(pytest.param(*case, marks=NO_OFFLOAD) for case in OFFLOADED)]
 )
 def test_the_reference_is_who_it_says(reference, lora, offload):
-    trainer = made(lora, kl=config.KL(reference=reference, every=2, decay=0.75, offload=offload))
+    trainer = made(lora, kl=config.KLConfig(reference=reference, every=2, decay=0.75, offload=offload))
     history = [state(trainer)]
     mean = history[0]
     for seed in range(4):
@@ -73,7 +73,7 @@ def test_the_reference_is_who_it_says(reference, lora, offload):
 
 
 def test_the_base_under_lora_keeps_nothing_and_leaves_the_policy_as_it_was():
-    trainer = made(LORA, kl=config.KL())
+    trainer = made(LORA, kl=config.KLConfig())
     run(trainer, range(2))
     reference = trainer.learner._reference
     assert not reference._tensors
@@ -87,7 +87,7 @@ def test_the_base_under_lora_keeps_nothing_and_leaves_the_policy_as_it_was():
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("reference", ["base", "snapshot", "ema"])
 def test_a_resumed_run_is_held_near_the_same_reference(tmp_path, reference, lora):
-    kl = config.KL(reference=reference, every=2, decay=0.5)
+    kl = config.KLConfig(reference=reference, every=2, decay=0.5)
     unbroken = made(lora, kl=kl)
     run(unbroken, range(3))
     asyncio.run(unbroken.save(tmp_path))
@@ -104,11 +104,11 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path, reference, lora
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_with_dropout_score_without_it_from_the_start(tmp_path, dtype):
     """New adapters come in training mode. A resumed trainer scores, and proves its weights, before it first trains."""
-    settings = {"kl": config.KL(reference="ema"), "minibatches": 2, "proximal": config.Proximal()}
+    settings = {"kl": config.KLConfig(reference="ema"), "minibatches": 2, "proximal": config.ProximalConfig()}
 
     def fresh():
-        model = attach_lora(tiny_model().to(dtype), Model(lora=Lora(rank=4, dropout=0.5)), seed=0)
-        return trainer_of(model, config.Trainer(threads=1, loss=config.PPO(), optimizer=FAST, **settings))
+        model = attach_lora(tiny_model().to(dtype), ModelConfig(lora=LoRAConfig(rank=4, dropout=0.5)), seed=0)
+        return trainer_of(model, config.TrainerConfig(threads=1, loss=config.PPOConfig(), optimizer=FAST, **settings))
 
     unbroken, again = fresh(), fresh()
     run(unbroken, range(2))
@@ -123,10 +123,10 @@ def test_adapters_with_dropout_score_without_it_from_the_start(tmp_path, dtype):
 
 
 def test_another_base_is_refused_on_resume(tmp_path):
-    first = made(kl=config.KL())
+    first = made(kl=config.KLConfig())
     run(first, [0])
     asyncio.run(first.save(tmp_path))
-    second = made(seed=1, kl=config.KL())
+    second = made(seed=1, kl=config.KLConfig())
     with pytest.raises(TrainerError, match=r"model\.name now holds other weights"):
         asyncio.run(second.load(tmp_path))
     first.close()
@@ -137,7 +137,7 @@ def test_a_reference_that_starts_late_starts_where_the_policy_is(tmp_path):
     first = made()
     run(first, range(2))
     asyncio.run(first.save(tmp_path))
-    second = made(kl=config.KL(reference="snapshot"))
+    second = made(kl=config.KLConfig(reference="snapshot"))
     asyncio.run(second.load(tmp_path))
     assert run(second, [2])[0]["kl"] == pytest.approx(0, abs=1e-6)
     first.close()
@@ -147,7 +147,7 @@ def test_a_reference_that_starts_late_starts_where_the_policy_is(tmp_path):
 def test_scores_that_come_with_the_samples_are_used():
     batch = near_policy(make_batch(0, count=3, **PLAIN))
     given = [s.with_streams(base_logprobs=s.logprobs) for s in batch]  # an endpoint's, say
-    trainer = made(kl=config.KL(kind="k1", coef=0.5))
+    trainer = made(kl=config.KLConfig(kind="k1", coef=0.5))
     metrics = asyncio.run(trainer.step(given)).metrics
     pi = plain_logprobs(tiny_model(), batch)
     d = np.concatenate([(p.detach().numpy() - s.logprobs)[s.loss_mask] for s, p in zip(batch, pi, strict=True)])
@@ -173,8 +173,8 @@ def test_shaping_subtracts_the_clipped_mean_log_ratio_from_the_advantages(policy
         who = s.logprobs if policy == "behaviour" else pi
         k1 = np.mean([float(who[t]) - float(s.base_logprobs[t]) for t in range(len(s)) if s.loss_mask[t]])
         by_hand.append(s.with_streams(advantages=s.advantages - 0.2 * min(max(k1, -4.0), 4.0) * s.loss_mask))
-    more = {"minibatches": 2, "proximal": config.Proximal() if policy == "prox" else None}
-    shaped = made(kl=config.KL(how="advantage", coef=0.2, kl_max=4.0), **more)
+    more = {"minibatches": 2, "proximal": config.ProximalConfig() if policy == "prox" else None}
+    shaped = made(kl=config.KLConfig(how="advantage", coef=0.2, kl_max=4.0), **more)
     plain = made(**more)
     metrics = asyncio.run(shaped.step(batch)).metrics
     asyncio.run(plain.step(by_hand))

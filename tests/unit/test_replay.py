@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_orchestrator import CoinFlips, ScriptedEngine, conduct, states
 
-from paceline.config import Breaker, Checkpoint, ConfigWarning, Filters, Replay, RunConfig
-from paceline.config.env import CustomEnv
+from paceline.config import BreakerConfig, CheckpointConfig, ConfigWarning, FiltersConfig, ReplayConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
 from paceline.data import Ledger, LedgerError, Sample, State, Ticket
 from paceline.orchestrator import Checkpoints, Gate, RunStopped, loop
 from paceline.orchestrator.buffered import read_held
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.replay import Replay as Memory
-from paceline.orchestrator.replay import Replayed
+from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout
 from paceline.trainer import StepReport
 
-EVERYTHING = Filters(zero_advantage=False)
+EVERYTHING = FiltersConfig(zero_advantage=False)
 REASONS = ("zero_advantage", "group_too_small", "stale")
 
 
@@ -79,7 +79,7 @@ def test_whatever_is_replayed_the_books_balance_and_nothing_old_trains(
         batch_size=batch,
         group_size=group,
         max_inflight=inflight,
-        replay=Replay(share=share, times=times),
+        replay=ReplayConfig(share=share, times=times),
     )
     assert len(run[0].trained) == 6
     keep_the_laws(*run, staleness, share, batch, group)
@@ -99,7 +99,7 @@ def test_an_eager_sampler_loses_nothing_to_replay(tmp_path_factory, staleness, s
             steps=12,
             staleness=staleness,
             filters=EVERYTHING,
-            replay=Replay(share=share),
+            replay=ReplayConfig(share=share),
         )
     keep_the_laws(*run, staleness, share, 8, 2)
     assert states(run[1], "dropped") == []
@@ -138,12 +138,12 @@ def test_a_step_reports_what_led_to_its_fresh_groups(tmp_path, monkeypatch):
 
     def watched(self, batch):
         tally = take(self, batch)
-        fresh = [group.ticket.number for group in batch if not isinstance(group, Replayed)]
+        fresh = [group.ticket.number for group in batch if not isinstance(group, ReplayedGroup)]
         seen.append((fresh, [group.ticket.number for group in tally.resolved]))
         return tally
 
     monkeypatch.setattr(Dispatcher, "take_tally", watched)
-    conduct(tmp_path, CoinFlips(), steps=10, staleness=3, replay=Replay(share=0.5))
+    conduct(tmp_path, CoinFlips(), steps=10, staleness=3, replay=ReplayConfig(share=0.5))
     for fresh, resolved in seen:
         assert max(resolved) == max(fresh)
 
@@ -156,7 +156,7 @@ def test_a_replayed_group_is_the_group_that_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(type(algorithm), "assign", lambda self, g: credited.append(g.ticket.number) or assign(self, g))
     monkeypatch.setattr(loop, "learn", lambda order, row, rewards: learned.append(row) or learn(order, row, rewards))
     trainer, log, _ = conduct(
-        tmp_path, CoinFlips(), steps=10, staleness=2, on_stale="mask", replay=Replay(share=0.5, times=2)
+        tmp_path, CoinFlips(), steps=10, staleness=2, on_stale="mask", replay=ReplayConfig(share=0.5, times=2)
     )
     again = replays(log)
     by_ticket: dict[int, list[Sample]] = {}
@@ -180,7 +180,7 @@ def test_a_replayed_group_is_the_group_that_trained(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::paceline.config.ConfigWarning")
 def test_without_a_group_to_replay_a_run_is_as_it_was(tmp_path):
     """Off, or at staleness 0: the same tickets in the same order, whatever the section says."""
-    for staleness, replay in ((2, Replay(groups=8, times=3)), (0, Replay(share=0.5))):
+    for staleness, replay in ((2, ReplayConfig(groups=8, times=3)), (0, ReplayConfig(share=0.5))):
         plain = conduct(tmp_path / f"plain{staleness}", CoinFlips(), steps=6, staleness=staleness)
         other = conduct(tmp_path / f"other{staleness}", CoinFlips(), steps=6, staleness=staleness, replay=replay)
         assert other[1].records == plain[1].records
@@ -190,7 +190,12 @@ def test_the_rows_of_an_epoch_still_train_and_a_short_batch_replays_nothing(tmp_
     short = 0
     for count in range(16, 24):
         _, log, conductor = conduct(
-            tmp_path / str(count), CoinFlips(count), epochs=1, staleness=3, filters=EVERYTHING, replay=Replay(share=0.5)
+            tmp_path / str(count),
+            CoinFlips(count),
+            epochs=1,
+            staleness=3,
+            filters=EVERYTHING,
+            replay=ReplayConfig(share=0.5),
         )
         again = replays(log)
         rows = [r["row"] for r in log.records if r["state"] == "trained" and r["number"] not in again]
@@ -206,7 +211,7 @@ def test_the_rows_of_an_epoch_still_train_and_a_short_batch_replays_nothing(tmp_
 
 def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
     """Two replayed groups of 4 would leave no place for a fresh one of 6 in a batch of 12; all batches train."""
-    envs = [CustomEnv(name=n, import_path="x:y", group_size=g) for n, g in (("coins", 4), ("six", 6))]
+    envs = [CustomEnvConfig(name=n, import_path="x:y", group_size=g) for n, g in (("coins", 4), ("six", 6))]
     for share in (0.4, 0.7, 0.99):
         trainer, log, conductor = conduct(
             tmp_path / str(share),
@@ -216,7 +221,7 @@ def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
             steps=12,
             staleness=2,
             env=envs,
-            replay=Replay(share=share, times=3),
+            replay=ReplayConfig(share=share, times=3),
         )
         assert len(trainer.trained) == 12
         for version, samples in trainer.trained:
@@ -253,11 +258,11 @@ def died_and_resumed(tmp_path, after: int) -> int:
         "staleness": 2,
         "deterministic": True,
         "filters": EVERYTHING,
-        "replay": Replay(share=0.5, times=2),
-        "checkpoint": Checkpoint(every=1),
+        "replay": ReplayConfig(share=0.5, times=2),
+        "checkpoint": CheckpointConfig(every=1),
     }
     with pytest.raises(RunStopped):
-        conduct(tmp_path, Dying(after), steps=20, breaker=Breaker(), **plain)
+        conduct(tmp_path, Dying(after), steps=20, breaker=BreakerConfig(), **plain)
     path, kept = Checkpoints(tmp_path / "ckpt", 100).find("latest")
     books, waiting = kept["ledger"], {fields[0] for fields in kept["ledger"]["open"]}
     assert books["replayed"] > 0
@@ -317,7 +322,7 @@ def test_the_memory_offers_the_newest_groups_that_are_young_enough():
     def offered(version: int, room: int) -> list[int]:
         return [group.ticket.number for group in memory.choose(version, room)]
 
-    memory = Memory(Replay(share=0.5, groups=4, times=2), staleness=2)
+    memory = Memory(ReplayConfig(share=0.5, groups=4, times=2), staleness=2)
     memory.remember([remembered(n, version) for n, version in enumerate([5, 5, 3, 5, 4])])
     assert offered(5, 100) == [4, 3, 2, 1]  # of five, the four newest
     assert offered(6, 100) == [4, 3, 1]  # one token of ticket 2 is three versions old
@@ -341,7 +346,7 @@ def test_a_batch_that_broke_the_gradient_is_not_replayed(tmp_path, monkeypatch):
         return StepReport({"loss": 0.0}, skipped=True)
 
     monkeypatch.setattr(test_orchestrator.CountingTrainer, "step", broken)
-    _, log, _ = conduct(tmp_path, CoinFlips(), steps=6, staleness=2, replay=Replay(share=0.5))
+    _, log, _ = conduct(tmp_path, CoinFlips(), steps=6, staleness=2, replay=ReplayConfig(share=0.5))
     assert not replays(log)
 
 
@@ -350,19 +355,19 @@ def test_a_batch_that_broke_the_gradient_is_not_replayed(tmp_path, monkeypatch):
     [
         ({"staleness": 0}, "no effect at staleness = 0"),
         ({"batch_size": 8, "group_size": 8}, "no room for a replayed group beside a fresh one"),
-        ({"batch_size": 16, "group_size": 8, "replay": Replay(share=0.4)}, "raise replay.share"),
+        ({"batch_size": 16, "group_size": 8, "replay": ReplayConfig(share=0.4)}, "raise replay.share"),
     ],
 )
 def test_a_share_that_changes_nothing_is_noted(settings, sentence):
     with pytest.warns(ConfigWarning, match=sentence):
-        RunConfig(**{"replay": Replay(share=0.5)} | settings)
+        RunConfig(**{"replay": ReplayConfig(share=0.5)} | settings)
 
 
 def test_replayed_groups_are_groups():
     group = remembered(0, 0)
-    memory = Memory(Replay(share=0.5), staleness=1)
+    memory = Memory(ReplayConfig(share=0.5), staleness=1)
     memory.remember([group])
     again = memory.again(group, 7)
-    assert isinstance(again, Replayed)
+    assert isinstance(again, ReplayedGroup)
     assert isinstance(again, Group)
     assert {rollout.ticket.number for rollout in again.rollouts} == {s.ticket.number for s in again.samples()} == {7}

@@ -15,10 +15,9 @@ from rich.console import Console
 from paceline.cli import main
 from paceline.record import open_run
 from paceline.record.advice import Advisory, Knob
-from paceline.report.chart import BINS, chart
+from paceline.report.curves import BINS, Scale, around, chart, thinned
 from paceline.report.markup import tag
 from paceline.report.page import POLICY, STYLE, page
-from paceline.report.scale import Scale, around, thinned
 from paceline.report.sections import advisories
 from paceline.top.look import Look
 from paceline.top.signs import signs

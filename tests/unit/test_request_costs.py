@@ -14,9 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
-from paceline import connections
-from paceline.config.serve import Serve
-from paceline.connections import BoundedProtocol, LenientTransport
+from paceline.config.serve import ServeConfig
 from paceline.inference import RequestError
 from paceline.inference.base import Grammar
 from paceline.inference.engine import grammar
@@ -27,17 +25,18 @@ from paceline.inference.http import _portions
 from paceline.inference.server import http
 from paceline.inference.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
 from paceline.inference.server.errors import Refusal, install_error_handlers
-from paceline.inference.server.guard import AT_ONCE, Guard
-from paceline.inference.server.http import BYTES_PER_COST, Json, json_cost, read_body
-from paceline.inference.server.metrics import Meter
-from paceline.inference.server.scribe import Scribe, characters_in
+from paceline.inference.server.guard import AT_ONCE, Meter, ServerGuard
+from paceline.inference.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
+from paceline.inference.server.tokenizer import ServerTokenizer, characters_in
+from paceline.util import connections
+from paceline.util.connections import BoundedProtocol, LenientTransport
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
 def scribe(load):
-    return Scribe(load("quickstart"), [1], max_context=64)
+    return ServerTokenizer(load("quickstart"), [1], max_context=64)
 
 
 def test_equal_prompts_are_tokenised_once_and_many_on_another_thread(scribe, monkeypatch):
@@ -68,7 +67,7 @@ def test_equal_prompts_are_tokenised_once_and_many_on_another_thread(scribe, mon
     ],
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(body):
-    assert json_cost(json.dumps({"model": "m", **body}).encode()) > Serve().max_body_bytes // BYTES_PER_COST
+    assert json_cost(json.dumps({"model": "m", **body}).encode()) > ServeConfig().max_body_bytes // BYTES_PER_COST
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,8 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(body):
 )
 def test_what_clients_send_is_within_the_limit(body):
     text = json.dumps({"model": "m", **body}).encode()
-    assert len(text) <= Serve().max_body_bytes
-    assert json_cost(text) <= Serve().max_body_bytes // BYTES_PER_COST
+    assert len(text) <= ServeConfig().max_body_bytes
+    assert json_cost(text) <= ServeConfig().max_body_bytes // BYTES_PER_COST
 
 
 def test_scores_are_asked_for_a_request_at_a_time():
@@ -214,7 +213,7 @@ def sleeping(info):
 
 async def echo(request: Request):
     await read_body(request, CompletionBody)
-    return Json("ok")
+    return FastJsonResponse("ok")
 
 
 @contextlib.asynccontextmanager
@@ -345,7 +344,7 @@ def test_hundreds_that_arrive_together_do_not_keep_health_waiting():
         begun.append(scope["path"])
 
     async def work():
-        guard = Guard(app, Meter(), ["/health", "/v1/models"], None)
+        guard = ServerGuard(app, Meter(), ["/health", "/v1/models"], None)
         scope = {"type": "http", "headers": [(b"host", b"localhost")]}
         many = [asyncio.create_task(guard(scope | {"path": "/v1/models"}, None, None)) for _ in range(300)]
         many[5].cancel()

@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 
 import paceline
 from lookups import plan
-from paceline.config.env.retrieval import Retrieval as Config
-from paceline.config.inference import Sampling
+from paceline.config.env.tasks import RetrievalConfig as Config
+from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.retrieval import HINT, Retrieval, f1, normalised, read_move, shown
 from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.rollout import Renderer, Rollout, Seat, Table, Voice, assemble
+from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SessionMap, assemble
 
 laws = settings(max_examples=30, deadline=None)
 TOKENIZER = AutoTokenizer.from_pretrained(Path(paceline.__file__).parent / "quickstart", local_files_only=True)
@@ -50,8 +50,8 @@ class Puppet:
 def play(speak, row: dict, cut: bool = False, **changes) -> tuple[Outcome, Seat]:
     """One episode with the policy in a puppet's hands."""
     environment = Retrieval(Config(**changes))
-    voice = Voice(Pool([Puppet(speak, cut)]), Renderer(TOKENIZER, [END]), Sampling(), frozenset([END]))
-    table = Table(voice, (0,), 0, environment.actors)
+    voice = SamplingClient(Pool([Puppet(speak, cut)]), Renderer(TOKENIZER, [END]), SamplingConfig(), frozenset([END]))
+    table = SessionMap(voice, (0,), 0, environment.actors)
     outcome = asyncio.run(environment.play(row, table))
     assert outcome is not None
     return outcome, table[POLICY]

@@ -7,9 +7,9 @@ import pytest
 
 from paceline.cluster import session
 from paceline.config import RunConfig
-from paceline.config.inference import Engine
-from paceline.config.run import Checkpoint, Eval, Record
-from paceline.config.trainer import Trainer
+from paceline.config.inference import EngineConfig
+from paceline.config.run import CheckpointConfig, EvalConfig, RecordConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.monitor import read_jsonl
 from paceline.trainer import StepReport, TrainerLost
 from paceline.trainer.threaded import ThreadedTrainer
@@ -23,11 +23,11 @@ def configured(tmp_path: Path, **more) -> RunConfig:
         steps=STEPS,
         batch_size=16,
         staleness=more.pop("staleness", 0),
-        checkpoint=Checkpoint(every=2),
-        eval=Eval(every=0),
-        engine=Engine(max_running=16, max_context=64),
-        record=Record(batches=STEPS),
-        trainer=Trainer(on_bad_step="roll_back", threads=1),
+        checkpoint=CheckpointConfig(every=2),
+        eval=EvalConfig(every=0),
+        engine=EngineConfig(max_running=16, max_context=64),
+        record=RecordConfig(batches=STEPS),
+        trainer=TrainerConfig(on_bad_step="roll_back", threads=1),
         **more,
     )
 

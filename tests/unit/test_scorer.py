@@ -10,7 +10,7 @@ import torch
 from conftest import VOCABULARY, tiny_model
 from paceline.cluster.scorer import Scorer
 from paceline.inference import EngineError, RequestError
-from paceline.trainer.scoring import score
+from paceline.trainer.preparing import score
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lookups import look_up, plan
 from paceline.cli import main
 from paceline.config import ConfigError
-from paceline.config.env import Retrieval
+from paceline.config.env import RetrievalConfig
 from paceline.data import DataError
 from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
@@ -229,12 +229,12 @@ def test_a_service_with_a_key_answers_only_who_sends_it(monkeypatch):
             answer = httpx.post(f"{url}/search", json={"query": "cedar"}, headers=headers, timeout=60)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         with pytest.raises(EnvError, match=r"answered 401: .*API key is missing or wrong.*PACELINE_SEARCH_API_KEY"):
-            asyncio.run(searched(Retrieval(url=url), "cedar"))
+            asyncio.run(searched(RetrievalConfig(url=url), "cedar"))
         monkeypatch.setenv("PACELINE_SEARCH_API_KEY", "open sesame")
-        assert asyncio.run(searched(Retrieval(url=url), "cedar")) == ["cedar"]
+        assert asyncio.run(searched(RetrievalConfig(url=url), "cedar")) == ["cedar"]
         monkeypatch.setenv("MINE", "wrong")
         with pytest.raises(EnvError, match=r"answered 401: .*MINE"):
-            asyncio.run(searched(Retrieval(url=url, api_key_variable="MINE"), "cedar"))
+            asyncio.run(searched(RetrievalConfig(url=url, api_key_variable="MINE"), "cedar"))
 
 
 def test_a_service_without_a_key_answers_everybody(monkeypatch):
@@ -244,10 +244,10 @@ def test_a_service_without_a_key_answers_everybody(monkeypatch):
             httpx.post(f"{url}/search", json={"query": "birch"}, timeout=60).json()["results"][0]["text"]
             == "alder birch"
         )
-        assert asyncio.run(searched(Retrieval(url=url), "birch")) == ["alder birch"]
+        assert asyncio.run(searched(RetrievalConfig(url=url), "birch")) == ["alder birch"]
 
 
-async def searched(config: Retrieval, query: str) -> list[str]:
+async def searched(config: RetrievalConfig, query: str) -> list[str]:
     """What the environment's own client finds."""
     searcher = RetrievalEnvironment(config)._searcher
     try:

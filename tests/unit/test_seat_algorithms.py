@@ -23,7 +23,7 @@ from paceline.algorithms import (
 )
 from paceline.config import ConfigError, RunConfig
 from paceline.config import algorithm as config
-from paceline.config.env import ArenaEnv, ReverseText
+from paceline.config.env import ArenaEnvConfig, ReverseTextConfig
 from paceline.config.load import dump, load
 from paceline.data import Ticket, decode, encode
 from paceline.orchestrator import lay_out
@@ -32,12 +32,12 @@ from paceline.rollout import Group, Rollout
 laws = settings(max_examples=12, deadline=None)
 ACTORS = ("x", "o", "judge")
 ALGORITHMS = [
-    config.GRPO(std="sample"),
-    config.MaxRL(),
-    config.Reward(),
-    config.RAE(decay=0.5),
-    config.Hierarchical(),
-    config.Constant(value=0.25),
+    config.GRPOConfig(std="sample"),
+    config.MaxRLConfig(),
+    config.RewardConfig(),
+    config.RAEConfig(decay=0.5),
+    config.HierarchicalConfig(),
+    config.ConstantConfig(value=0.25),
 ]
 PARENTS = st.sampled_from(["", "", "x", "x#3"])
 SEATED = st.tuples(
@@ -77,14 +77,14 @@ def beside_all(inputs: CreditInputs) -> list[list[float]]:
     return inputs.broadcast([reward - max(inputs.rewards) for reward in inputs.rewards])
 
 
-WATCHFUL = config.Custom(import_path=f"{__name__}:beside_all")
+WATCHFUL = config.CustomConfig(import_path=f"{__name__}:beside_all")
 
 
-@pytest.mark.parametrize("algo", [config.GRPO(), config.RAE(), WATCHFUL], ids=lambda algo: algo.type)
+@pytest.mark.parametrize("algo", [config.GRPOConfig(), config.RAEConfig(), WATCHFUL], ids=lambda algo: algo.type)
 @laws
 @given(GROUPS, st.data())
 def test_no_reward_of_another_seat_reaches_a_seats_advantages(algo, groups, data):
-    one, other = (seats(config.RAE(), x=WATCHFUL, o=algo) for _ in range(2))
+    one, other = (seats(config.RAEConfig(), x=WATCHFUL, o=algo) for _ in range(2))
     for seated in groups:
         changed = [(*s[:4], s[4] if s[0] == "o" else data.draw(st.integers(-8, 8))) for s in seated]
         before, after = credited(one, seated), credited(other, changed)
@@ -95,7 +95,7 @@ def test_no_reward_of_another_seat_reaches_a_seats_advantages(algo, groups, data
 
 def test_a_seat_is_credited_by_its_own_algorithm_and_the_rest_by_the_common_one():
     seated = [("x", m, "", "", float(m)) for m in range(3)] + [("o", m, "", "", float(m)) for m in range(3)]
-    group = credited(seats(config.GRPO(), o=config.Constant(value=0.5)), seated)
+    group = credited(seats(config.GRPOConfig(), o=config.ConstantConfig(value=0.5)), seated)
     assert [r.samples[0].advantages[-1] for r in group.rollouts] == [-1, 0, 1, 0.5, 0.5, 0.5]
 
 
@@ -103,15 +103,15 @@ def test_children_are_still_compared_with_children_of_their_parent():
     """Two solvers per question and two questions: a hard question's solver is not beside an easy one's."""
     seated = [("proposer", m, "propose", "", 0.0) for m in range(2)]
     seated += [("solver", m, "solve", "proposer", r) for m, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 3.0))]
-    group = credited(seats(config.Reward(), solver=config.Hierarchical()), seated)
+    group = credited(seats(config.RewardConfig(), solver=config.HierarchicalConfig()), seated)
     assert [r.samples[0].advantages[-1] for r in group.rollouts[2:]] == [0.5, -0.5, 1, -1]
 
 
 @laws
 @given(GROUPS, GROUPS)
 def test_a_resumed_run_credits_as_an_unbroken_one(before, after):
-    plan = {"x": config.RAE(decay=0.5), "o": config.GRPO()}
-    unbroken, resumed = (seats(config.RAE(decay=0.9), **plan) for _ in range(2))
+    plan = {"x": config.RAEConfig(decay=0.5), "o": config.GRPOConfig()}
+    unbroken, resumed = (seats(config.RAEConfig(decay=0.9), **plan) for _ in range(2))
     for seated in before:
         credited(unbroken, seated)
     resumed.load(json.loads(json.dumps(unbroken.state())))
@@ -121,9 +121,9 @@ def test_a_resumed_run_credits_as_an_unbroken_one(before, after):
 
 def test_a_checkpoint_of_other_seats_is_refused():
     with pytest.raises(AlgorithmError, match=r"knows the seats \['o'\], the run file \['x'\]"):
-        seats(config.RAE(), x=config.RAE()).load(seats(config.RAE(), o=config.RAE()).state())
+        seats(config.RAEConfig(), x=config.RAEConfig()).load(seats(config.RAEConfig(), o=config.RAEConfig()).state())
     with pytest.raises(AlgorithmError, match="begin a new run"):
-        seats(config.RAE(), x=config.RAE()).load(build_algorithm(config.RAE()).state())
+        seats(config.RAEConfig(), x=config.RAEConfig()).load(build_algorithm(config.RAEConfig()).state())
 
 
 @dataclass
@@ -194,7 +194,9 @@ def loaded(tmp_path, text: str = RUN, *overrides: str):
 
 def test_a_run_file_names_seats_and_a_flag_can_change_one(tmp_path):
     run = loaded(tmp_path)
-    assert [(seat.name, seat.algo) for seat in run.config.env[0].seats] == [("second", config.Constant(value=0.0))]
+    assert [(seat.name, seat.algo) for seat in run.config.env[0].seats] == [
+        ("second", config.ConstantConfig(value=0.0))
+    ]
     assert (run.warnings, run.config.env[0].min_group_size) == ([], 1)
     assert loaded(tmp_path, dump(run.config)).config == run.config
     changed = loaded(tmp_path, RUN, "--env.0.seats.second.algo.value", "0.5").config.env[0]
@@ -204,10 +206,10 @@ def test_a_run_file_names_seats_and_a_flag_can_change_one(tmp_path):
 def test_a_group_of_one_is_dropped_only_where_all_are_compared_with_their_group():
     def least(algo, *own) -> int | None:
         seats = [{"name": str(at), "algo": one} for at, one in enumerate(own)]
-        return RunConfig(env=[ReverseText(algo=algo, seats=seats)]).env[0].min_group_size
+        return RunConfig(env=[ReverseTextConfig(algo=algo, seats=seats)]).env[0].min_group_size
 
-    assert [least(config.GRPO()), least(config.GRPO(), config.MaxRL())] == [2, 2]
-    assert [least(config.GRPO(), config.RAE()), least(config.RAE(), config.GRPO())] == [1, 1]
+    assert [least(config.GRPOConfig()), least(config.GRPOConfig(), config.MaxRLConfig())] == [2, 2]
+    assert [least(config.GRPOConfig(), config.RAEConfig()), least(config.RAEConfig(), config.GRPOConfig())] == [1, 1]
 
 
 def test_what_cannot_be_meant_is_a_sentence(tmp_path):
@@ -221,8 +223,10 @@ def test_seats_are_those_the_environment_has_each_once():
     path = "examples/arenas/kuhn_poker.py:KuhnPoker"
     third, second = ({"name": name, "algo": {"type": "rae"}} for name in ("third", "second"))
     with pytest.raises(AlgorithmError, match="`arena` has no seat `third`: its seats are `first`, `second`"):
-        lay_out(RunConfig(env=[ArenaEnv(import_path=path, seats=[third])]))
+        lay_out(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[third])]))
     with pytest.raises(AlgorithmError, match="seat `second` is given twice"):
-        lay_out(RunConfig(env=[ArenaEnv(import_path=path, seats=[second, second])]))
-    assert isinstance(lay_out(RunConfig(env=[ArenaEnv(import_path=path, seats=[second])]))["arena"].algorithm, Seats)
+        lay_out(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second, second])]))
+    assert isinstance(
+        lay_out(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second])]))["arena"].algorithm, Seats
+    )
     assert type(credit_for(RunConfig().env[0], ["policy"])) is GRPO

@@ -12,19 +12,19 @@ import pytest
 from test_graded_envs import graded
 
 import paceline
-from paceline.cluster.house import Address
+from paceline.cluster.episode_runtime import OpenAIServer
 from paceline.cluster.play import PlayOptions
 from paceline.cluster.rollouts import RolloutOptions
 from paceline.config import ConfigError, RunConfig, load
-from paceline.config.run import Recording
+from paceline.config.run import RecordingConfig
 from paceline.config.secret import in_address, secrets_in
-from paceline.config.serve import Serve, is_loopback
+from paceline.config.serve import ServeConfig, is_loopback
 from paceline.envs.base import POLICY
-from paceline.envs.search.options import SearchOptions, load_options
+from paceline.envs.search.server import SearchOptions, load_options
 from paceline.errors import PacelineError
 from paceline.inference.server.errors import Refusal
 from paceline.inference.server.weights import find_files
-from paceline.rollout import Recorder
+from paceline.rollout import RecordingServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +111,7 @@ def test_whoever_looks_for_that_finds_it(line):
 
 
 def test_everything_listens_on_loopback_unless_told_otherwise():
-    hosts = [Serve().host, SearchOptions().host, Recording().host, Recorder()._host]
+    hosts = [ServeConfig().host, SearchOptions().host, RecordingConfig().host, RecordingServer()._host]
     assert all(map(is_loopback, hosts))
     for file, tree in modules().items():
         values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
@@ -119,7 +119,7 @@ def test_everything_listens_on_loopback_unless_told_otherwise():
         assert "::" not in values, file
     for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
         with pytest.raises(ValueError, match="can be reached from other machines: give an API key"):
-            Serve(host=host)
+            ServeConfig(host=host)
         with pytest.raises(ValueError, match="can be reached from other machines: give an API key"):
             SearchOptions(host=host)
 
@@ -171,7 +171,7 @@ def test_an_address_with_a_secret_is_refused_and_not_repeated(address, tmp_path,
         assert place in str(refused.value)
         assert "a run file is kept with the run" in str(refused.value)
         assert KEY not in str(refused.value)
-    for make in (Address, lambda url: load_options(embeddings_url=url, embeddings_model="m")):
+    for make in (OpenAIServer, lambda url: load_options(embeddings_url=url, embeddings_model="m")):
         with pytest.raises(PacelineError, match="where others may read it") as refused:
             make(address)
         assert KEY not in str(refused.value)
@@ -240,10 +240,10 @@ def test_addresses_of_every_kind():
 
 def test_whatever_holds_a_key_does_not_show_it():
     holders = [
-        Address("http://host", api_key=KEY),
+        OpenAIServer("http://host", api_key=KEY),
         RolloutOptions(endpoint="http://host", api_key=KEY),
         PlayOptions(url="http://host", api_key=KEY),
-        Serve(api_key=KEY),
+        ServeConfig(api_key=KEY),
         SearchOptions(api_key=KEY, embeddings_url="http://host", embeddings_model="m", embeddings_api_key=KEY),
     ]
     for holder in holders:

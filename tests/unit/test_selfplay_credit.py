@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algorithms import Algorithm
-from paceline.algorithms.constant import Constant
-from paceline.algorithms.hierarchical import Hierarchical
-from paceline.algorithms.rae import RAE
+from paceline.algorithms.baselines import RAE, Constant
+from paceline.algorithms.grpo import Hierarchical
 from paceline.arena import Actor, Arena, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
 from paceline.cluster.selfplay import (
     Client,
     ConstantCredit,
     GRPOCredit,
     RAECredit,
+    SelfPlayTrainer,
+    SelfPlayTrainerConfig,
     Stage,
-    Trainer,
-    TrainerConfig,
     TrainingBatch,
     load,
     optim,
@@ -28,8 +27,8 @@ from paceline.cluster.selfplay import (
     training_loop,
 )
 from paceline.config import algorithm as config
-from paceline.config.inference import Engine
-from paceline.config.model import Model
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
 from paceline.data import Sample, Ticket
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
@@ -85,7 +84,7 @@ PLAYED = st.lists(st.lists(st.tuples(ACTORS, EIGHTHS), min_size=1, max_size=4), 
 @laws
 @given(PLAYED, st.floats(0, 0.99))
 def test_rae_compares_with_what_the_role_earned_before_this_group(played, decay):
-    algorithm, baselines = RAE(config.RAE(decay=decay)), {"x": 0.0, "o": 0.0}
+    algorithm, baselines = RAE(config.RAEConfig(decay=decay)), {"x": 0.0, "o": 0.0}
     for rewards in played:
         got = credited(algorithm, [rollout(reward, actor=actor) for actor, reward in rewards])
         assert got == pytest.approx([reward - baselines[actor] for actor, reward in rewards], rel=1e-5, abs=1e-5)
@@ -97,10 +96,10 @@ def test_rae_compares_with_what_the_role_earned_before_this_group(played, decay)
 @laws
 @given(PLAYED, PLAYED)
 def test_a_resumed_rae_credits_as_an_unbroken_one(before, after):
-    unbroken = RAE(config.RAE())
+    unbroken = RAE(config.RAEConfig())
     for rewards in before:
         credited(unbroken, [rollout(reward, actor=actor) for actor, reward in rewards])
-    resumed = RAE(config.RAE())
+    resumed = RAE(config.RAEConfig())
     resumed.load(json.loads(json.dumps(unbroken.state())))
     for rewards in after:
         first, second = ([rollout(reward, actor=actor) for actor, reward in rewards] for _ in range(2))
@@ -108,7 +107,7 @@ def test_a_resumed_rae_credits_as_an_unbroken_one(before, after):
 
 
 def test_rae_keeps_environments_kinds_and_actors_apart():
-    algorithm = RAE(config.RAE(decay=0.5))
+    algorithm = RAE(config.RAEConfig(decay=0.5))
     credited(algorithm, [rollout(4.0, actor="x", kind="game")])
     assert credited(algorithm, [rollout(4.0, actor="x", kind="game")]) == [2.0]
     assert credited(algorithm, [rollout(4.0, actor="o", kind="game")]) == [4.0]
@@ -129,7 +128,7 @@ TREES = st.lists(
 @given(TREES, st.sampled_from(["none", "population", "sample"]))
 def test_hierarchical_advantages_of_each_scope_sum_to_zero(tree, std):
     rollouts = [rollout(r, member=m, parent=parent, kind=kind, actor=actor) for m, parent, kind, actor, r in tree]
-    Hierarchical(config.Hierarchical(std=std)).assign(group(rollouts))
+    Hierarchical(config.HierarchicalConfig(std=std)).assign(group(rollouts))
     scopes: dict[tuple, list[Rollout]] = {}
     for one in rollouts:
         scopes.setdefault((one.member if one.parent else None, one.parent, one.kind, one.actor), []).append(one)
@@ -145,13 +144,13 @@ def test_children_are_compared_with_siblings_only_and_roots_with_the_group():
     easy = [rollout(r, member=0, actor="solver", kind="solve", parent="asker") for r in (1.0, 1.0, 0.0)]
     hard = [rollout(r, member=1, actor="solver", kind="solve", parent="asker") for r in (0.0, 0.0, 1.0)]
     roots = [rollout(r, member=m, actor="asker", kind="ask") for m, r in enumerate((0.5, 1.0))]
-    got = credited(Hierarchical(config.Hierarchical()), [*easy, *hard, *roots])
+    got = credited(Hierarchical(config.HierarchicalConfig()), [*easy, *hard, *roots])
     third = 1 / 3
     assert got == pytest.approx([third, third, -2 * third, -third, -third, 2 * third, -0.25, 0.25])
 
 
 def test_positive_only_keeps_what_was_better_than_the_mean():
-    got = credited(Hierarchical(config.Hierarchical(positive_only=True)), [rollout(0.0), rollout(1.0, member=1)])
+    got = credited(Hierarchical(config.HierarchicalConfig(positive_only=True)), [rollout(0.0), rollout(1.0, member=1)])
     assert got == [0.0, 0.5]
 
 
@@ -161,7 +160,7 @@ def test_positive_only_keeps_what_was_better_than_the_mean():
 @laws
 @given(EIGHTHS, st.lists(EIGHTHS, min_size=1, max_size=4))
 def test_constant_credit_looks_at_nothing(value, rewards):
-    algorithm = Constant(config.Constant(value=value))
+    algorithm = Constant(config.ConstantConfig(value=value))
     assert credited(algorithm, [rollout(reward, member=at) for at, reward in enumerate(rewards)]) == [value] * len(
         rewards
     )
@@ -208,8 +207,8 @@ class Coins(Arena):
 @pytest.fixture
 def client():
     """A real engine in this process, with room for the policy's adapter."""
-    served = load_model(Model()).requires_grad_(False)
-    engine = EmbeddedEngine(served, Engine(adapters=1, adapter_rank=16, max_running=16, threads=1))
+    served = load_model(ModelConfig()).requires_grad_(False)
+    engine = EmbeddedEngine(served, EngineConfig(adapters=1, adapter_rank=16, max_running=16, threads=1))
     engine.start()
     yield Client(Pool([engine]))
     engine.close()
@@ -218,8 +217,8 @@ def client():
 @pytest.fixture
 def trainer(client):
     model, _ = load("paceline:quickstart")
-    config = TrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
-    trainer = Trainer(model, optim.Adam(learning_rate=1e-3), config, client)
+    config = SelfPlayTrainerConfig(micro_batch_tokens=4096, staleness_limit=3, kl_coef=0.1, use_kl_penalty=False)
+    trainer = SelfPlayTrainer(model, optim.Adam(learning_rate=1e-3), config, client)
     yield trainer
     trainer.close()
 
@@ -282,10 +281,10 @@ def test_samples_wait_until_they_make_a_step_and_old_ones_are_left_out(client, t
 
 def test_what_the_loop_cannot_do_is_a_sentence(client, trainer):
     with pytest.raises(PacelineError, match="no KL reference yet"):
-        TrainerConfig(use_kl_penalty=True)
+        SelfPlayTrainerConfig(use_kl_penalty=True)
     with pytest.raises(PacelineError, match="no credit_assigner: give it GRPOCredit"):
         Stage(Coins(client), trainer)
-    with pytest.raises(PacelineError, match="make the Trainer first"):
+    with pytest.raises(PacelineError, match="make the SelfPlayTrainer first"):
         _ = Client(client.pool).voice
 
     class Idle(Coins):

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from paceline.config import RunConfig
-from paceline.inference import Completion, Limits
+from paceline.inference import Completion, EngineLimits
 from paceline.inference.base import Piece
 from paceline.inference.server import build_app
 from paceline.model import load_tokenizer
@@ -31,8 +31,8 @@ class Parrot:
         many = len(self.ids)
         return Completion(token_ids=self.ids, logprobs=[-1.0] * many, versions=[0] * many, finish="stop")
 
-    async def limits(self) -> Limits:
-        return Limits(512, 103)
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(512, 103)
 
 
 @asynccontextmanager

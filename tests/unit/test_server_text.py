@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.inference import Completion, GenerateRequest, Piece
 from paceline.inference.server.detokenise import Detokeniser
-from paceline.inference.server.lexicon import Lexicon
-from paceline.inference.server.scribe import Scribe
-from paceline.inference.server.stops import StopMatcher
-from paceline.inference.server.utterance import Utterance
+from paceline.inference.server.output_processor import OutputProcessor, StopMatcher
+from paceline.inference.server.token_bytes import TokenBytes
+from paceline.inference.server.tokenizer import ServerTokenizer
 from paceline.inference.tools import ToolReader, for_template
 from paceline.model import load_tokenizer
 
@@ -105,10 +104,10 @@ def test_a_letter_is_not_shown_before_it_is_whole(byte_tokenizer):
 
 def test_a_spelling_has_the_tokens_own_bytes(byte_tokenizer, metaspace_tokenizer):
     for tokenizer in (byte_tokenizer, metaspace_tokenizer):
-        lexicon = Lexicon(tokenizer)
+        lexicon = TokenBytes(tokenizer)
         ids = byte_tokenizer.encode(" é😀") if tokenizer is byte_tokenizer else [5 + byte for byte in " é😀".encode()]
         assert bytes(chain.from_iterable(lexicon.spell(token)[1] for token in ids)).decode() == " é😀"
-    assert Lexicon(metaspace_tokenizer).spell(1) == (" a", [32, 97])
+    assert TokenBytes(metaspace_tokenizer).spell(1) == (" a", [32, 97])
 
 
 # -- one choice -------------------------------------------------------------------------------------------------------
@@ -117,13 +116,13 @@ def test_a_spelling_has_the_tokens_own_bytes(byte_tokenizer, metaspace_tokenizer
 @given(st.text("abc", min_size=1, max_size=20), st.lists(st.text("abc", min_size=1, max_size=3), max_size=2), places)
 def test_a_choice_says_the_same_streamed_and_whole(text, stops, at):
     """And the tokens it reports are those sampled up to the one that completed the stop string."""
-    tokenizer = load_tokenizer(Model())
-    scribe = Scribe(tokenizer, [6], 512)
+    tokenizer = load_tokenizer(ModelConfig())
+    scribe = ServerTokenizer(tokenizer, [6], 512)
     ids = [*tokenizer.encode(text), 6]
     request = GenerateRequest(prompt_ids=(1,), max_tokens=99, stop_token_ids=frozenset((6,)))
     done = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish="stop")
-    whole = Utterance(scribe, request, stops, offsets=False).end(done, listened=False)
-    streamed = Utterance(scribe, request, stops, offsets=True)
+    whole = OutputProcessor(scribe, request, stops, offsets=False).end(done, listened=False)
+    streamed = OutputProcessor(scribe, request, stops, offsets=True)
     deltas = [streamed.hear(Piece(part, [-1.0] * len(part), [0] * len(part))) for part in cut(ids, at) if part]
     deltas += [streamed.end(done, listened=True)] if streamed.finish is None else []
     assert "".join(delta.text for delta in deltas) == whole.text == first_stop(text, stops)
@@ -196,7 +195,7 @@ def test_a_call_written_by_a_real_template_is_read_back(families, family):
     whole = tokenizer.apply_chat_template([for_template(m) for m in messages], tools=[tool], tokenize=False)
     assert "Adds" in opening
     ids = tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)
-    stream = Scribe(tokenizer, [], 4096).detokeniser()
+    stream = ServerTokenizer(tokenizer, [], 4096).detokeniser()
     reader = ToolReader(["add"])
     heard = [reader.feed(stream.feed((token,))) for token in ids] + [reader.feed(stream.flush()), reader.flush()]
     calls = [call for _, some in heard for call in some]

@@ -13,15 +13,15 @@ from test_references import REF
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config import RunConfig
-from paceline.config.algorithm import SFT
-from paceline.config.env import ReverseText
+from paceline.config.algorithm import SFTConfig
+from paceline.config.env import ReverseTextConfig
 from paceline.data import Ticket
 from paceline.envs import POLICY, Environment, Outcome
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.dispatcher import without_signal
-from paceline.orchestrator.staleness import fresh_enough, staleness
-from paceline.rollout import Renderer, Rollout, Table, assemble
-from paceline.rollout.recite import recite
+from paceline.orchestrator.gate import fresh_enough, staleness
+from paceline.rollout import Renderer, Rollout, SessionMap, assemble
+from paceline.rollout.demonstrations import recite
 from teaching import Oracle, grouped, means, spoken
 
 laws = settings(max_examples=12, deadline=None)
@@ -44,7 +44,7 @@ def quick(load):
 def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version):
     group = grouped(spoken(quick, *[USER] * turns, replies=["ab"] * turns, reward=0.0))
     before = group.samples()
-    build_algorithm(SFT(teacher=REF)).assign(group)
+    build_algorithm(SFTConfig(teacher=REF)).assign(group)
     assert not without_signal(group)
     for sample, old in zip(group.samples(), before, strict=True):
         assert (sample.logprobs, sample.advantages, sample.ref_kl_weights) == (None, None, None)
@@ -56,7 +56,7 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
 
 
 def test_the_teacher_speaks_in_training_and_nobody_else_is_asked(quick):
-    algorithm, given = build_algorithm(SFT(teacher=REF)), means(quick, Oracle())
+    algorithm, given = build_algorithm(SFTConfig(teacher=REF)), means(quick, Oracle())
     assert algorithm.voice is None
     asyncio.run(algorithm.begin(given))
     assert algorithm.voice.pool.ref == REF
@@ -114,8 +114,8 @@ class Rows(Environment):
 
 
 def course(rows: Environment, demonstrations):
-    algo = SFT(demonstrations=demonstrations)
-    config = RunConfig(batch_size=8, env=[ReverseText(name="maze", algo=algo)])
+    algo = SFTConfig(demonstrations=demonstrations)
+    config = RunConfig(batch_size=8, env=[ReverseTextConfig(name="maze", algo=algo)])
     return lay_out(config, {"maze": rows})["maze"]
 
 
@@ -146,7 +146,7 @@ def test_a_row_is_read_out_in_training_and_played_when_held_out(quick, row, demo
     whole = copy.deepcopy(row)
 
     async def play(example):
-        table = Table(voice, (0,), 0, found.environment.actors)
+        table = SessionMap(voice, (0,), 0, found.environment.actors)
         return await found.environment.play(await found.environment.prepare(example), table), table[POLICY].turns
 
     async def both():

@@ -18,16 +18,16 @@ from once import once
 from paceline.cluster.training import Built, build_trainer
 from paceline.config import ConfigError, RunConfig
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable
 from paceline.trainer import TorchTrainer, TrainerError, checkpoint
-from paceline.trainer.joining import join, leave
-from paceline.trainer.layout import local
+from paceline.trainer.init_distributed import join, leave
+from paceline.trainer.world import local
 from samples import make_batch, near_policy
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps. No clipping: it hides a factor.
-FAST = config.Optimizer(lr=1e-2, eps=1e-3, max_grad_norm=1e3)
+FAST = config.OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=1e3)
 WORLDS = (2, 4)
 
 
@@ -45,16 +45,23 @@ class Case:
     tensor: int = 1
     context: int = 1
 
-    def parallel(self, world: int) -> Parallel:
+    def parallel(self, world: int) -> ParallelConfig:
         replicas = 2 if self.shard == "hybrid" else 1
-        return Parallel(ranks=world, shard=self.shard, replicas=replicas, tensor=self.tensor, context=self.context)
+        return ParallelConfig(
+            ranks=world, shard=self.shard, replicas=replicas, tensor=self.tensor, context=self.context
+        )
 
 
-PPO = {"loss": config.PPO()}
-SCORED = {"minibatches": 2, "proximal": config.Proximal(), "kl": config.KL(how="advantage", reference="ema"), **PPO}
+PPO = {"loss": config.PPOConfig()}
+SCORED = {
+    "minibatches": 2,
+    "proximal": config.ProximalConfig(),
+    "kl": config.KLConfig(how="advantage", reference="ema"),
+    **PPO,
+}
 CASES = {
-    "none": Case({"kl": config.KL(), **PPO}, shard="none", worlds=WORLDS),
-    "full": Case({"kl": config.KL(), **PPO}, worlds=WORLDS),
+    "none": Case({"kl": config.KLConfig(), **PPO}, shard="none", worlds=WORLDS),
+    "full": Case({"kl": config.KLConfig(), **PPO}, worlds=WORLDS),
     "hybrid": Case({"normalise": "sample", **PPO}, shard="hybrid", worlds=(4,)),
     "scored": Case(SCORED | {"micro_batch_tokens": 64}, worlds=WORLDS),
     "scored whole": Case(SCORED | {"micro_batch_tokens": 64}, shard="none"),
@@ -65,7 +72,7 @@ CASES = {
     "clipped": Case({"optimizer": FAST.model_copy(update={"max_grad_norm": 1e-2}), "spike": 3.0}),
     "offloaded": Case({"optimizer": FAST.model_copy(update={"offload": True})}),
     "recomputed": Case({"gradient_checkpointing": True}),
-    "lora": Case({"kl": config.KL(), **PPO}, model="lora", worlds=WORLDS),
+    "lora": Case({"kl": config.KLConfig(), **PPO}, model="lora", worlds=WORLDS),
     "bf16": Case({"micro_batch_tokens": 1}, model="bf16"),
 }
 
@@ -96,12 +103,12 @@ def make_model(kind: str) -> PreTrainedModel:
         settings = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": False})
         torch.manual_seed(1)
         model = LlamaForCausalLM._from_config(settings, attn_implementation=model.config._attn_implementation).eval()
-    return attach_lora(model, Model(name="tiny", lora=Lora(rank=3)), 0) if kind == "lora" else model
+    return attach_lora(model, ModelConfig(name="tiny", lora=LoRAConfig(rank=3)), 0) if kind == "lora" else model
 
 
 def make_trainer(case: Case, group=None, world: int = 1) -> TorchTrainer:
-    parallel = case.parallel(world) if group is not None else Parallel()
-    settings = config.Trainer(**({"threads": 1, "optimizer": FAST, "parallel": parallel} | case.settings))
+    parallel = case.parallel(world) if group is not None else ParallelConfig()
+    settings = config.TrainerConfig(**({"threads": 1, "optimizer": FAST, "parallel": parallel} | case.settings))
     return TorchTrainer(make_model(case.model), settings, group=group)
 
 
@@ -179,10 +186,10 @@ def written(folder: Path, case: Case, rank: int, world: int, group) -> dict:
 
 def built(folder: Path, kind: str, world: int, group=None) -> Built:
     """As a run builds its trainer, from a model's folder."""
-    parallel = Parallel(ranks=world, shard="none" if group is None else "full")
-    lora = Lora(rank=3) if kind == "lora" else None
-    model = Model(name=str(folder / f"{kind} model"), lora=lora, dtype="bfloat16")
-    trainer = config.Trainer(threads=1, parallel=parallel)
+    parallel = ParallelConfig(ranks=world, shard="none" if group is None else "full")
+    lora = LoRAConfig(rank=3) if kind == "lora" else None
+    model = ModelConfig(name=str(folder / f"{kind} model"), lora=lora, dtype="bfloat16")
+    trainer = config.TrainerConfig(threads=1, parallel=parallel)
     place = "local" if group is None else "ray"
     return build_trainer(RunConfig(name="loaded", device="cpu", placement=place, model=model, trainer=trainer), group)
 
@@ -395,20 +402,20 @@ def test_a_sharded_export_loads_with_transformers(folder, name):
 )
 def test_parallel_settings_that_do_not_fit(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        Parallel(**settings)
+        ParallelConfig(**settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"critic": config.Critic()}, "trainer.critic is not sharded"),
+        ({"critic": config.CriticConfig()}, "trainer.critic is not sharded"),
         ({"stream": True}, "leave stream out"),
         ({"micro_batch_tokens": "auto"}, "give a number"),
     ],
 )
 def test_what_a_sharded_trainer_cannot_do(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        config.Trainer(parallel=Parallel(ranks=2, shard="full"), **settings)
+        config.TrainerConfig(parallel=ParallelConfig(ranks=2, shard="full"), **settings)
 
 
 def test_a_rank_without_a_place_says_what_is_missing(monkeypatch):

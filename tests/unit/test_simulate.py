@@ -10,12 +10,12 @@ from paceline.model.weights import WeightUpdate
 from paceline.simulate import (
     CARDS,
     Decoder,
-    Learner,
     Lengths,
     Model,
     NothingLeft,
-    Plan,
     SimulatedEngine,
+    SimulationPlan,
+    TrainingGpus,
     best,
     leap,
     simulate,
@@ -25,11 +25,11 @@ from paceline.simulate import (
 ALIKE = Lengths(median=100, spread=0.0, longest=1000)
 
 
-def small(**settings) -> Plan:
+def small(**settings) -> SimulationPlan:
     """Forty GPUs, a batch of 32 bundles: an hour is a second or two."""
     lengths = Lengths(median=2000, spread=0.9, longest=16_000)
     given = {"gpus": 40, "sampling_gpus": 28, "lengths": lengths, "batch": 1024, "bundle": 32, "engines": 4}
-    return Plan(**(given | {"staleness": 4, "concurrency": 32, "transfer": 1.0, "pause": 0.2} | settings))
+    return SimulationPlan(**(given | {"staleness": 4, "concurrency": 32, "transfer": 1.0, "pause": 0.2} | settings))
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_the_roofline():
     assert per_token == sorted(per_token, reverse=True)
     assert decoder.room(2000) == pytest.approx(decoder.room(1000) / 2, abs=1)
     assert Decoder(model=Model(70e9), card=CARDS["h100"]).room(1000) == 0
-    learner = Learner(model=Model(7e9), card=CARDS["h100"], cards=100, overhead=0.0)
+    learner = TrainingGpus(model=Model(7e9), card=CARDS["h100"], cards=100, overhead=0.0)
     assert learner.step_seconds(1e6) == pytest.approx(8 * 7e9 * 1e6 / (100 * 989e12 * 0.4))
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import socket_dir
 from paceline.errors import PacelineError
-from paceline.socket_dir import RAY_BYTES, shorten_ray_sockets, socket_parent
+from paceline.util import socket_dir
+from paceline.util.socket_dir import RAY_BYTES, shorten_ray_sockets, socket_parent
 
 
 @pytest.fixture(params=[1, 40, 90, 150])

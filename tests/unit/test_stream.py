@@ -16,10 +16,10 @@ from test_orchestrator import CoinFlips, CountingTrainer, conduct, states
 from conftest import tiny_model
 from paceline.config import RunConfig
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
 from paceline.model import attach_lora
-from paceline.orchestrator.stopwatch import Stopwatch
+from paceline.orchestrator.metrics import Stopwatch
 from paceline.trainer import TrainerError
 from samples import make_batch
 from trainers import trainer_of, weights_of
@@ -31,8 +31,8 @@ def trained(batch: list[Sample], feeds: list[list[int]], budget: int = 64, lora:
     """Weights and metrics after one step, the samples of `feeds` fed before it."""
     model = tiny_model()
     if lora:
-        attach_lora(model, Model(lora=Lora(rank=2)), seed=0)
-    trainer = trainer_of(model, config.Trainer(threads=1, micro_batch_tokens=budget, **settings))
+        attach_lora(model, ModelConfig(lora=LoRAConfig(rank=2)), seed=0)
+    trainer = trainer_of(model, config.TrainerConfig(threads=1, micro_batch_tokens=budget, **settings))
 
     async def run():
         for indices in feeds:
@@ -56,11 +56,11 @@ def same(one, other, timing=("train_tokens/s", "micro_batches")) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss": config.DPPO()},
-        {"loss": config.PPO(), "entropy_coef": 0.1, "clip_skip_threshold": 0.5},
-        {"loss": config.GSPO(clip_low=0.5, clip_high=0.5)},
-        {"loss": config.CISPO(), "kl": config.KL()},
-        {"loss": config.PPO(), "kl": config.KL(how="advantage"), "proximal": config.Proximal()},
+        {"loss": config.DPPOConfig()},
+        {"loss": config.PPOConfig(), "entropy_coef": 0.1, "clip_skip_threshold": 0.5},
+        {"loss": config.GSPOConfig(clip_low=0.5, clip_high=0.5)},
+        {"loss": config.CISPOConfig(), "kl": config.KLConfig()},
+        {"loss": config.PPOConfig(), "kl": config.KLConfig(how="advantage"), "proximal": config.ProximalConfig()},
     ],
     ids=lambda s: "-".join([s["loss"].type, *list(s)[1:]]),
 )
@@ -100,7 +100,7 @@ def test_two_batches_do_not_mix():
     first, second = make_batch(6), make_batch(7)
 
     def run(feed: bool):
-        trainer = trainer_of(tiny_model(), config.Trainer(threads=1, micro_batch_tokens=64))
+        trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1, micro_batch_tokens=64))
 
         async def steps():
             for batch in (first, second):
@@ -119,7 +119,9 @@ def test_two_batches_do_not_mix():
 def test_a_gradient_that_is_not_finite_skips_the_step():
     batch = make_batch(8, **PLAIN)
     broken = batch[0].with_streams(advantages=np.full(len(batch[0]), np.inf))
-    before = torch.cat([p.view(-1) for p in weights_of(trainer_of(tiny_model(), config.Trainer())).values()]).double()
+    before = torch.cat(
+        [p.view(-1) for p in weights_of(trainer_of(tiny_model(), config.TrainerConfig())).values()]
+    ).double()
     weights, report = trained([broken, *batch[1:]], [[0, 1], [2]])
     assert report.skipped
     torch.testing.assert_close(weights, before)
@@ -127,7 +129,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
 
 def test_what_is_fed_must_be_in_the_batch():
     batch = make_batch(9)
-    trainer = trainer_of(tiny_model(), config.Trainer(threads=1))
+    trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1))
 
     async def run():
         await trainer.feed(batch[:2])
@@ -173,7 +175,7 @@ def test_what_is_fed_is_what_the_batch_holds(tmp_path_factory, allowed, seed, fa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_orchestrator, "CountingTrainer", trainer)
-        settings = {"steps": 6, "staleness": allowed, "trainer": config.Trainer(stream=True)}
+        settings = {"steps": 6, "staleness": allowed, "trainer": config.TrainerConfig(stream=True)}
         _, log, _ = conduct(tmp_path_factory.mktemp("run"), CoinFlips(failing=failing), seed, **settings)
     assert len(made[0].trained) == 6
     for version, batch in made[0].trained:

@@ -24,8 +24,8 @@ from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, 
 from paceline.envs.equality import Equality
 from paceline.envs.gsm8k import GSM8K, final_number
 from paceline.envs.token_in import TokenIn
-from paceline.importing import import_object
 from paceline.rollout import Reply
+from paceline.util.importing import import_object
 
 laws = settings(max_examples=40, deadline=None)
 PROSE = st.text("ab 12.,$-{}<>/\n", max_size=20)
@@ -101,7 +101,7 @@ def test_a_number_nobody_can_mean_is_none(number):
 @laws
 @given(st.text("aB \n", max_size=6), st.text("aB \n", min_size=1, max_size=6), st.booleans())
 def test_equality_pays_for_the_same_text_between_tags(said, answer, ignore_case):
-    environment = Equality(config.Equality(dataset="rows.jsonl", ignore_case=ignore_case, format_reward=0.25))
+    environment = Equality(config.EqualityConfig(dataset="rows.jsonl", ignore_case=ignore_case, format_reward=0.25))
     row = {"messages": [{"role": "user", "content": "?"}], "answer": ["other", answer]}
     same = said.split() == answer.split() or (ignore_case and said.lower().split() == answer.lower().split())
     outcome, _ = play(environment, row, f"so <answer>{said}</answer>")
@@ -116,7 +116,7 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
     asked = [{"prompt": "q1"}, {"question": "q2"}, {"messages": own}, {"prompt": [own[1]]}]
     rows = [row | {"answer": answer} for row, answer in zip(asked, ["a", ["a", "b"], "a", 4], strict=True)]
     path = write(tmp_path, rows)
-    environment = Equality(config.Equality(dataset=path, eval_dataset=path))
+    environment = Equality(config.EqualityConfig(dataset=path, eval_dataset=path))
     read = list(environment.examples("train"))
     assert list(environment.examples("eval")) == read
     assert [row["answer"] for row in read] == [["a"], ["a", "b"], ["a"], ["4"]]
@@ -125,19 +125,23 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
     for row in read:
         _, speaker = play(environment, row, "")
         assert speaker.heard == [row["messages"]]
-    assert not Equality(config.Equality(dataset=path)).examples("eval")
+    assert not Equality(config.EqualityConfig(dataset=path)).examples("eval")
 
 
 @pytest.mark.parametrize(
     ("build", "bad", "complaint"),
     [
-        ((Equality, config.Equality), {"text": "q", "answer": "a"}, "a row needs `messages`, `prompt`, `question`"),
-        ((Equality, config.Equality), {"prompt": "q"}, "a row needs `answer`"),
-        ((Equality, config.Equality), {"prompt": "q", "answer": []}, "`answer` must be"),
-        ((Equality, config.Equality), {"prompt": ["q"], "answer": "a"}, "prompt[0] must be an object"),
-        ((GSM8K, config.GSM8K), {"question": "q", "answer": "18"}, "must end in `#### 18`"),
-        ((TokenIn, config.TokenIn), {"input_token_ids": ["5"], "answer": "a"}, "`input_token_ids` must hold"),
-        ((TokenIn, config.TokenIn), {"input_token_ids": [5]}, "a row needs `answer`"),
+        (
+            (Equality, config.EqualityConfig),
+            {"text": "q", "answer": "a"},
+            "a row needs `messages`, `prompt`, `question`",
+        ),
+        ((Equality, config.EqualityConfig), {"prompt": "q"}, "a row needs `answer`"),
+        ((Equality, config.EqualityConfig), {"prompt": "q", "answer": []}, "`answer` must be"),
+        ((Equality, config.EqualityConfig), {"prompt": ["q"], "answer": "a"}, "prompt[0] must be an object"),
+        ((GSM8K, config.GSM8KConfig), {"question": "q", "answer": "18"}, "must end in `#### 18`"),
+        ((TokenIn, config.TokenInConfig), {"input_token_ids": ["5"], "answer": "a"}, "`input_token_ids` must hold"),
+        ((TokenIn, config.TokenInConfig), {"input_token_ids": [5]}, "a row needs `answer`"),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong_in_it(tmp_path, build, bad, complaint):
@@ -152,10 +156,12 @@ def test_a_bad_row_is_named_with_what_is_wrong_in_it(tmp_path, build, bad, compl
 # --- alphabet sort
 
 SORTS = [
-    config.AlphabetSort(train_examples=60, eval_examples=30),
-    config.AlphabetSort(items="words", min_turns=2, min_names=2, train_examples=60, eval_examples=30),
-    config.AlphabetSort(items="letters", max_turns=2, max_names=3, power=1.0, train_examples=60, eval_examples=30),
-    config.AlphabetSort(items="letters", mark="!", min_turns=3, max_names=2, train_examples=60, eval_examples=30),
+    config.AlphabetSortConfig(train_examples=60, eval_examples=30),
+    config.AlphabetSortConfig(items="words", min_turns=2, min_names=2, train_examples=60, eval_examples=30),
+    config.AlphabetSortConfig(
+        items="letters", max_turns=2, max_names=3, power=1.0, train_examples=60, eval_examples=30
+    ),
+    config.AlphabetSortConfig(items="letters", mark="!", min_turns=3, max_names=2, train_examples=60, eval_examples=30),
 ]
 sorts = pytest.mark.parametrize("section", SORTS, ids=lambda c: f"{c.items}{c.mark or ''}")
 
@@ -213,12 +219,14 @@ def test_lists_are_of_the_asked_size_repeatable_and_of_one_split(section):
 @given(st.lists(st.text("abc d\n", max_size=8), min_size=1, max_size=4), st.floats(0.1, 8))
 def test_a_higher_power_pays_no_more_and_all_pay_from_zero_to_one(lines, power):
     row = {"turns": [["c", "a"], ["b"]], "by": "first"}
-    low, high = (AlphabetSort(config.AlphabetSort(items="letters", max_turns=2, power=p)) for p in (power, 2 * power))
+    low, high = (
+        AlphabetSort(config.AlphabetSortConfig(items="letters", max_turns=2, power=p)) for p in (power, 2 * power)
+    )
     assert 0 <= pays(high, row, *lines) <= pays(low, row, *lines) <= 1
 
 
 def test_new_names_are_marked_and_sorted_by_the_name_that_was_asked_for():
-    environment = AlphabetSort(config.AlphabetSort())
+    environment = AlphabetSort(config.AlphabetSortConfig())
     turns = [["Ada Zo", "Bob Ax"], ["Cy Mi"]]
     assert environment.answer(turns[:1], "last") == "<sorted>\nBob Ax\nAda Zo\n</sorted>"
     assert environment.answer(turns, "last") == "<sorted>\nBob Ax\nCy Mi (new)\nAda Zo\n</sorted>"
@@ -227,7 +235,7 @@ def test_new_names_are_marked_and_sorted_by_the_name_that_was_asked_for():
 
 
 def test_a_reply_that_was_cut_off_ends_the_episode():
-    environment = AlphabetSort(config.AlphabetSort(items="letters", max_turns=3))
+    environment = AlphabetSort(config.AlphabetSortConfig(items="letters", max_turns=3))
     row = {"turns": [["b", "a"], ["c"]], "by": "first"}
     outcome, speaker = play(environment, row, Reply("ab", truncated=True))
     assert len(speaker.heard) == 1
@@ -247,11 +255,11 @@ def test_a_reply_that_was_cut_off_ends_the_episode():
 )
 def test_a_list_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError):
-        config.AlphabetSort(**wrong)
+        config.AlphabetSortConfig(**wrong)
 
 
 def test_too_few_lists_for_a_split_is_said():
-    environment = AlphabetSort(config.AlphabetSort(items="letters", letters="a", max_turns=1, max_names=1))
+    environment = AlphabetSort(config.AlphabetSortConfig(items="letters", letters="a", max_turns=1, max_names=1))
     with pytest.raises(EnvError, match="raise `max_names`"):
         [environment.examples(split) for split in ("train", "eval")]
 
@@ -328,8 +336,8 @@ def expression_of(row: dict) -> str:
     return re.search(r"\d+(?:[+*-]\d+)+", row["messages"][-1]["content"]).group()
 
 
-TOOLS = Calculator(config.Calculator(train_examples=50, eval_examples=50))
-TEXT = Calculator(config.Calculator(style="text", train_examples=50, eval_examples=50))
+TOOLS = Calculator(config.CalculatorConfig(train_examples=50, eval_examples=50))
+TEXT = Calculator(config.CalculatorConfig(style="text", train_examples=50, eval_examples=50))
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -351,7 +359,7 @@ def test_the_right_answer_to_every_question_pays_one_with_or_without_calls(split
 @given(st.integers(1, 5), st.booleans(), st.sampled_from(["1+1", "1/0", "import 9", "9**9**9"]), st.integers(1, 3))
 def test_no_call_is_run_after_the_last_turn(max_turns, text, expression, at_once):
     style = "text" if text else "tools"
-    environment = Calculator(config.Calculator(style=style, max_turns=max_turns, train_examples=1))
+    environment = Calculator(config.CalculatorConfig(style=style, max_turns=max_turns, train_examples=1))
     (row,) = environment.examples("train")
     line = "\n".join([f"calc: {expression}"] * at_once) if text else calling(*[expression] * at_once)
     outcome, speaker = play(environment, row, line)
@@ -387,7 +395,7 @@ def test_the_example_with_tools_answers_right_and_wrong_calls():
 
 
 def test_results_answer_the_calls_they_belong_to_in_the_form_of_openai():
-    (row,) = Calculator(config.Calculator(train_examples=1)).examples("train")
+    (row,) = Calculator(config.CalculatorConfig(train_examples=1)).examples("train")
     _, speaker = play(TOOLS, row, calling("1+1", "2**3", "1/4"), "9")
     assert [tool["function"]["name"] for tool in speaker.tools[0]] == ["calculator"]
     assert speaker.heard[1][-3:] == [
@@ -401,7 +409,7 @@ def test_results_answer_the_calls_they_belong_to_in_the_form_of_openai():
 
 @pytest.mark.parametrize("arguments", ["", "[]", "{}", '{"expression": 3}', "nonsense", '{"expression": "x"}'])
 def test_a_call_that_cannot_be_read_is_an_error_the_policy_hears_of(arguments):
-    (row,) = Calculator(config.Calculator(train_examples=1)).examples("train")
+    (row,) = Calculator(config.CalculatorConfig(train_examples=1)).examples("train")
     said = Reply("", False, {"role": "assistant", "content": "", "tool_calls": [tool_call(arguments)]})
     outcome, speaker = play(TOOLS, row, said, row["answer"])
     assert speaker.heard[1][-1]["content"].startswith("error: ")
@@ -409,14 +417,14 @@ def test_a_call_that_cannot_be_read_is_an_error_the_policy_hears_of(arguments):
 
 
 def test_a_call_in_a_reply_that_was_cut_off_is_not_run():
-    (row,) = Calculator(config.Calculator(train_examples=1)).examples("train")
+    (row,) = Calculator(config.CalculatorConfig(train_examples=1)).examples("train")
     outcome, speaker = play(TEXT, row, Reply("calc: 1+", truncated=True))
     assert len(speaker.heard) == 1
     assert outcome.metrics["calls"] == 0.0
 
 
 def test_a_call_without_a_number_is_about_the_question():
-    section = config.Calculator(style="text", call="c", train_examples=20)
+    section = config.CalculatorConfig(style="text", call="c", train_examples=20)
     for row in Calculator(section).examples("train"):
         for call in ("c", "calc", " c ?"):
             _, speaker = play(Calculator(section), row, call, "")
@@ -426,7 +434,7 @@ def test_a_call_without_a_number_is_about_the_question():
 @laws
 @given(st.lists(st.sampled_from(["calc: 1/0", "calc: 1+1", "calc: 5+7", "9", "12", ""]), min_size=3), st.floats(0, 0.5))
 def test_a_wrong_answer_earns_less_than_one_however_it_is_consoled(lines, most):
-    section = config.Calculator(style="text", partial_credit=most, call_reward=0.4)
+    section = config.CalculatorConfig(style="text", partial_credit=most, call_reward=0.4)
     row = {"messages": [{"role": "user", "content": "7+5"}], "expression": "7+5", "answer": "12"}
     outcome, speaker = play(Calculator(section), row, *lines)
     shown = {"role": "user", "content": "12"} in speaker.heard[-1]
@@ -447,11 +455,11 @@ def test_a_wrong_answer_earns_less_than_one_however_it_is_consoled(lines, most):
 )
 def test_a_calculator_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError):
-        config.Calculator(**wrong)
+        config.CalculatorConfig(**wrong)
 
 
 def test_questions_are_repeatable_of_the_asked_kind_and_of_one_split():
-    section = config.Calculator(
+    section = config.CalculatorConfig(
         question="{expression}=", operators=["*"], min_terms=3, max_terms=3, min_operand=10, max_operand=12
     )
 
@@ -477,7 +485,7 @@ def test_every_worked_solution_of_gsm8k_pays_one(name):
     if not file.exists():
         pytest.skip("needs the GSM8K files, which are not beside this checkout")
     solutions = [json.loads(line)["answer"] for line in file.read_text(encoding="utf-8").splitlines()]
-    environment = GSM8K(config.GSM8K(dataset=str(file)))
+    environment = GSM8K(config.GSM8KConfig(dataset=str(file)))
     rows = environment.examples("train")
     assert len(rows) == len(solutions)
     for row, solution in zip(rows[::20], solutions[::20], strict=True):
@@ -491,7 +499,7 @@ def test_every_worked_solution_of_gsm8k_pays_one(name):
 @laws
 @given(st.lists(st.sampled_from(["\\boxed{18}", "#### 17", "18", "#### 18", "", "\\boxed{17 or 18}"]), min_size=5))
 def test_the_last_try_counts_and_a_right_one_ends_the_episode(lines):
-    section = config.GSM8K(dataset="rows.jsonl", max_turns=4, discount=0.5)
+    section = config.GSM8KConfig(dataset="rows.jsonl", max_turns=4, discount=0.5)
     row = {"messages": [{"role": "user", "content": "q"}], "answer": "18"}
     outcome, speaker = play(GSM8K(section), row, *lines)
     tries = [line in ("\\boxed{18}", "#### 18") for line in lines[:4]]
@@ -505,7 +513,7 @@ def test_the_last_try_counts_and_a_right_one_ends_the_episode(lines):
 
 
 def test_a_try_that_was_cut_off_is_the_last():
-    environment = GSM8K(config.GSM8K(dataset="rows.jsonl"))
+    environment = GSM8K(config.GSM8KConfig(dataset="rows.jsonl"))
     row = {"messages": [{"role": "user", "content": "q"}], "answer": "18"}
     outcome, speaker = play(environment, row, Reply("let me", truncated=True))
     assert len(speaker.heard) == 1
@@ -537,7 +545,7 @@ async def later(row: dict, text: str) -> None:
 
 def test_exact_tokens_reach_the_policy_and_equality_pays_one(tmp_path):
     path = write(tmp_path, [{"input_token_ids": [5, 0, 12], "answer": ["a b", "c"]}])
-    environment = TokenIn(config.TokenIn(dataset=path))
+    environment = TokenIn(config.TokenInConfig(dataset=path))
     (row,) = environment.examples("train")
     for said, reward in (("a b", 1.0), (" c\n", 1.0), ("ab", 0.0), ("", 0.0)):
         outcome, speaker = play(environment, row, said)
@@ -553,7 +561,7 @@ def test_a_scorer_keeps_away_from_the_threads_of_the_event_loop(tmp_path):
     """Weights are published on those: one that hangs must not hold them."""
     hook = {"import_path": f"{__file__}:where"}
     path = write(tmp_path, [{"input_token_ids": [5]}])
-    environment = TokenIn(config.TokenIn.model_validate({"dataset": path, "scorer": hook}))
+    environment = TokenIn(config.TokenInConfig.model_validate({"dataset": path, "scorer": hook}))
     (row,) = environment.examples("train")
     assert pays(environment, row, "yes") == 0.0
 
@@ -561,13 +569,15 @@ def test_a_scorer_keeps_away_from_the_threads_of_the_event_loop(tmp_path):
 def test_a_scorer_of_the_users_own_judges_instead(tmp_path):
     path = write(tmp_path, [{"input_token_ids": [5], "wish": "yes"}])
     hook = {"import_path": f"{__file__}:half", "kwargs": {"share": 0.75}}
-    environment = TokenIn(config.TokenIn.model_validate({"dataset": path, "scorer": hook}))
+    environment = TokenIn(config.TokenInConfig.model_validate({"dataset": path, "scorer": hook}))
     (row,) = environment.examples("train")
     assert (pays(environment, row, "yes"), pays(environment, row, "no")) == (0.75, 0.0)
-    dropping = TokenIn(config.TokenIn.model_validate({"dataset": path, "scorer": {"import_path": f"{__file__}:later"}}))
+    dropping = TokenIn(
+        config.TokenInConfig.model_validate({"dataset": path, "scorer": {"import_path": f"{__file__}:later"}})
+    )
     assert play(dropping, row, "yes")[0] is None
     with pytest.raises(EnvError, match="must be a function"):
-        TokenIn(config.TokenIn.model_validate({"dataset": path, "scorer": {"import_path": f"{__file__}:TOOLS"}}))
+        TokenIn(config.TokenInConfig.model_validate({"dataset": path, "scorer": {"import_path": f"{__file__}:TOOLS"}}))
 
 
 @laws

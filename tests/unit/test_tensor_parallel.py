@@ -13,11 +13,11 @@ from conftest import VOCABULARY, tiny_model
 from once import once
 from paceline.config import ConfigError
 from paceline.config import trainer as config
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
 from paceline.model import ATTENTION, UnsupportedModel
 from paceline.trainer import TrainerError
-from paceline.trainer.joining import leave
-from paceline.trainer.tensor import Plan, check_same
+from paceline.trainer.init_distributed import leave
+from paceline.trainer.tensor import TensorParallelPlan, check_same
 
 CASES = {
     "scored": Case(SCORED | {"micro_batch_tokens": 128}, shard="none", tensor=2),
@@ -87,21 +87,21 @@ def gpt2() -> GPT2LMHeadModel:
 )
 def test_models_whose_matrices_cannot_be_shared(model, ranks, sentence):
     with pytest.raises(TrainerError, match=sentence):
-        Plan(model(), ranks)
+        TensorParallelPlan(model(), ranks)
 
 
 def test_a_weight_that_the_plan_forgot_is_refused():
     model = make_model("qwen3")
     model.config.base_model_tp_plan.pop("layers.*.self_attn.q_norm")
     with pytest.raises(TrainerError, match=r"says nothing of `model.layers.0.self_attn.q_norm.weight`"):
-        Plan(model, 2)
+        TensorParallelPlan(model, 2)
 
 
 def test_a_layout_that_nobody_knows_is_refused():
     model = make_model("qwen3")
     model.config.base_model_tp_plan["layers.*.mlp.down_proj"] = "diagonal"
     with pytest.raises(TrainerError, match="laid out as `diagonal`, which is not supported"):
-        Plan(model, 2)
+        TensorParallelPlan(model, 2)
 
 
 def test_a_plan_that_computes_something_else_is_refused():
@@ -113,7 +113,7 @@ def test_a_plan_that_computes_something_else_is_refused():
 @pytest.mark.parametrize(
     ("parallel", "settings", "sentence"),
     [
-        ({"tensor": 2}, {"critic": config.Critic()}, "write tensor = 1 instead of 2"),
+        ({"tensor": 2}, {"critic": config.CriticConfig()}, "write tensor = 1 instead of 2"),
         ({"tensor": 2}, {"stream": True}, "leave stream out, or set tensor = 1 and context = 1"),
         ({"context": 2}, {"stream": True}, "leave stream out, or set tensor = 1 and context = 1"),
         ({"context": 2}, {"micro_batch_tokens": "auto"}, "give a number"),
@@ -121,9 +121,9 @@ def test_a_plan_that_computes_something_else_is_refused():
 )
 def test_what_ranks_that_share_a_sample_cannot_do(parallel, settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        config.Trainer(parallel=Parallel(ranks=2, **parallel), **settings)
+        config.TrainerConfig(parallel=ParallelConfig(ranks=2, **parallel), **settings)
 
 
 def test_ranks_that_share_a_sample_are_one_data_rank():
-    assert Parallel(ranks=8, tensor=2, context=2).data_ranks == 2
-    assert Parallel(ranks=8, shard="hybrid", replicas=2, tensor=4).data_ranks == 2
+    assert ParallelConfig(ranks=8, tensor=2, context=2).data_ranks == 2
+    assert ParallelConfig(ranks=8, shard="hybrid", replicas=2, tensor=4).data_ranks == 2

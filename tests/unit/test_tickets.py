@@ -11,15 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster import session
-from paceline.config import Checkpoint, Eval, RunConfig
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.data import Ledger, Ticket
-from paceline.monitor import Recorder
+from paceline.monitor import RunRecorder
 from paceline.monitor.directory import RunDirectory
 from paceline.record import tickets
 from paceline.record.tickets import Tickets
-from paceline.ui.following import FolderNews, RunNews
+from paceline.ui.following import FolderNews, RunNews, standing
 from paceline.ui.runs import Runs
-from paceline.ui.standing import standing
 from recorded import Told
 
 DAMAGED = [b"garbage", b"", b"[]", b'{"number": 1.5}', b'{"number": 1} {"number": 2}', b'{"number": 3, "env": "\xff"}']
@@ -92,8 +91,8 @@ def test_the_journal_of_a_real_run_reads_as_plain_json_does(tmp_path):
         steps=3,
         batch_size=8,
         group_size=4,
-        checkpoint=Checkpoint(every=0),
-        eval=Eval(every=0),
+        checkpoint=CheckpointConfig(every=0),
+        eval=EvalConfig(every=0),
     )
     folder = session.train(config).directory
     plain = Plain((folder / "tickets.jsonl").read_bytes())
@@ -192,7 +191,7 @@ def test_an_index_that_is_damaged_or_another_files_is_not_believed(tmp_path, har
 
 def test_a_run_that_goes_back_is_read_anew_by_old_and_new_readers(tmp_path):
     records = [json.loads(line) | {"since": place // 5} for place, line in enumerate(journal(0).splitlines())]
-    recorder = Recorder(tmp_path)
+    recorder = RunRecorder(tmp_path)
     recorder.tickets(records)
     old = opened(tmp_path)
     old.find()

@@ -15,12 +15,10 @@ from paceline.monitor import RunDirectory, RunPlan
 from paceline.record import RunFolder, open_run
 from paceline.top import snapshot
 from paceline.top.app import Top
-from paceline.top.drawing import bar
-from paceline.top.look import SELDOM, Looker
+from paceline.top.look import SELDOM, Looker, bar
 from paceline.top.signs import signs
 from paceline.top.words import around, figure, harmless, line, moment
-from paceline.ui.opened import Opened
-from paceline.ui.runs import Runs
+from paceline.ui.runs import Opened, Runs
 from recorded import Told, torn
 from tokened import tokened
 

@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
-from paceline.config.model import Lora, Model
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample, fold, pack
-from paceline.model import Head, attach_lora, head, token_logprobs, twin
+from paceline.model import LMHead, attach_lora, head, token_logprobs, twin
 from paceline.trainer import TrainerError
 from paceline.trainer.loss import Loss
 from paceline.trainer.optimizer import MasterAdamW
@@ -35,7 +35,7 @@ from trainers import (
 
 
 def made(model, **settings):
-    return trainer_of(model, config.Trainer(threads=1, **settings))
+    return trainer_of(model, config.TrainerConfig(threads=1, **settings))
 
 
 def gradient(batch: list[Sample], budget: int, order: list[int], normalise="token", **settings):
@@ -52,12 +52,12 @@ def gradient(batch: list[Sample], budget: int, order: list[int], normalise="toke
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss": config.DPPO()},
-        {"loss": config.PPO(), "entropy_coef": 0.1},
-        {"loss": config.GSPO(clip_low=0.5, clip_high=0.5)},
-        {"loss": config.CISPO(), "kl": config.KL()},
-        {"loss": config.PPO(), "clip_skip_threshold": 0.5},
-        {"loss": config.PPO(), "proximal": config.Proximal(level="sequence", geometric=True)},
+        {"loss": config.DPPOConfig()},
+        {"loss": config.PPOConfig(), "entropy_coef": 0.1},
+        {"loss": config.GSPOConfig(clip_low=0.5, clip_high=0.5)},
+        {"loss": config.CISPOConfig(), "kl": config.KLConfig()},
+        {"loss": config.PPOConfig(), "clip_skip_threshold": 0.5},
+        {"loss": config.PPOConfig(), "proximal": config.ProximalConfig(level="sequence", geometric=True)},
     ],
     ids=lambda s: "-".join([s["loss"].type, *list(s)[1:]]),
 )
@@ -118,17 +118,17 @@ def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normalise
         total = total + (-a * (pi - pi.detach()).exp() + 0.001 * ((ref - pi).exp() - (ref - pi) - 1)).sum() / mask.sum()
     (total / len(batch)).backward()
     wanted = torch.cat([p.grad.view(-1) for _, p in sorted(plain.named_parameters())]).double()
-    kl = config.KL(kind="k3", coef=0.001)
-    got = gradient(batch, 150, list(range(9)), "sample", loss=config.Reinforce(), kl=kl)
+    kl = config.KLConfig(kind="k3", coef=0.001)
+    got = gradient(batch, 150, list(range(9)), "sample", loss=config.ReinforceConfig(), kl=kl)
     assert (got - wanted).norm() / wanted.norm() < 1e-4
 
 
 @pytest.mark.parametrize(
     "c",
     [
-        {"loss": config.PPO(clip_low=0.5, clip_high=2.0), "entropy_coef": 0.3, "kl": config.KL(kind="k3")},
-        {"loss": config.DPPO(kl_tau=0.1), "kl": config.KL(kind="k2"), "normalise": "sample"},
-        {"loss": config.PPO(), "proximal": config.Proximal(), "entropy_coef": 0.1},
+        {"loss": config.PPOConfig(clip_low=0.5, clip_high=2.0), "entropy_coef": 0.3, "kl": config.KLConfig(kind="k3")},
+        {"loss": config.DPPOConfig(kl_tau=0.1), "kl": config.KLConfig(kind="k2"), "normalise": "sample"},
+        {"loss": config.PPOConfig(), "proximal": config.ProximalConfig(), "entropy_coef": 0.1},
     ],
     ids=["ppo", "dppo", "proximal"],
 )
@@ -136,7 +136,7 @@ def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normalise
 def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     """Finite differences through a tiny model in float64, in random directions of all its weights at once."""
     # Both go through float32 otherwise, whose rounding is larger than the steps taken here.
-    monkeypatch.setattr(Head, "__call__", lambda self, hidden: self._layer(hidden))
+    monkeypatch.setattr(LMHead, "__call__", lambda self, hidden: self._layer(hidden))
     monkeypatch.setattr(
         LlamaRMSNorm,
         "forward",
@@ -200,7 +200,7 @@ def reference_loss(sample: Sample, pi: np.ndarray, counts: tuple[int, int, int],
         log_r = min(20.0, max(-20.0, pi[t] - mu))
         r, d = math.exp(log_r), math.exp(pi[t]) - math.exp(mu)
         if sample.loss_mask[t]:
-            if isinstance(loss, config.DPPO):
+            if isinstance(loss, config.DPPOConfig):
                 keep = not ((a > 0 and d > loss.high) or (a < 0 and d < -loss.low))
                 total += (-keep * a * r + loss.kl_tau * log_r**2) / n_rl
             else:
@@ -218,7 +218,10 @@ def reference_loss(sample: Sample, pi: np.ndarray, counts: tuple[int, int, int],
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([config.DPPO(), config.PPO(), config.PPO(clip_high=0.4, dual_clip=2.0)]))
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([config.DPPOConfig(), config.PPOConfig(), config.PPOConfig(clip_high=0.4, dual_clip=2.0)]),
+)
 def test_the_loss_is_what_the_formulas_say(seed, loss):
     model = tiny_model()
     batch = make_batch(seed, count=3, longest=20)
@@ -236,7 +239,7 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
         logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(s.token_ids[1:])[:, None])[:, 0]
         expected += reference_loss(s, np.concatenate([[0.0], logp.detach().numpy()]), counts, loss)
     trainer = made(model, loss=loss)
-    total = Loss(config.Trainer(loss=loss))
+    total = Loss(config.TrainerConfig(loss=loss))
     got = sum(total(tokens_of(trainer, m), 0)[0].item() for m in pack(batch, fold(batch), 10_000))
     trainer.close()
     assert got == pytest.approx(expected, rel=2e-4, abs=2e-4)
@@ -245,7 +248,7 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
 def test_a_frozen_sampler_has_ratio_one():
     """Without logprobs the ratio is 1, so ppo's gradient is the plain policy gradient and nothing is clipped."""
     batch = make_batch(4, logprobs=None, ce_weights=None, ref_kl_weights=None)
-    plain = gradient(batch, 10_000, list(range(9)), loss=config.PPO(clip_low=0, clip_high=0))
+    plain = gradient(batch, 10_000, list(range(9)), loss=config.PPOConfig(clip_low=0, clip_high=0))
     assert plain.isfinite().all()
     assert plain.norm() > 0
 
@@ -260,9 +263,9 @@ def test_nothing_to_train_still_runs_backward():
     "c",
     [
         {},
-        {"loss": config.GSPO(), "minibatches": 2, "kl": config.KL(), "entropy_coef": 0.1},
-        {"clip_skip_threshold": 0.3, "kl": config.KL(how="advantage")},
-        {"kl": config.KL(how="advantage"), "critic": config.Critic()},
+        {"loss": config.GSPOConfig(), "minibatches": 2, "kl": config.KLConfig(), "entropy_coef": 0.1},
+        {"clip_skip_threshold": 0.3, "kl": config.KLConfig(how="advantage")},
+        {"kl": config.KLConfig(how="advantage"), "critic": config.CriticConfig()},
     ],
     ids=["plain", "gspo", "shaped", "critic"],
 )
@@ -280,7 +283,7 @@ def test_batches_without_some_or_all_components_step_with_a_zero_gradient(c, cas
         late = np.arange(20) >= 10
         only = {"loss_mask": late, "versions": np.where(late, 0, -1), "ce_weights": None}
         batch = [s.with_streams(**only).truncated_to(5) for s in batch]
-    trainer = made(tiny_model(), optimizer=config.Optimizer(lr=1.0), **c)
+    trainer = made(tiny_model(), optimizer=config.OptimizerConfig(lr=1.0), **c)
     before = weights_of(trainer)
     report = asyncio.run(trainer.step([] if case == "nothing" else batch))
     trainer.close()
@@ -295,7 +298,7 @@ def test_batches_without_some_or_all_components_step_with_a_zero_gradient(c, cas
 
 def test_what_trains_nothing_moves_nothing_even_with_momentum():
     """AdamW answers a gradient of zero with nearly its last step once more."""
-    trainer = made(tiny_model(), optimizer=config.Optimizer(lr=1e-2))
+    trainer = made(tiny_model(), optimizer=config.OptimizerConfig(lr=1e-2))
     asyncio.run(trainer.step(make_batch(1)))
     before = weights_of(trainer)
     off = {"ce_weights": None, "ref_kl_weights": None}
@@ -312,7 +315,7 @@ def test_what_trains_nothing_moves_nothing_even_with_momentum():
 def test_components_report_under_their_own_names():
     rng = np.random.default_rng(0)
     batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(8)]
-    trainer = made(tiny_model(), kl=config.KL(), entropy_coef=0.1, clip_skip_threshold=0.99)
+    trainer = made(tiny_model(), kl=config.KLConfig(), entropy_coef=0.1, clip_skip_threshold=0.99)
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()
     parts = ("rl", "ce", "ref_kl", "kl", "entropy")
@@ -338,12 +341,12 @@ def test_logits_in_chunks_are_the_same_logits(monkeypatch):
     hidden = torch.randn(50, 32, requires_grad=True)
     targets, temperatures = torch.randint(0, VOCABULARY, (50,)), torch.rand(50) + 0.5
     largest = []
-    whole, entropy = token_logprobs(Head(model), hidden, targets, temperatures, entropy=True)
+    whole, entropy = token_logprobs(LMHead(model), hidden, targets, temperatures, entropy=True)
     (grad,) = torch.autograd.grad(whole.sum(), hidden)
     monkeypatch.setattr(head, "LOGIT_ELEMENTS", 7 * VOCABULARY)
-    call = Head.__call__
-    monkeypatch.setattr(Head, "__call__", lambda self, h: (largest.append(len(h)), call(self, h))[1])
-    chunked, chunked_entropy = token_logprobs(Head(model), hidden, targets, temperatures, entropy=True)
+    call = LMHead.__call__
+    monkeypatch.setattr(LMHead, "__call__", lambda self, h: (largest.append(len(h)), call(self, h))[1])
+    chunked, chunked_entropy = token_logprobs(LMHead(model), hidden, targets, temperatures, entropy=True)
     (chunked_grad,) = torch.autograd.grad(chunked.sum(), hidden)
     assert max(largest) == 7
     for a, b in ((whole, chunked), (entropy, chunked_entropy), (grad, chunked_grad)):
@@ -353,7 +356,7 @@ def test_logits_in_chunks_are_the_same_logits(monkeypatch):
 def test_a_bad_gradient_skips_the_step_and_keeps_the_batch(tmp_path):
     from paceline.data import decode
 
-    trainer = trainer_of(tiny_model(), config.Trainer(threads=1, max_bad_steps=2), dumps=tmp_path)
+    trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1, max_bad_steps=2), dumps=tmp_path)
     before = weights_of(trainer)
     batch = make_batch(7, count=2)
     bad = [batch[0].with_streams(advantages=np.full(len(batch[0]), np.nan)), batch[1]]
@@ -369,7 +372,11 @@ def test_a_bad_minibatch_leaves_the_others_and_their_metrics_alone(tmp_path):
     """The same weights, moments and metrics as without it; what is saved then goes on bit for bit."""
     batch = near_policy(make_batch(7, count=6))
     bad = [s.with_streams(advantages=np.full(len(s), np.nan)) for s in batch[2:4]]
-    settings = {"proximal": config.Proximal(), "loss": config.PPO(), "optimizer": config.Optimizer(lr=1e-2)}
+    settings = {
+        "proximal": config.ProximalConfig(),
+        "loss": config.PPOConfig(),
+        "optimizer": config.OptimizerConfig(lr=1e-2),
+    }
     broken = made(tiny_model(), minibatches=3, **settings)
     report = asyncio.run(broken.step([*batch[:2], *bad, *batch[4:]]))
     assert report.skipped
@@ -388,13 +395,15 @@ def test_a_bad_minibatch_leaves_the_others_and_their_metrics_alone(tmp_path):
         trainer.close()
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path, lora):
-    settings = Model(lora=lora)
+    settings = ModelConfig(lora=lora)
 
     def fresh():
         model = attach_lora(tiny_model(), settings, seed=0)
-        c = config.Trainer(threads=1, optimizer=config.Optimizer(lr=1e-2, schedule="cosine", warmup_steps=2))
+        c = config.TrainerConfig(
+            threads=1, optimizer=config.OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2)
+        )
         return trainer_of(model, c, total_steps=6)
 
     async def steps(trainer, seeds):
@@ -423,7 +432,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_masters_keep_what_bf16_would_lose():
     """A hundred updates, each too small for bf16 to see, add up in the float32 masters."""
     parameter = torch.nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
-    optimizer = MasterAdamW({"w": parameter}, config.Optimizer(lr=1e-4), None)
+    optimizer = MasterAdamW({"w": parameter}, config.OptimizerConfig(lr=1e-4), None)
     for _ in range(100):
         parameter.grad = torch.ones_like(parameter)
         optimizer.gather()
@@ -431,13 +440,13 @@ def test_masters_keep_what_bf16_would_lose():
     assert parameter[0].item() == pytest.approx(0.99, abs=2e-3)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_half_precision_does_not_lose_the_gradients_of_a_large_batch(lora):
     """A token's share of a million is below what float16 can hold."""
     ends, batch = {}, make_batch(1, logprobs=None, **PLAIN)
     for dtype in (torch.float32, torch.float16):
-        model = attach_lora(tiny_model().to(dtype), Model(lora=lora), seed=0)
-        trainer = made(model, loss=config.PPO(), normalise="fixed", fixed_length=200_000)
+        model = attach_lora(tiny_model().to(dtype), ModelConfig(lora=lora), seed=0)
+        trainer = made(model, loss=config.PPOConfig(), normalise="fixed", fixed_length=200_000)
         for micro_batch in pack(batch, fold(batch, "fixed", 200_000), 10_000):
             trainer.backward(micro_batch)
         trainer.learner.optimizer.clip()
@@ -451,7 +460,7 @@ def test_half_precision_retreats_from_a_scale_that_is_too_large(tmp_path):
     large = [s.with_streams(advantages=300 * s.advantages) for s in make_batch(1, logprobs=None, **PLAIN)]
     moved = {}
     for dtype in (torch.float32, torch.float16):
-        trainer = made(tiny_model().to(dtype), loss=config.PPO(), optimizer=config.Optimizer(lr=1e-2))
+        trainer = made(tiny_model().to(dtype), loss=config.PPOConfig(), optimizer=config.OptimizerConfig(lr=1e-2))
         report = asyncio.run(trainer.step(large))
         assert not report.skipped
         moved[dtype] = report.metrics["grad_norm"]
@@ -471,7 +480,9 @@ def test_half_precision_retreats_from_a_scale_that_is_too_large(tmp_path):
 @torch_only("of torch's own optimizer")
 def test_learning_rate_follows_its_schedule():
     def rates(**settings):
-        optimizer = MasterAdamW({"w": torch.nn.Parameter(torch.zeros(1))}, config.Optimizer(lr=1.0, **settings), 10)
+        optimizer = MasterAdamW(
+            {"w": torch.nn.Parameter(torch.zeros(1))}, config.OptimizerConfig(lr=1.0, **settings), 10
+        )
         out = []
         for _ in range(10):
             out.append(optimizer.lr)
@@ -487,9 +498,9 @@ def test_learning_rate_follows_its_schedule():
 
 
 def test_lora_trains_adapters_alone_and_exports_merged(tmp_path):
-    model = attach_lora(tiny_model(), Model(lora=Lora(rank=4)), seed=0)
+    model = attach_lora(tiny_model(), ModelConfig(lora=LoRAConfig(rank=4)), seed=0)
     base = tiny_model().state_dict()
-    trainer = made(model, optimizer=config.Optimizer(lr=1e-2))
+    trainer = made(model, optimizer=config.OptimizerConfig(lr=1e-2))
 
     async def work():
         for seed in range(2):
@@ -501,7 +512,7 @@ def test_lora_trains_adapters_alone_and_exports_merged(tmp_path):
     update = asyncio.run(work())
     assert all("lora_" in name for name in update.tensors)
     ids = torch.arange(30)[None]
-    adapted = attach_lora(tiny_model(), Model(lora=Lora(rank=4)), seed=0)
+    adapted = attach_lora(tiny_model(), ModelConfig(lora=LoRAConfig(rank=4)), seed=0)
     adapted.load_state_dict(weights_of(trainer), strict=False)
     adapted.set_attn_implementation("eager")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -520,7 +531,7 @@ def test_lora_trains_adapters_alone_and_exports_merged(tmp_path):
 
 
 def test_full_export_is_the_trained_model(tmp_path):
-    trainer = made(tiny_model(), optimizer=config.Optimizer(lr=1e-2))
+    trainer = made(tiny_model(), optimizer=config.OptimizerConfig(lr=1e-2))
     asyncio.run(trainer.step(make_batch(0)))
     asyncio.run(trainer.export(tmp_path))
     again = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
@@ -531,7 +542,7 @@ def test_full_export_is_the_trained_model(tmp_path):
 
 @torch_only("of torch's own models")
 def test_twins_share_the_frozen_base_and_nothing_else():
-    model = attach_lora(tiny_model(), Model(lora=Lora(rank=2)), seed=0)
+    model = attach_lora(tiny_model(), ModelConfig(lora=LoRAConfig(rank=2)), seed=0)
     other = twin(model)
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
@@ -543,8 +554,8 @@ def test_twins_share_the_frozen_base_and_nothing_else():
 def test_the_entropy_is_of_the_tempered_distribution():
     model = tiny_model()
     hidden = torch.randn(5, 32)
-    _, entropy = token_logprobs(Head(model), hidden, torch.zeros(5, dtype=torch.long), torch.full((5,), 0.5), True)
-    p = torch.softmax(Head(model)(hidden) / 0.5, -1)
+    _, entropy = token_logprobs(LMHead(model), hidden, torch.zeros(5, dtype=torch.long), torch.full((5,), 0.5), True)
+    p = torch.softmax(LMHead(model)(hidden) / 0.5, -1)
     assert torch.allclose(entropy, -(p * p.log()).sum(-1), atol=1e-4)
 
 
@@ -553,7 +564,9 @@ def test_the_entropy_is_of_the_tempered_distribution():
 def test_an_offloaded_optimizer_makes_the_same_update(dtype):
     ends = []
     for offload in (False, True):
-        settings = config.Trainer(optimizer=config.Optimizer(lr=1e-2, offload=offload), micro_batch_tokens=64)
+        settings = config.TrainerConfig(
+            optimizer=config.OptimizerConfig(lr=1e-2, offload=offload), micro_batch_tokens=64
+        )
         model = tiny_model().to(dtype)
         trainer = trainer_of(model, settings)
         for _ in range(2):

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from paceline.cluster.processes.frames import Hello
+from paceline.cluster.processes.frames import RpcHello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.processes.link import RemoteTrainer
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
-from paceline.socket_dir import socket_parent
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
-from paceline.user_code import UserCodeError
+from paceline.util.socket_dir import socket_parent
+from paceline.util.user_code import UserCodeError
 from samples import PLAIN, make_batch
 
-SETTINGS = config.Trainer(threads=1, optimizer=config.Optimizer(lr=1e-3))
+SETTINGS = config.TrainerConfig(threads=1, optimizer=config.OptimizerConfig(lr=1e-3))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def hosted(folder: Path, trainer: TorchTrainer | None = None):
     (folder / "weights").mkdir(exist_ok=True)
     address = folder / "trainer.sock"
     address.unlink(missing_ok=True)
-    host = TrainerHost(trainer, None, folder / "weights", Hello(life(), 0, 1, "cpu", (1,)))
+    host = TrainerHost(trainer, None, folder / "weights", RpcHello(life(), 0, 1, "cpu", (1,)))
     serving = asyncio.ensure_future(host.serve(address))
     try:
         yield trainer

@@ -23,7 +23,7 @@ from paceline.inference import Completion, EmbeddedEngine, GenerateRequest
 from paceline.inference.base import EngineError, Mismatch
 from paceline.inference.http import HttpEngine
 from paceline.inference.server import build_app
-from paceline.model import Adapter, Head, WeightUpdate, fingerprint, twin
+from paceline.model import Adapter, LMHead, WeightUpdate, fingerprint, twin
 from paceline.model.canary import make_canary
 from paceline.orchestrator import buffered
 from paceline.orchestrator.buffered import Held, decode_held, encode_held
@@ -171,7 +171,7 @@ async def over_http(engine, tokenizer, monkeypatch, folder):
 
 @contextlib.contextmanager
 def running(**settings):
-    engine = EmbeddedEngine(twin(POLICIES[0]), inference.Engine(threads=1, **settings))
+    engine = EmbeddedEngine(twin(POLICIES[0]), inference.EngineConfig(threads=1, **settings))
     engine.start()
     try:
         yield engine
@@ -182,7 +182,7 @@ def running(**settings):
 async def laws_over(client) -> None:
     """A proved update is named by what follows; a wrong canary or fingerprint is a `Mismatch`, and nothing is sampled
     from it until a good update comes."""
-    right, wrong = (make_canary(POLICIES[p], Head(POLICIES[p])) for p in (1, 2))
+    right, wrong = (make_canary(POLICIES[p], LMHead(POLICIES[p])) for p in (1, 2))
     await client.load_weights(update(1, 1, expected=MARKS[1], canary=right))
     done = await client.generate(ask())
     assert (done.weights, set(done.versions)) == ({1: MARKS[1]}, {1})
@@ -206,7 +206,7 @@ def test_fingerprints_and_canaries_cross_http(load, monkeypatch, tmp_path):
     async def check(engine):
         async with over_http(engine, load("quickstart"), monkeypatch, tmp_path) as client:
             await laws_over(client)
-            broken = make_canary(POLICIES[1], Head(POLICIES[1]))
+            broken = make_canary(POLICIES[1], LMHead(POLICIES[1]))
             broken = dataclasses.replace(broken, logprobs=(float("nan"),) * len(broken.logprobs))
             with pytest.raises(Mismatch, match="not finite: its weights are broken"):
                 await client.load_weights(update(5, 1, canary=broken))
@@ -216,7 +216,7 @@ def test_fingerprints_and_canaries_cross_http(load, monkeypatch, tmp_path):
 
 
 def test_an_adapter_takes_its_canary_along(load, monkeypatch, tmp_path):
-    wrong = make_canary(POLICIES[2], Head(POLICIES[2]))
+    wrong = make_canary(POLICIES[2], LMHead(POLICIES[2]))
     sent = WeightUpdate(1, random_adapter(POLICIES[0], 1), Adapter("", 1.0), canary=wrong)
 
     async def check(engine):
@@ -244,7 +244,7 @@ def test_a_turns_weights_are_recorded_and_survive_a_checkpoint():
 
 
 def test_a_checkpoint_from_before_turns_had_weights_still_loads(monkeypatch):
-    names = [name for name in buffered._Turn.__struct_fields__ if name != "weights"]
+    names = [name for name in buffered._BufferedTurn.__struct_fields__ if name != "weights"]
     before = msgspec.defstruct("before", [(name, object) for name in names], array_like=True)
     write = buffered._wired_turn
     monkeypatch.setattr(buffered, "_wired_turn", lambda turn: before(*(getattr(write(turn), name) for name in names)))
@@ -272,7 +272,7 @@ def sampled_by(model, version: int, noise: float = 0.0, seed: int = 0) -> list[S
 
 
 def trained_on(batch: list[Sample], **settings) -> dict[str, float]:
-    trainer = TorchTrainer(tiny_model(0), config.Trainer(threads=1, **settings))
+    trainer = TorchTrainer(tiny_model(0), config.TrainerConfig(threads=1, **settings))
     trainer.version = 3
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()

@@ -16,7 +16,7 @@ import paceline.ui
 from launching import Launched
 from paceline.cli import main
 from paceline.config import ConfigError
-from paceline.record import Span
+from paceline.record import TimelineSpan
 from paceline.ui import build_app, load_options
 from paceline.ui.guard import HEADERS
 from paceline.ui.lanes import Stretch, binned, from_metrics, recorded
@@ -231,12 +231,12 @@ def test_the_phases_of_a_step_lie_one_behind_the_other_and_end_with_it():
 
 def test_recorded_phases_stand_in_the_lane_of_who_did_them():
     spans = [
-        Span("run", "sample", 0.0, 1.0, 1, 1.0),
-        Span("run", "train", 1.0, 3.0, 1, 1.0),
-        Span("run", "publish", 3.0, 3.5, 1, 1.0),
-        Span("engine 0", "busy", 0.0, 3.0, 1, 0.25),
-        Span("environment words", "playing", 0.0, 1.0, 1, 4.0),
-        Span("environment words", "playing", 1.0, 2.0, 1, 8.0),
+        TimelineSpan("run", "sample", 0.0, 1.0, 1, 1.0),
+        TimelineSpan("run", "train", 1.0, 3.0, 1, 1.0),
+        TimelineSpan("run", "publish", 3.0, 3.5, 1, 1.0),
+        TimelineSpan("engine 0", "busy", 0.0, 3.0, 1, 0.25),
+        TimelineSpan("environment words", "playing", 0.0, 1.0, 1, 4.0),
+        TimelineSpan("environment words", "playing", 1.0, 2.0, 1, 8.0),
     ]
     told = [(one.lane, one.kind, one.share) for one in recorded(spans)]
     assert told == [

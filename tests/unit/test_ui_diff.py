@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from paceline.record import open_run
-from paceline.record.parting import MISSING, compare
+from paceline.record.first_difference import MISSING, compare
 from paceline.ui import build_app, diffing
-from paceline.ui.diff_sides import CHAIN, MEANING, told
-from paceline.ui.diffing import Comparing, Left, Watched
+from paceline.ui.diffing import CHAIN, MEANING, Comparing, Left, Watched, told
 from recorded import Told
 from replayed import replayable
 

@@ -17,9 +17,9 @@ import pytest
 
 from paceline.config import load
 from paceline.ui import build_app
-from paceline.ui.replay.child import Child
-from paceline.ui.replay.desk import Desk, name_of
-from paceline.ui.replay.result import Result
+from paceline.ui.replay.process import ReplayProcess
+from paceline.ui.replay.result import ReplayResult
+from paceline.ui.replay.runner import ReplayRunner, name_of
 from paceline.ui.replay.settings import flags, settings
 from paceline.ui.routes.replay import CHECKPOINT
 from recorded import Told
@@ -52,7 +52,7 @@ class App:
 
     def __init__(self, folder: Path, key: str | None = None) -> None:
         self.app = build_app(folder, key)
-        self.app.state.replays = self.desk = Desk()
+        self.app.state.replays = self.desk = ReplayRunner()
 
     def ask(self, method: str, path: str, **options) -> httpx.Response:
         async def once() -> httpx.Response:
@@ -82,7 +82,7 @@ def shown(app, run, told):
     """An app that has both results."""
     path = run.resolve()
     for data, changes in zip(told, ({}, TIGHT), strict=True):
-        app.desk.kept.put(path, name_of(3, changes), Result(data, 3, changes))
+        app.desk.kept.put(path, name_of(3, changes), ReplayResult(data, 3, changes))
     return app
 
 
@@ -241,7 +241,7 @@ def test_a_run_without_samples_or_run_file_has_an_answer(tmp_path):
 
 
 def test_a_failed_process_is_told_by_its_last_sentence(tmp_path):
-    child = Child(tmp_path / "nowhere", 3, [], lambda data: None)
+    child = ReplayProcess(tmp_path / "nowhere", 3, [], lambda data: None)
     until(lambda: child.state != "working")
     assert child.state == "failed"
     assert child.failure.startswith("there is no run at")
@@ -258,7 +258,7 @@ def test_one_replay_of_a_run_at_a_time_and_cancelling_leaves_no_process(app, run
 
 
 def test_what_takes_too_long_is_ended_with_a_sentence(run):
-    child = Child(run.resolve(), 3, [], lambda data: None, limit=0.0)
+    child = ReplayProcess(run.resolve(), 3, [], lambda data: None, limit=0.0)
     until(lambda: child.state != "working")
     assert (child.state, processes(run.resolve())) == ("failed", [])
     assert "longer than 0 seconds" in child.failure
@@ -327,7 +327,7 @@ def test_two_results_are_compared_token_by_token(shown):
 def test_results_of_other_samples_are_not_laid_side_by_side(shown, run, told):
     other = json.loads(told[0])
     other["samples"][0]["ids"][0] += 1
-    shown.desk.kept.put(run.resolve(), "3-strange", Result(json.dumps(other).encode(), 3, {"x": 1}))
+    shown.desk.kept.put(run.resolve(), "3-strange", ReplayResult(json.dumps(other).encode(), 3, {"x": 1}))
     answer = shown.ask("GET", "replay/result", params={"run": "kept", "of": "3", "against": "3-strange"})
     assert answer.status_code == 409
     assert "replay the step again" in answer.json()["error"]
@@ -344,7 +344,7 @@ def test_a_result_or_sample_that_is_not_there_is_said(shown):
 
 def test_few_results_are_remembered_and_the_newest_stay(shown, run, told):
     for number in range(10):
-        shown.desk.kept.put(run.resolve(), f"n{number}", Result(told[0], 3, {"n": number}))
+        shown.desk.kept.put(run.resolve(), f"n{number}", ReplayResult(told[0], 3, {"n": number}))
     kept = [one["key"] for one in shown.get("replay", run="kept")["results"]]
     assert kept == [f"n{number}" for number in range(4, 10)]
 
@@ -352,4 +352,4 @@ def test_few_results_are_remembered_and_the_newest_stay(shown, run, told):
 def test_numbers_that_are_not_finite_are_gaps(run, told):
     odd = json.loads(told[0])
     odd["samples"][0]["trained"]["share"]["rl"][0] = None
-    assert Result(json.dumps(odd).encode(), 3, {}).shares("rl")[0][0] == 0.0
+    assert ReplayResult(json.dumps(odd).encode(), 3, {}).shares("rl")[0][0] == 0.0

@@ -15,7 +15,7 @@ from paceline.arena.payoff import Payoff
 from paceline.cluster.league import leagues
 from paceline.ui import build_app
 from paceline.ui.answers import encoded
-from paceline.ui.rollouts.episode import Spoken, in_order
+from paceline.ui.rollouts.episode import EpisodeTurn, in_order
 from paceline.ui.rollouts.group import common, parted
 from paceline.ui.rollouts.parts import plain, shown
 from recorded import Told
@@ -337,7 +337,7 @@ texts = st.lists(st.lists(st.sampled_from(["a", "b", "a b", "", "c"]), max_size=
 @given(texts, st.randoms())
 def test_every_turn_of_every_seat_comes_once_and_in_its_order(said, dice):
     spoken = [
-        [Spoken(asked(dice.choice(["a", "b", "x: a b", ""])), SimpleNamespace(text=text)) for text in seat]
+        [EpisodeTurn(asked(dice.choice(["a", "b", "x: a b", ""])), SimpleNamespace(text=text)) for text in seat]
         for seat in said
     ]
     after = [dice.choice([None, *range(len(said))]) for _ in said]
@@ -348,7 +348,10 @@ def test_every_turn_of_every_seat_comes_once_and_in_its_order(said, dice):
 
 
 def test_whoever_was_started_by_another_speaks_after_them():
-    child, parent = [Spoken([], SimpleNamespace(text="try"))] * 2, [Spoken([], SimpleNamespace(text="a question"))]
+    child, parent = (
+        [EpisodeTurn([], SimpleNamespace(text="try"))] * 2,
+        [EpisodeTurn([], SimpleNamespace(text="a question"))],
+    )
     assert in_order([child, parent], [1, None]) == [(1, 0), (0, 0), (0, 1)]
 
 

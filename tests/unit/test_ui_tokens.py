@@ -17,15 +17,15 @@ from paceline.config import algorithm, load
 from paceline.config import trainer as config
 from paceline.data import Ticket, fold
 from paceline.record import Query, open_run
-from paceline.record.layout import Places
+from paceline.record.layout import RecordFiles
 from paceline.rollout import Group
 from paceline.trainer.loss import Loss
 from paceline.trainer.terms import KL_TERMS
-from paceline.trainer.tokens import Tokens
+from paceline.trainer.tokens import TrainedTokens
 from paceline.ui import build_app
 from paceline.ui.tokens.credit import Peer, advantage
 from paceline.ui.tokens.loss import kl_term, ref_kl_term, rl_term
-from paceline.ui.tokens.text import Lexicon
+from paceline.ui.tokens.text import VocabularyIndex
 from recorded import Told
 from tokened import FACE, HOSTILE, PROMPT, REST, rollout, tokened, turn
 
@@ -70,7 +70,7 @@ def bytewise() -> Tokenizer:
 @settings(deadline=None, max_examples=30)
 @given(text=st.text(max_size=40))
 def test_bytes_of_tokens_are_the_bytes_of_the_text(bytewise, text):
-    lexicon = Lexicon(json.loads(bytewise.to_str()))
+    lexicon = VocabularyIndex(json.loads(bytewise.to_str()))
     ids = bytewise.encode(text).ids
     spoken = lexicon.read(ids)
     assert b"".join(lexicon.bytes_of(number) for number in ids) == text.encode()
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_character_alone_say_which_one_they_are_part_of(client
     ],
 )
 def test_other_vocabularies_are_read_as_they_write_spaces_and_bytes(spec, texts):
-    assert Lexicon(spec).read([0, 1, 2]).texts == texts
+    assert VocabularyIndex(spec).read([0, 1, 2]).texts == texts
 
 
 def test_without_a_tokenizer_ids_are_shown_and_the_page_says_where_it_looked(client, runs, tmp_path):
@@ -122,14 +122,14 @@ def test_without_a_tokenizer_ids_are_shown_and_the_page_says_where_it_looked(cli
 # -- credit -----------------------------------------------------------------------------------------------------------
 
 ALGORITHMS = [
-    *(algorithm.GRPO(std=std) for std in ("none", "population", "sample")),
-    algorithm.GRPO(positive_only=True),
-    algorithm.GRPO(length_bonus="tokens"),
-    algorithm.Echo(length_bonus="turns", std="population"),
-    algorithm.MaxRL(),
-    algorithm.Reward(),
-    algorithm.Constant(value=0.5),
-    algorithm.Hierarchical(std="sample"),
+    *(algorithm.GRPOConfig(std=std) for std in ("none", "population", "sample")),
+    algorithm.GRPOConfig(positive_only=True),
+    algorithm.GRPOConfig(length_bonus="tokens"),
+    algorithm.EchoConfig(length_bonus="turns", std="population"),
+    algorithm.MaxRLConfig(),
+    algorithm.RewardConfig(),
+    algorithm.ConstantConfig(value=0.5),
+    algorithm.HierarchicalConfig(std="sample"),
 ]
 played = st.lists(st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integers(1, 9)), min_size=1, max_size=6)
 
@@ -163,7 +163,7 @@ def test_a_reward_that_was_changed_after_the_credit_is_found(runs, client, tmp_p
     told = tokened(tmp_path, "bug").end()
     view = open_run(told.path).rollouts.view()
     index = _index(tmp_path, 0, 3, "bug")
-    data = np.memmap(Places(told.path).index, view.rows.dtype, "r+")
+    data = np.memmap(RecordFiles(told.path).index, view.rows.dtype, "r+")
     data["reward"][index] = 0.95
     data.flush()
     line = _lines(Client(build_app(tmp_path), "http://127.0.0.1:8200"), index, len(PROMPT), "bug")["advantage"]
@@ -174,21 +174,21 @@ def test_a_reward_that_was_changed_after_the_credit_is_found(runs, client, tmp_p
 # -- loss -------------------------------------------------------------------------------------------------------------
 
 LOSSES = [
-    config.DPPO(),
-    config.PPO(),
-    config.PPO(clip_low=0.1, clip_high=0.3, dual_clip=1.5),
-    config.GSPO(clip_low=0.05, clip_high=0.1),
-    config.CISPO(min_ratio=0.9, max_ratio=1.1),
-    config.Reinforce(),
-    config.Reinforce(max_ratio=1.05),
+    config.DPPOConfig(),
+    config.PPOConfig(),
+    config.PPOConfig(clip_low=0.1, clip_high=0.3, dual_clip=1.5),
+    config.GSPOConfig(clip_low=0.05, clip_high=0.1),
+    config.CISPOConfig(min_ratio=0.9, max_ratio=1.1),
+    config.ReinforceConfig(),
+    config.ReinforceConfig(max_ratio=1.05),
 ]
 
 
-def _tokens(pi, mu, advantages, ref, scale=None, sequences=1) -> Tokens:
+def _tokens(pi, mu, advantages, ref, scale=None, sequences=1) -> TrainedTokens:
     count = len(pi)
     column = torch.tensor
     nan, ones = torch.full((count,), math.nan), torch.ones(count)
-    return Tokens(
+    return TrainedTokens(
         logprobs=column(pi),
         behaviour=column(mu),
         prox_logprobs=nan,
@@ -213,7 +213,7 @@ def test_every_term_and_every_bound_is_the_trainers_own(loss):
     pi = np.minimum(mu + dice.normal(0, 0.4, 400), -1e-4)
     a, ref = dice.normal(size=400), -dice.exponential(0.8, 400)
     tokens = _tokens(pi, mu, a, ref)
-    judged = Loss(config.Trainer(loss=loss, proximal=None)).judge(tokens) if loss.type != "gspo" else None
+    judged = Loss(config.TrainerConfig(loss=loss, proximal=None)).judge(tokens) if loss.type != "gspo" else None
     if judged is None:
         judged = _gspo(loss, tokens)
     log_s = float(np.mean(pi - mu))
@@ -228,12 +228,12 @@ def test_every_term_and_every_bound_is_the_trainers_own(loss):
             real = float(term(tokens.logprobs[at], tokens.base_logprobs[at]))
             assert kl_term(kind, pi[at], ref[at]) == pytest.approx(real, abs=1e-9)
     held = judged.left["rl"].any()
-    assert held or loss == config.Reinforce() or loss.type == "gspo", "some bound was met"
+    assert held or loss == config.ReinforceConfig() or loss.type == "gspo", "some bound was met"
 
 
 def _gspo(loss, tokens):
     """Its trainer measures from the batch's start; here from the sampler, as a later step does from the start."""
-    made = Loss(config.Trainer(loss=loss))
+    made = Loss(config.TrainerConfig(loss=loss))
     made._config = made._config.model_copy(update={"proximal": None})
     return made.judge(tokens)
 
@@ -316,7 +316,7 @@ def test_whatever_is_missing_is_a_sentence(client, runs, tmp_path):
     here = Client(build_app(tmp_path), "http://127.0.0.1:8200")
     assert "advantage" in _lines(here, _index(tmp_path, 0, 0, "cut"), len(PROMPT), "cut")
     (told.path / "config.toml").write_text('name = "x"\nfuture = 3\n')
-    at = Places(told.path).data
+    at = RecordFiles(told.path).data
     at.write_bytes(at.read_bytes()[:-40])
     here = Client(build_app(tmp_path), "http://127.0.0.1:8200")
     card = here.get("/api/tokens/card", params={"run": "cut", "id": 1, "at": 7}).json()

@@ -20,14 +20,14 @@ from rich.console import Console
 
 from paceline.cli import main
 from paceline.errors import PacelineError
-from paceline.monitor import Monitor, Monitors, Recorder, RunDirectory, RunOutcome, RunPlan
+from paceline.monitor import Monitor, Monitors, RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.monitor.doctor import examine, report, resume_command
 from paceline.monitor.waitgraph import chain, graph
 from paceline.monitor.watchdog import Watchdog, stalled_file, waits_file, watching
 from paceline.orchestrator import DeadlineError, RealClock
-from paceline.orchestrator.stopwatch import Stopwatch
+from paceline.orchestrator.metrics import Stopwatch
 from paceline.simulate import leap
-from paceline.waits import AbandonedError, abandonable, registry, waiting, within
+from paceline.util.deadlines import AbandonedError, abandonable, registry, waiting, within
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -608,7 +608,7 @@ def begun(path, pid=None):
     """A run directory in the middle of its run."""
     directory = RunDirectory.claim(path)
     directory.begin("steps = 9\n")
-    recorder = Recorder(path)
+    recorder = RunRecorder(path)
     recorder.begin(RunPlan("demo", path, 9, 0, {}, ("reverse-text",), "cpu", 100))
     recorder.phase("loading the model")
     recorder.step(3, {"reward/mean": 0.5})

@@ -17,11 +17,11 @@ from safetensors.torch import save
 import paceline
 from paceline.inference.base import RequestError
 from paceline.inference.raw import tensors_in
-from paceline.inference.server.spool import write_all
+from paceline.inference.server.service import write_all
 from paceline.model.bits import MASK
 from paceline.model.torch_bits import bits_of, mix
 from paceline.model.weights import PIECE, STRETCH, tensor_sums
-from paceline.private_folder import PrivateFolder, sweep
+from paceline.util.private_folder import PrivateFolder, sweep
 
 
 class Stingy:
@@ -47,14 +47,14 @@ def test_every_temporary_folder_is_one_that_is_swept():
     source = Path(paceline.__file__).parent
     makers = re.compile(r"tempfile\.(mkdtemp|mkstemp|TemporaryDirectory|NamedTemporaryFile)\b")
     found = {str(file.relative_to(source)) for file in source.rglob("*.py") if makers.search(file.read_text())}
-    assert found == {"private_folder.py"}
+    assert found == {"util/private_folder.py"}
 
 
 @pytest.mark.parametrize("parent", ["", "parent"], ids=["temporary", "named"])
 def test_what_a_killed_owner_left_is_swept_and_a_living_ones_is_not(tmp_path, monkeypatch, parent):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     where = str(tmp_path) if parent else None
-    code = "import sys; from paceline.private_folder import PrivateFolder\n"
+    code = "import sys; from paceline.util.private_folder import PrivateFolder\n"
     code += f"mine = PrivateFolder({where!r}); print(mine.path, flush=True); sys.stdin.read()"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     owner = subprocess.Popen(

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from paceline.inference.server.app import ROUTES, build_app
-from paceline.rollout.recording import Recorder
+from paceline.rollout.recording import RecordingServer
 from paceline.ui.app import build_app as build_ui
 
 CONTROL = ["/adapters/load", "/pause", "/resume", "/sleep", "/wake"]
@@ -81,7 +81,7 @@ def test_a_group_meets_only_at_addresses_named_at_the_start():
 
 
 def test_the_recording_address_is_not_for_web_pages():
-    app = TestClient(Recorder()._app(), "http://agent-host:9000")
+    app = TestClient(RecordingServer()._app(), "http://agent-host:9000")
     refused = app.get("/some-key/v1/models", headers={"Origin": "https://page.example"})
     assert refused.status_code == 403
     assert app.get("/some-key/v1/models").status_code == 410

@@ -2,22 +2,24 @@
 
 from collections.abc import Sequence
 
-from paceline.algorithms.base import Algorithm, AlgorithmError, Means, RewardCredit, broadcast, centred, spread
-from paceline.algorithms.constant import Constant
+from paceline.algorithms.base import (
+    Algorithm,
+    AlgorithmContext,
+    AlgorithmError,
+    RewardCredit,
+    broadcast,
+    centred,
+    spread,
+)
+from paceline.algorithms.baselines import GAE, RAE, Constant, Reward
 from paceline.algorithms.custom import CreditInputs, CustomCredit, custom_algorithm
+from paceline.algorithms.distillation import OPD, OPSD
 from paceline.algorithms.echo import Echo
-from paceline.algorithms.gae import GAE
-from paceline.algorithms.grpo import GRPO
-from paceline.algorithms.hierarchical import Hierarchical
-from paceline.algorithms.max_rl import MaxRL
-from paceline.algorithms.opd import OPD
-from paceline.algorithms.opsd import OPSD
-from paceline.algorithms.rae import RAE
-from paceline.algorithms.reward import Reward
+from paceline.algorithms.grpo import GRPO, Hierarchical, MaxRL
 from paceline.algorithms.seats import Seats
 from paceline.algorithms.sft import SFT
 from paceline.config import algorithm as config
-from paceline.config.env import EnvBase
+from paceline.config.env import BaseEnvConfig
 
 __all__ = [
     "GAE",
@@ -27,6 +29,7 @@ __all__ = [
     "RAE",
     "SFT",
     "Algorithm",
+    "AlgorithmContext",
     "AlgorithmError",
     "Constant",
     "CreditInputs",
@@ -34,7 +37,6 @@ __all__ = [
     "Echo",
     "Hierarchical",
     "MaxRL",
-    "Means",
     "Reward",
     "RewardCredit",
     "Seats",
@@ -49,33 +51,33 @@ __all__ = [
 def build_algorithm(c: config.AlgorithmConfig) -> Algorithm:
     """The algorithm a section of the run file describes."""
     match c:
-        case config.GRPO():
+        case config.GRPOConfig():
             return GRPO(c)
-        case config.MaxRL():
+        case config.MaxRLConfig():
             return MaxRL()
-        case config.Reward():
+        case config.RewardConfig():
             return Reward()
-        case config.Constant():
+        case config.ConstantConfig():
             return Constant(c)
-        case config.RAE():
+        case config.RAEConfig():
             return RAE(c)
-        case config.Hierarchical():
+        case config.HierarchicalConfig():
             return Hierarchical(c)
-        case config.GAE():
+        case config.GAEConfig():
             return GAE()
-        case config.Echo():
+        case config.EchoConfig():
             return Echo(c)
-        case config.OPD():
+        case config.OPDConfig():
             return OPD(c)
-        case config.OPSD():
+        case config.OPSDConfig():
             return OPSD(c)
-        case config.SFT():
+        case config.SFTConfig():
             return SFT(c)
-        case config.Custom():
+        case config.CustomConfig():
             return custom_algorithm(c)
 
 
-def credit_for(env: EnvBase, actors: Sequence[str]) -> Algorithm:
+def credit_for(env: BaseEnvConfig, actors: Sequence[str]) -> Algorithm:
     """Who credits an environment's actors: its `algo`, and in the seats it names an algorithm of their own."""
     assert env.algo is not None
     common, seats = build_algorithm(env.algo), {}

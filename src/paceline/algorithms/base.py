@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.reference import ModelRef
+from paceline.config.failures import USUAL, FailurePolicy
+from paceline.config.model import ModelRef
 from paceline.data import BadRows, Row
 from paceline.envs import Environment
 from paceline.errors import PacelineError
-from paceline.failures import USUAL, Policy
 from paceline.inference.frozen import FrozenPool
-from paceline.rollout import Group, Rollout, Voice
+from paceline.rollout import Group, Rollout, SamplingClient
 
 
 class AlgorithmError(PacelineError):
@@ -31,24 +31,24 @@ class AlgorithmError(PacelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class AlgorithmContext:
     """What a run lends to an algorithm."""
 
     env: str
     rows: Sequence[Row]
     """What a ticket's `row` counts in."""
-    voice: Voice
+    voice: SamplingClient
     """How the policy speaks: its pool, its renderer, its sampling settings."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
-    teacher: Policy = USUAL
+    teacher: FailurePolicy = USUAL
     """What becomes of a sample that a reference could not score."""
 
 
 class Algorithm(ABC):
     """Turns rollouts into trained samples. One instance per environment."""
 
-    voice: Voice | None = None
+    voice: SamplingClient | None = None
     """Who speaks in training, where it is not the policy."""
     bad_rows: BadRows = BadRows()
     """Rows that `begin` found unusable: their draws are dropped."""
@@ -57,7 +57,7 @@ class Algorithm(ABC):
         """The environment as it is to be played. Unchanged by default."""
         return environment
 
-    async def begin(self, means: Means) -> None:  # noqa: B027 - optional by design
+    async def begin(self, means: AlgorithmContext) -> None:  # noqa: B027 - optional by design
         """Connect to whatever is needed; what cannot work is refused here. Nothing by default."""
 
     def observe(self, rollout: Rollout) -> None:  # noqa: B027 - optional by design

@@ -7,10 +7,10 @@ from functools import wraps
 from typing import Any
 
 from paceline.algorithms.base import Algorithm, AlgorithmError, spread
-from paceline.config.algorithm import Custom as Config
-from paceline.importing import import_object
+from paceline.config.algorithm import CustomConfig as Config
 from paceline.rollout import Group, Rollout
-from paceline.user_code import user_code, user_frames
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code, user_frames
 
 CALLED, AWAITED = ("stage", "observe", "assign", "state", "load"), ("begin", "score")
 """Hooks of an `Algorithm`."""

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.algorithms.base import AlgorithmError, Means
+from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.algorithms.grpo import GRPO
-from paceline.config.algorithm import Echo as Config
-from paceline.importing import import_object
+from paceline.config.algorithm import EchoConfig as Config
 from paceline.rollout import Message, RenderError, Rollout, Turn, threads
-from paceline.rollout.bodies import Bodies
 from paceline.rollout.history import Chain
-from paceline.user_code import user_code
+from paceline.rollout.message_spans import Bodies
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code
 
 OPENINGS: dict[str, list[Message]] = {
     "system": [],
@@ -41,7 +41,7 @@ class Echo(GRPO):
         self._hook = config.filter
         self._filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
 
-    async def begin(self, means: Means) -> None:
+    async def begin(self, means: AlgorithmContext) -> None:
         self._bodies = Bodies(means.voice.renderer)
         for role in self._alphas:
             said: list[Message] = [*OPENINGS.get(role, []), {"role": role, "content": "The quick brown fox."}]

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation."""
+"""Group-relative credit: GRPO, maximum-likelihood RL, and credit over a tree of episodes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.algorithms.base import RewardCredit, centred
-from paceline.config.algorithm import GroupCredit as Config
+from paceline.algorithms.base import Algorithm, RewardCredit, broadcast, centred
+from paceline.config.algorithm import GroupCreditConfig, HierarchicalConfig
+from paceline.config.algorithm import GRPOConfig as Flat
 from paceline.rollout import Group, Rollout
+
+
+class MaxRL(RewardCredit):
+    """(Reward - mean) / mean: the gradient of log(mean reward) instead of the mean reward (arXiv 2602.02710).
+
+    Maximising the log of the success rate is maximum likelihood of success: a question solved once in a hundred tries
+    pulls a hundred times harder than under plain policy gradient, and an always-solved one not at all. A group that
+    never succeeds has no direction, so it gets zeros, never a division by zero.
+    """
+
+    def credit(self, rewards: NDArray) -> NDArray:
+        mean = rewards.mean()
+        return centred(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+
 
 PASS = 0.5
 """A reward of at least this counts as a pass."""
@@ -29,7 +44,7 @@ class GRPO(RewardCredit):
     before centring. Only thrift is paid: the long are not fined, and a wrong answer gains nothing by being short.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GroupCreditConfig) -> None:
         self._config = config
 
     def assign(self, group: Group) -> None:
@@ -79,3 +94,34 @@ def _deviation(rewards: NDArray, kind: str) -> float:
         case "none":
             return 1.0
     return 0.0
+
+
+Scope = tuple[int | None, str, str, str]
+
+
+class Hierarchical(Algorithm):
+    """GRPO between siblings: reward minus the mean of those who faced the same thing.
+
+    An episode may start others, as a proposer whose question several solvers try. All tries of a group share the root's
+    task, so roots are compared across the group. But each try wrote its own question, and a solver of an easy one looks
+    good beside a solver of a hard one for no merit; so children are compared only with children of the same parent,
+    kind and actor. Where nobody starts other episodes this is GRPO.
+    """
+
+    def __init__(self, config: HierarchicalConfig) -> None:
+        self._siblings = GRPO(Flat(std=config.std, positive_only=config.positive_only))
+
+    def assign(self, group: Group) -> None:
+        scopes: dict[Scope, list[Rollout]] = {}
+        for rollout in group.rollouts:
+            scopes.setdefault(_scope(rollout), []).append(rollout)
+        for rollouts in scopes.values():
+            rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+            for rollout, advantage in zip(rollouts, self._siblings.credit(rewards), strict=True):
+                broadcast(rollout, float(advantage))
+
+
+def _scope(rollout: Rollout) -> Scope:
+    """Seats are named within one try, so the same parent in two tries is two parents."""
+    member = rollout.member if rollout.parent else None
+    return member, rollout.parent, rollout.kind, rollout.actor

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.algorithms.base import AlgorithmError, Means
+from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.arena.together import together
-from paceline.config.reference import Reference as Ref
+from paceline.config.failures import USUAL, Fail, FailurePolicy, Retry
+from paceline.config.model import Reference as Ref
 from paceline.data import Sample
-from paceline.failures import USUAL, Fail, Policy, Retry
 from paceline.inference import EngineError, Pool, RequestError
 from paceline.inference.frozen import FrozenPool
 from paceline.rollout import Group, Rollout
@@ -32,26 +32,26 @@ FAILED = "teacher_failed"
 log = logging.getLogger(__name__)
 
 
-class Setting(NamedTuple):
+class ReferencePrompt(NamedTuple):
     """What the reference reads before what was sampled: `head` stands in place of a sample's first `cut` tokens."""
 
     head: Sequence[int] = ()
     cut: int = 0
 
 
-Context = Callable[[Rollout, Sample], Setting]
+Context = Callable[[Rollout, Sample], ReferencePrompt]
 
 
-class Reference:
+class ReferenceScorer:
     """Who is asked how likely the sampled tokens are."""
 
-    def __init__(self, pool: Pool, name: str, policy: Policy = USUAL) -> None:
+    def __init__(self, pool: Pool, name: str, policy: FailurePolicy = USUAL) -> None:
         self._pool, self._name, self._policy = pool, name, policy
         self._places = asyncio.Semaphore(pool.ref.concurrency if isinstance(pool, FrozenPool) else AT_ONCE)
         self._empty = 0
 
     @classmethod
-    async def connect(cls, ref: Ref, means: Means) -> "Reference":
+    async def connect(cls, ref: Ref, means: AlgorithmContext) -> "ReferenceScorer":
         """The policy, or a frozen model that can score at the run's temperature."""
         if ref == "policy":
             return cls(means.voice.pool, "the policy", means.teacher)
@@ -68,12 +68,12 @@ class Reference:
             raise AlgorithmError(f"environment `{means.env}`: `{ref.name}` cannot score: {error}") from error
         return cls(pool, f"`{ref.name}` at {ref.where}", means.teacher)
 
-    async def refer(self, groups: Sequence[Group], context: Context = lambda *_: Setting()) -> Counter[str]:
+    async def refer(self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()) -> Counter[str]:
         """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without
         it would be trained towards nothing. One that has it from an earlier training keeps it. A reference that is lost
         for good stops the run."""
         pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
-        errand = Errand(sum(_lacks(sample) for _, sample in pairs))
+        errand = PendingBatch(sum(_lacks(sample) for _, sample in pairs))
         with self._telling(errand):
             answers = await together([self._one(errand, sample, context, rollout) for rollout, sample in pairs])
         for group in groups:
@@ -85,7 +85,7 @@ class Reference:
         self._judge(errand)
         return Counter({FAILED: errand.lost} if errand.lost else {})
 
-    async def _one(self, errand: "Errand", sample: Sample, context: Context, rollout: Rollout) -> Sample | None:
+    async def _one(self, errand: "PendingBatch", sample: Sample, context: Context, rollout: Rollout) -> Sample | None:
         """The sample with its score; None where there is none to be had."""
         if not _lacks(sample):
             return sample
@@ -116,7 +116,7 @@ class Reference:
         return isinstance(self._policy, Retry) and self._policy.again(failed) and not isinstance(error, RequestError)
 
     @contextmanager
-    def _telling(self, errand: "Errand") -> Generator[None]:
+    def _telling(self, errand: "PendingBatch") -> Generator[None]:
         """Says every now and then how far it is, and what is in the way."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -134,7 +134,7 @@ class Reference:
         finally:
             timer.cancel()
 
-    async def _scored(self, sample: Sample, setting: Setting) -> Sample:
+    async def _scored(self, sample: Sample, setting: ReferencePrompt) -> Sample:
         ids = [*setting.head, *sample.token_ids[setting.cut :].tolist()]
         logprobs = np.zeros(len(sample), np.float32)
         for temperature in np.unique(sample.temperatures[sample.loss_mask]):
@@ -146,7 +146,7 @@ class Reference:
             logprobs[here] = aligned[here]
         return sample.with_streams(ref_logprobs=logprobs)
 
-    def _judge(self, errand: "Errand") -> None:
+    def _judge(self, errand: "PendingBatch") -> None:
         if errand.lost:
             text = "%s left %d of %d samples without a score: %s"
             log.warning(text, self._name, errand.lost, errand.wanted, errand.cause)
@@ -159,7 +159,7 @@ class Reference:
 
 
 @dataclass(slots=True)
-class Errand:
+class PendingBatch:
     """One batch on its way through a reference."""
 
     wanted: int

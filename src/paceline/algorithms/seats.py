@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.algorithms.base import Algorithm, AlgorithmError, Means
+from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.envs import Environment
 from paceline.rollout import Group, Rollout
 
@@ -23,7 +23,7 @@ class Seats(Algorithm):
     def stage(self, environment: Environment) -> Environment:
         return self._common.stage(environment)
 
-    async def begin(self, means: Means) -> None:
+    async def begin(self, means: AlgorithmContext) -> None:
         for algorithm in (self._common, *self._seats.values()):
             await algorithm.begin(means)
         self.voice = self._common.voice

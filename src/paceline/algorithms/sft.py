@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.algorithms.base import Algorithm, AlgorithmError, Means
-from paceline.config.algorithm import SFT as Config
-from paceline.config.reference import ModelRef
+from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
+from paceline.config.algorithm import SFTConfig as Config
+from paceline.config.model import ModelRef
 from paceline.data import Row, Sample, look_through
 from paceline.envs import POLICY, Environment, Outcome, Split
-from paceline.rollout import Group, Message, Seat, Voice
-from paceline.rollout.recite import recite
+from paceline.rollout import Group, Message, SamplingClient, Seat
+from paceline.rollout.demonstrations import recite
 
 WRITTEN = "paceline/demonstration"
 """The field of a training row that holds its conversation, while it is played."""
@@ -40,7 +40,7 @@ class SFT(Algorithm):
         self._recital = Recital(environment, self._config.demonstrations)
         return self._recital
 
-    async def begin(self, means: Means) -> None:
+    async def begin(self, means: AlgorithmContext) -> None:
         if self._recital is not None:
             self._recital.voice = means.voice
             read = self._recital.conversation
@@ -68,7 +68,7 @@ class Recital(Environment):
         if list(environment.actors) != [POLICY]:
             raise AlgorithmError("sft from demonstrations has one speaker, and this environment has several seats")
         self._played, self._key = environment, key
-        self.voice: Voice | None = None
+        self.voice: SamplingClient | None = None
 
     def examples(self, split: Split) -> Sequence[Row]:
         return self._played.examples(split)

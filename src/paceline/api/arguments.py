@@ -9,17 +9,17 @@ from itertools import count
 from pathlib import Path, PurePath
 from typing import Any
 
-from paceline.config import ConfigError, ConfigWarning, Loaded, RunConfig, load
+from paceline.config import ConfigError, ConfigWarning, LoadedConfig, RunConfig, load
 from paceline.config.document import PYTHON, plain_value
-from paceline.config.env import CustomEnv, RewardEnv
+from paceline.config.env import CustomEnvConfig, RewardEnvConfig
 from paceline.config.run import FOLDER_NAME
 from paceline.data import Row
 from paceline.envs import Environment, Split
 from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reward import RewardEnvironment, Rewards, reward_functions
-from paceline.importing import FROM_PYTHON, import_object
+from paceline.util.importing import FROM_PYTHON, import_object
 
-Source = str | Path | RunConfig | Loaded
+Source = str | Path | RunConfig | LoadedConfig
 """A run file, or a config that was read or made."""
 Data = str | PurePath | Sequence[Any] | Mapping[str, float]
 """Rows: a path or URI, several of them, a list of dicts, or a `datasets.Dataset`."""
@@ -28,7 +28,7 @@ EnvironmentLike = Environment | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TrainingTask:
     """What is trained on, as `paceline.train` was told."""
 
     dataset: Data | None = None
@@ -44,7 +44,9 @@ class Task:
         return {split: rows for split, rows in splits.items() if rows is not None and not _is_named(rows)}
 
 
-def resolve(source: Source | None, task: Task, settings: dict[str, Any]) -> tuple[RunConfig, dict[str, Environment]]:
+def resolve(
+    source: Source | None, task: TrainingTask, settings: dict[str, Any]
+) -> tuple[RunConfig, dict[str, Environment]]:
     """The run's config, and the environments of it that are objects."""
     if isinstance(settings.get("model"), str | PurePath):
         settings["model"] = {"name": str(settings["model"])}
@@ -59,7 +61,7 @@ def resolve(source: Source | None, task: Task, settings: dict[str, Any]) -> tupl
     return config, _environments(config, task)
 
 
-def _refuse(task: Task, settings: Mapping[str, Any]) -> None:
+def _refuse(task: TrainingTask, settings: Mapping[str, Any]) -> None:
     """Raise a sentence where the arguments contradict one another."""
     problems = {
         "reward: name the rows to train on, with dataset=...": task.reward is not None and task.dataset is None,
@@ -77,7 +79,7 @@ def _refuse(task: Task, settings: Mapping[str, Any]) -> None:
 
 
 def _config(source: Source | None, settings: dict[str, Any]) -> RunConfig:
-    source = source.config if isinstance(source, Loaded) else source
+    source = source.config if isinstance(source, LoadedConfig) else source
     if isinstance(source, RunConfig) and not settings:
         return source
     loaded = load(source, settings=settings)
@@ -86,11 +88,11 @@ def _config(source: Source | None, settings: dict[str, Any]) -> RunConfig:
     return loaded.config
 
 
-def _environments(config: RunConfig, task: Task) -> dict[str, Environment]:
+def _environments(config: RunConfig, task: TrainingTask) -> dict[str, Environment]:
     """The environments that are objects, by the name of their section."""
     if task.reward is not None:
         (section,) = config.env
-        assert isinstance(section, RewardEnv)
+        assert isinstance(section, RewardEnvConfig)
         if isinstance(task.reward, str) and not task.rows:
             return {}  # the run file says it all
         rewards = import_object(task.reward) if isinstance(task.reward, str) else task.reward
@@ -101,7 +103,7 @@ def _environments(config: RunConfig, task: Task) -> dict[str, Environment]:
         section = sections.get(name)
         if isinstance(environment, Environment):
             objects[name] = environment
-        elif isinstance(section, CustomEnv) and inspect.iscoroutinefunction(environment):
+        elif isinstance(section, CustomEnvConfig) and inspect.iscoroutinefunction(environment):
             objects[name] = FunctionEnvironment(environment, section, task.rows)
         else:
             raise ConfigError([_no_section(name, environment, sections)])
@@ -116,7 +118,7 @@ def _no_section(name: str, value: object, sections: Mapping[str, object]) -> str
     )
 
 
-def _reward_section(task: Task, name: str | None) -> dict[str, Any]:
+def _reward_section(task: TrainingTask, name: str | None) -> dict[str, Any]:
     """The [[env]] that a dataset and a reward stand for."""
     assert task.dataset is not None
     assert task.reward is not None
@@ -130,12 +132,12 @@ def _reward_section(task: Task, name: str | None) -> dict[str, Any]:
     return section | ({"reward_weights": _weights(task)} if task.reward_weights is not None else {})
 
 
-def _custom_section(name: str, environment: EnvironmentLike, task: Task) -> dict[str, Any]:
+def _custom_section(name: str, environment: EnvironmentLike, task: TrainingTask) -> dict[str, Any]:
     section = {"type": "custom", "name": name, "import_path": f"{FROM_PYTHON}:{name}"}
     return section if isinstance(environment, Environment) else section | _datasets(task)
 
 
-def _datasets(task: Task) -> dict[str, Any]:
+def _datasets(task: TrainingTask) -> dict[str, Any]:
     """The keys `dataset` and `eval_dataset`; rows that are objects have a name that says so."""
     sources = {"dataset": task.dataset, "eval_dataset": task.eval_dataset}
     return {
@@ -145,7 +147,7 @@ def _datasets(task: Task) -> dict[str, Any]:
     }
 
 
-def _weights(task: Task) -> dict[str, float]:
+def _weights(task: TrainingTask) -> dict[str, float]:
     """By the functions' names."""
     rewards = import_object(task.reward) if isinstance(task.reward, str) else task.reward
     assert rewards is not None

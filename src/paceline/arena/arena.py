@@ -14,7 +14,7 @@ from paceline.arena.types import Actor, ArenaError, Artifact, EpisodeRequest, Ep
 from paceline.envs import JudgeFailed, Split
 from paceline.inference import EngineError, NobodyLeft, RequestError
 from paceline.inference.base import Mismatch
-from paceline.rollout import Message, Reply, Seat, Table
+from paceline.rollout import Message, Reply, Seat, SessionMap
 
 T = TypeVar("T")
 VERDICTS = 3
@@ -107,7 +107,7 @@ class Arena:
             ) from error
         return request
 
-    def seat(self, request: EpisodeRequest, table: Table, above: Seating | None = None) -> Seating:
+    def seat(self, request: EpisodeRequest, table: SessionMap, above: Seating | None = None) -> Seating:
         """Take seats for an episode: a root takes those the table came with, a child opens its own."""
         self.check(request)
         names = self.episode(request.episode_type).actors or tuple(self.actors)
@@ -128,7 +128,7 @@ class Arena:
         """One episode in seats that were taken for it."""
         return await self.episode(request.episode_type).play(self, request, seating)
 
-    async def run_episode(self, request: EpisodeRequest, table: Table) -> EpisodeResult:
+    async def run_episode(self, request: EpisodeRequest, table: SessionMap) -> EpisodeResult:
         """One episode at a fresh table."""
         return await self.play(request, self.seat(request, table))
 

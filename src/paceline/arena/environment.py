@@ -9,12 +9,12 @@ from typing import Any
 from paceline.arena.arena import Arena
 from paceline.arena.league import League, Match
 from paceline.arena.types import ArenaError, EpisodeRequest, EpisodeResult
-from paceline.config.env.arena import ArenaEnv as Config
+from paceline.config.env.custom import ArenaEnvConfig as Config
 from paceline.data import Row
 from paceline.envs import Environment, Outcome, Split
-from paceline.importing import import_object
-from paceline.rollout import Seat, Table
-from paceline.user_code import user_code
+from paceline.rollout import Seat, SessionMap
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code
 
 
 class ArenaEnvironment(Environment):
@@ -69,7 +69,7 @@ class ArenaEnvironment(Environment):
         self.arena.forget(before)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        assert isinstance(seats, Table)
+        assert isinstance(seats, SessionMap)
         request: EpisodeRequest = example["request"]
         match: Match | None = example.get("match")
         if match is not None:
@@ -80,7 +80,7 @@ class ArenaEnvironment(Environment):
         result = await self.arena.run_episode(request, seats)
         return outcome(result) if request.is_trainable else None
 
-    async def _meet(self, request: EpisodeRequest, match: Match, table: Table, rated: bool) -> Outcome | None:
+    async def _meet(self, request: EpisodeRequest, match: Match, table: SessionMap, rated: bool) -> Outcome | None:
         """A game of the policy against a past version. Its opponent may have left since it was drawn."""
         assert self.league is not None
         address = self.league.address(match.opponent)

@@ -1,14 +1,80 @@
 """The payoff matrix of a league: how each player fared against each other one."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from paceline.arena.ratings import Rating, rate
+SCALE = 400 / np.log(10)
+"""Elo points to one unit of log odds."""
+PRIOR = 350.0
+"""Standard deviation, in points, of players nobody has seen play. It keeps a player without a loss finite."""
+SURE = 1.96
+"""Standard deviations either side that hold 95%."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """Elo points around the average of all players, with their 95% interval."""
+
+    player: str
+    points: float
+    low: float
+    high: float
+    games: float
+
+    def beats(self, other: "Rating") -> float:
+        """The score to expect of a game.
+
+        >>> a, b = Rating("a", 200, 0, 0, 1), Rating("b", 0, 0, 0, 1)
+        >>> round(a.beats(b), 2)
+        0.76
+        """
+        return float(1 / (1 + 10 ** ((other.points - self.points) / 400)))
+
+
+def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
+    """Ratings from `scores[i, j]`: the points i took from j, a draw being half a point for each.
+
+    The most probable ratings under the prior, by Newton's method on a function with one peak; the interval is the
+    curvature there, seen from the average.
+    """
+    count = len(players)
+    scores = np.asarray(scores, dtype=np.float64)
+    if scores.shape != (count, count):
+        raise ValueError(f"{count} players need scores of shape {(count, count)}, not {scores.shape}")
+    games = scores + scores.T
+    np.fill_diagonal(games, 0.0)
+    strength, precision = np.zeros(count), np.eye(count) / (PRIOR / SCALE) ** 2
+    for _ in range(100):
+        expected = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
+        gradient = (np.where(games > 0, scores - games * expected, 0.0)).sum(1) - precision @ strength
+        curvature = _curvature(games, expected) + precision
+        step = np.linalg.solve(curvature, gradient)
+        strength = strength + np.clip(step, -2, 2)
+        if np.abs(step).max(initial=0.0) < 1e-10:
+            break
+    expected = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
+    # Games tell how players differ; how strong all of them are together nobody can know, and nobody asks.
+    centre = np.eye(count) - 1 / count
+    spread = centre @ np.linalg.inv(_curvature(games, expected) + precision) @ centre
+    deviation = SURE * SCALE * np.sqrt(np.diag(spread))
+    points = SCALE * centre @ strength
+    return [
+        Rating(
+            player, float(points[i]), float(points[i] - deviation[i]), float(points[i] + deviation[i]), games[i].sum()
+        )
+        for i, player in enumerate(players)
+    ]
+
+
+def _curvature(games: NDArray, expected: NDArray) -> NDArray:
+    information = games * expected * (1 - expected)
+    return np.diag(information.sum(1)) - information
 
 
 @dataclass(slots=True)
@@ -75,3 +141,41 @@ class Payoff:
         self.points, self.counts = {}, {}
         for a, b, count, points in json.loads(state):
             self.counts[a, b], self.points[a, b] = count, points
+
+
+_INK = "#333333"
+
+
+def draw_league(payoff: Payoff, path: Path, title: str) -> None:
+    """Ratings with their intervals on the left, the payoff matrix on the right, strongest first."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ratings = payoff.ratings()
+    names = [rating.player for rating in ratings]
+    rows = range(len(names))
+    figure = Figure(figsize=(9, 1.6 + 0.5 * len(names)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    spans = [[r.points - r.low for r in ratings], [r.high - r.points for r in ratings]]
+    left.errorbar([r.points for r in ratings], rows, xerr=spans, fmt="o", color="#4477AA", capsize=4)
+    left.axvline(0, color="#DDDDDD", zorder=0)
+    left.set_yticks(rows, names)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    left.set_xlabel("Elo points, 95% interval")
+    left.spines[["top", "right"]].set_visible(False)
+    scores = [[payoff.score(a, b) if a != b else None for b in names] for a in names]
+    shades = [[float("nan") if score is None else score for score in line] for line in scores]
+    right.imshow(shades, cmap="RdBu", vmin=0, vmax=1)
+    for row, line in enumerate(scores):
+        for column, score in enumerate(line):
+            if score is not None:
+                strong = abs(score - 0.5) > 0.35
+                right.text(column, row, f"{score:.2f}", ha="center", va="center", color="white" if strong else _INK)
+    right.set_xticks(rows, names)
+    right.set_yticks(rows, names)
+    right.set_title("row's mean points against column", fontsize=9, color=_INK)
+    figure.suptitle(title, color=_INK)
+    draft = path.with_name(f".{path.name}.tmp")
+    figure.savefig(draft, format="png")
+    draft.replace(path)

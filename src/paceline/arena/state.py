@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.arena.types import Actor, ArenaError, EpisodeRequest, EpisodeResult, Event, Step
-from paceline.rollout import Message, Seat, Table
+from paceline.rollout import Message, Seat, SessionMap
 
 if TYPE_CHECKING:
     from paceline.arena.arena import Arena
@@ -14,7 +14,13 @@ class Seating:
     """Who sits where while an episode and its continuations are played."""
 
     def __init__(
-        self, table: Table, seats: Mapping[str, str], kind: str, parent: str, trained: bool, models: Mapping[str, str]
+        self,
+        table: SessionMap,
+        seats: Mapping[str, str],
+        kind: str,
+        parent: str,
+        trained: bool,
+        models: Mapping[str, str],
     ) -> None:
         self.table, self.seats = table, dict(seats)
         self.kind, self.parent, self.trained = kind, parent, trained

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 
 from paceline import __version__
-from paceline.config import Loaded
+from paceline.config import LoadedConfig
 from paceline.config.fields import places
 
 OVERRIDES = """
@@ -87,6 +87,6 @@ def old_spelling(parser: argparse.ArgumentParser, old: str, new: str, kind: Call
     parser.add_argument(old, dest=dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def show_warnings(loaded: Loaded) -> None:
+def show_warnings(loaded: LoadedConfig) -> None:
     for warning in loaded.warnings:
         print(f"paceline: warning: {warning}", file=sys.stderr)

@@ -7,21 +7,16 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from paceline.cli.commands import Commands
-from paceline.cli.config import add_config
-from paceline.cli.eval import add_eval
-from paceline.cli.export import add_export
-from paceline.cli.initialising import add_init
-from paceline.cli.looking import add_diff, add_doctor, add_report, add_top, add_ui
-from paceline.cli.machines import add_down, add_status, add_up
+from paceline.cli.config import add_config, add_data, add_init
+from paceline.cli.eval import add_eval, add_export
+from paceline.cli.looking import add_diff, add_doctor, add_replay, add_report, add_top, add_ui
 from paceline.cli.playing import add_league, add_play, add_rollout
-from paceline.cli.replaying import add_replay
-from paceline.cli.rows import add_data
 from paceline.cli.runs import add_ab, add_check, add_schema, add_train
-from paceline.cli.serving import add_search, add_serve
+from paceline.cli.serving import add_down, add_search, add_serve, add_status, add_up
 from paceline.config import ConfigError
 from paceline.errors import PacelineError
-from paceline.exiting import exit_process
-from paceline.garbage import collect_rarely
+from paceline.util.gc_tuning import collect_rarely
+from paceline.util.process_exit import exit_process
 
 EXAMPLES = """
 examples:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from paceline.cli.commands import FILE, OVERRIDES, Commands, common_keys, show_warnings
-from paceline.config import Loaded, dump, schema
+from paceline.config import LoadedConfig, dump, schema
 from paceline.config.target import load_target
-from paceline.user_code import to_show
+from paceline.util.user_code import to_show
 
 COMPARING = """
 Trains two adapters on one engine, over the same draws with the same noise, and says when their difference is real:
@@ -126,7 +126,7 @@ def _check(known: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _show_plan(loaded: Loaded, known: argparse.Namespace) -> None:
+def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
     from rich.console import Console
 
     from paceline import planner

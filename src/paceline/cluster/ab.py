@@ -1,28 +1,111 @@
 """Two ways of training side by side: two adapters on one engine, over the same draws and the same noise."""
 
+import re
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
 from paceline.cluster.dtypes import with_settled_dtype
-from paceline.cluster.duel import Duel
-from paceline.cluster.kits import Kit, kit_of
 from paceline.cluster.local import Placed, seated, share_cores
+from paceline.cluster.model_backends import ModelBackend, kit_of
 from paceline.cluster.preflight import refuse_unready
 from paceline.cluster.session import Given, Led, Placement, conduct_all
 from paceline.cluster.signals import USER, Signals
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.inference import Pool
-from paceline.inference.arm import Arm
+from paceline.inference.adapter_view import AdapterView
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.model import load_tokenizer, quick_handover
+from paceline.monitor import Monitor, RunOutcome
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.past import members
+from paceline.orchestrator.league_checkpoints import members
+from paceline.record import open_run
+from paceline.record.paired import Verdict, verdict
+
+REWARD = re.compile("reward/[^/]+/mean")
+REAL = "the difference is real"
+
+
+class Duel:
+    """Speaks whenever both have taken one more step."""
+
+    def __init__(self, arms: Mapping[str, Path], screen: TextIO | None, signals: Signals | None) -> None:
+        self._arms, self._screen, self._signals = arms, screen, signals
+        self._steps = dict.fromkeys(arms, 0)
+        self._rewards: dict[str, dict[int, float]] = {arm: {} for arm in arms}
+        self._told = 0
+        self._noted = ""
+
+    def corner(self, arm: str) -> Monitor:
+        """Who looks on at one of them."""
+        return _Corner(self, arm)
+
+    def say(self, text: str) -> None:
+        if self._screen is not None:
+            print(text, file=self._screen, flush=True)
+
+    def note(self, arm: str, text: str) -> None:
+        """What both are told is said once."""
+        if text != self._noted:
+            self.say(f"{arm}: {text}")
+        self._noted = text
+
+    def step(self, arm: str, step: int, reward: float | None) -> None:
+        self._steps[arm] = step
+        if reward is not None:
+            self._rewards[arm][step] = reward
+        common = min(self._steps.values())
+        if common <= self._told:
+            return
+        self._told = common
+        known = self.verdict()
+        rewards = "  ".join(f"{one} {told.get(common, float('nan')):.3f}" for one, told in self._rewards.items())
+        band = "" if known is None else known.band + (" (real)" if known.real else "")
+        self.say(f"step {common}  reward  {rewards}  {band}")
+        if known is not None and known.real is not None and self._signals is not None:
+            self._signals.stop(REAL, f"{known.sentence}: stopping after this step")
+
+    def conclude(self) -> None:
+        """Both are over."""
+        known = self.verdict()
+        if known is None:
+            return
+        self.say(known.sentence)
+        if known.pairs.strangers:
+            self.say(f"{known.pairs.strangers} draws were left out: the arms drew other rows there")
+
+    def verdict(self) -> Verdict | None:
+        """What the records say by now; None while they say nothing."""
+        try:
+            one, other = map(open_run, self._arms.values())
+            return verdict(one, other)
+        except PacelineError:
+            return None
+
+
+class _Corner(Monitor):
+    """One of the two runs, as its monitors hear it."""
+
+    def __init__(self, duel: Duel, arm: str) -> None:
+        self._duel, self._arm = duel, arm
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        rewards = [value for name, value in metrics.items() if REWARD.fullmatch(name)]
+        self._duel.step(self._arm, step, fmean(rewards) if rewards else None)
+
+    def note(self, text: str) -> None:
+        self._duel.note(self._arm, text)
+
+    def end(self, outcome: RunOutcome) -> None:
+        why = f": {outcome.message}" if outcome.message else ""
+        self._duel.say(f"{self._arm}: {outcome.status} at step {outcome.step}{why}")
+
 
 SHARED = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")
 """Keys in which the arms may not differ: one engine serves both, and both must draw alike."""
@@ -67,7 +150,7 @@ def check(arms: Mapping[str, RunConfig]) -> None:
 class _House:
     """What both arms share."""
 
-    kit: Kit
+    kit: ModelBackend
     tokenizer: PreTrainedTokenizerBase
     engine: DecodingEngine
 
@@ -81,7 +164,9 @@ class _House:
             if members(courses):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             config = share_cores(config, self.kit.parameters)
-            with seated(self.kit, self.tokenizer, config, dumps, courses, Pool([Arm(self.engine, arm)])) as parts:
+            with seated(
+                self.kit, self.tokenizer, config, dumps, courses, Pool([AdapterView(self.engine, arm)])
+            ) as parts:
                 yield parts
 
         return place

@@ -7,16 +7,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from paceline.cluster.ending import run_to_the_end
-from paceline.cluster.house import open_house
+from paceline.cluster.episode_runtime import open_house
 from paceline.cluster.rollouts import sampling_on
+from paceline.cluster.shutdown import run_to_the_end
 from paceline.cluster.targets import RunTarget, find_run
 from paceline.config import RunConfig, load
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.config.target import load_target, names_environment, names_run_file, nearest_target
 from paceline.errors import PacelineError
-from paceline.orchestrator import Course, RealClock, lay_out
-from paceline.orchestrator.episodes import EVAL, Player
+from paceline.orchestrator import RealClock, TrainEnv, lay_out
+from paceline.orchestrator.episodes import EVAL, RolloutRunner
 from paceline.orchestrator.evaluation import by_actor, evaluate, intervals, summarise
 from paceline.rollout import Rollout
 
@@ -141,7 +141,7 @@ def _whole(name: str) -> dict[str, Any]:
     return {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"}
 
 
-def _speaking(config: RunConfig, model: Model) -> RunConfig:
+def _speaking(config: RunConfig, model: ModelConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
@@ -158,7 +158,7 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
     progress(f"loading {config.model.name}")
     with open_house(config, sampling_on(config, "eval"), None, config.eval.concurrency, target.checkpoint) as house:
         assert house.voice is not None
-        player = Player(house.voice, RealClock(), config.seed, EVAL)
+        player = RolloutRunner(house.voice, RealClock(), config.seed, EVAL)
 
         async def play() -> list[Rollout]:
             played: list[Rollout] = []
@@ -174,7 +174,7 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
 
 
 def _tables(
-    courses: dict[str, Course], rollouts: Sequence[Rollout], samples: int
+    courses: dict[str, TrainEnv], rollouts: Sequence[Rollout], samples: int
 ) -> Iterator[tuple[str, dict[str, Estimate]]]:
     for course in courses.values():
         own = [rollout for rollout in rollouts if rollout.env == course.name]

@@ -19,8 +19,8 @@ from paceline.model.manifest import write_manifest
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.planner.dtypes import with_dtype
-from paceline.private_folder import PrivateFolder
 from paceline.trainer import Trainer
+from paceline.util.private_folder import PrivateFolder
 
 Form = Literal["all", "merged", "adapter"]
 """`all`: what the end of a run writes, the merged weights and under LoRA the adapter beside them."""

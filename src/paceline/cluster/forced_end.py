@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Literal
 
-from paceline.user_code import is_foreign, open_hooks, user_place
-from paceline.waits import current_wait, registry
+from paceline.util.deadlines import current_wait, registry
+from paceline.util.user_code import is_foreign, open_hooks, user_place
 
 STOP_SECONDS = 3.5
 """A run that was told to stop at once gets this long to end in good order."""
@@ -31,7 +31,7 @@ OWN_WORK = ("training on the batch", "publishing the weights", "writing a checkp
 _LOOK_SECONDS = 0.25
 _CALM_SECONDS = 1.0
 _PACKAGE = Path(__file__).resolve().parent.parent
-_CALLS_USERS = tuple(str(_PACKAGE / part) for part in ("waits.py", "envs/", "arena/", "algorithms/"))
+_CALLS_USERS = tuple(str(_PACKAGE / part) for part in ("util/deadlines.py", "envs/", "arena/", "algorithms/"))
 """Where Paceline calls user code, which may be an installed package."""
 _exit = os._exit
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from paceline.arena import Payoff
-from paceline.arena.picture import draw_league
+from paceline.arena.payoff import draw_league
 from paceline.errors import PacelineError
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints

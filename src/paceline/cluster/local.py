@@ -8,20 +8,18 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.kits import Kit, kit_of
+from paceline.cluster.model_backends import ModelBackend, kit_of
 from paceline.config import RunConfig
-from paceline.config.backends import NAMES
-from paceline.config.inference import Sampling
-from paceline.config.model import Model
-from paceline.config.reference import ModelRef
+from paceline.config.inference import NAMES, SamplingConfig
+from paceline.config.model import ModelConfig, ModelRef
 from paceline.envs import Environment
 from paceline.inference import Pool
 from paceline.inference.frozen import FrozenPool
-from paceline.inference.past import PoolWithPast
+from paceline.inference.pool import LeaguePool
 from paceline.model import load_tokenizer, quick_handover
-from paceline.orchestrator import Course, lay_out
-from paceline.orchestrator.past import members
-from paceline.rollout import Recorder, Renderer, Voice
+from paceline.orchestrator import TrainEnv, lay_out
+from paceline.orchestrator.league_checkpoints import members
+from paceline.rollout import RecordingServer, Renderer, SamplingClient
 from paceline.rollout.known import make_renderer
 from paceline.rollout.render import Dropped
 from paceline.trainer import Trainer
@@ -37,11 +35,11 @@ class Placed:
     pool: Pool
     trainer: Trainer
     tokenizer: PreTrainedTokenizerBase
-    courses: dict[str, Course]
-    voice: Callable[[Sampling], Voice]
+    courses: dict[str, TrainEnv]
+    voice: Callable[[SamplingConfig], SamplingClient]
     device: str
     parameters: int
-    past: PoolWithPast | None = None
+    past: LeaguePool | None = None
     """The pool once more, where an environment has a league."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
     """Finds frozen models, where the placement serves some itself."""
@@ -61,7 +59,7 @@ def local(
     past = sum(member.league.size for member in members(courses))
     config = share_cores(make_room_for_adapters(config, past), kit.parameters)
     engine = kit.foreign(config, tokenizer, dumps.parent) or kit.engine(config)
-    with_past = PoolWithPast([engine], lambda: kit.engine(config)) if past else None
+    with_past = LeaguePool([engine], lambda: kit.engine(config)) if past else None
 
     def ready() -> None:
         engine.start()
@@ -79,11 +77,11 @@ def local(
 
 @contextmanager
 def seated(
-    kit: Kit,
+    kit: ModelBackend,
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,
     dumps: Path,
-    courses: dict[str, Course],
+    courses: dict[str, TrainEnv],
     pool: Pool,
     ready: Callable[[], None] = lambda: None,
     done: Callable[[], None] = lambda: None,
@@ -93,14 +91,14 @@ def seated(
     ends = kit.ends(tokenizer)
     renderer = renderer_of(tokenizer, ends, config.model)
     trainer = kit.trainer(config, dumps)
-    recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
 
-    def voice(sampling: Sampling) -> Voice:
-        return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
+    def voice(sampling: SamplingConfig) -> SamplingClient:
+        return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
 
     try:
         ready()
-        past = pool if isinstance(pool, PoolWithPast) else None
+        past = pool if isinstance(pool, LeaguePool) else None
         yield Placed(pool, trainer, tokenizer, courses, voice, kit.device, kit.parameters, past)
     finally:
         pool.close()
@@ -109,7 +107,7 @@ def seated(
 
 
 def renderer_of(
-    tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: Model, dropped_tools: Dropped = "refuse"
+    tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: ModelConfig, dropped_tools: Dropped = "refuse"
 ) -> Renderer:
     """Who turns conversations into the model's tokens, and what follows where the template drops an environment's
     tools."""

@@ -15,21 +15,21 @@ from typing import Any, Self
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.house import is_checkpoint, saved_weights
+from paceline.cluster.episode_runtime import is_checkpoint, saved_weights
 from paceline.cluster.local import renderer_of
 from paceline.cluster.serving import embedded
-from paceline.config import ConfigError, Eval, RunConfig, load
+from paceline.config import ConfigError, EvalConfig, RunConfig, load
 from paceline.config.apple import on_mlx
 from paceline.config.errors import explain_values
-from paceline.config.inference import Sampling
-from paceline.config.model import Lora
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig
 from paceline.errors import PacelineError
 from paceline.inference import Pool
 from paceline.model import load_tokenizer
 from paceline.model.weights import Adapter, WeightUpdate
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
-from paceline.rollout import Message, Reply, Seat, Voice
+from paceline.rollout import Message, Reply, SamplingClient, Seat
 
 ADAPTER = "adapter_config.json"
 AT_ONCE = 16
@@ -69,7 +69,7 @@ class Policy:
     def __init__(self, source: str | Path, **settings: Any) -> None:
         self.source = str(source)
         self._config, weights = _find(self.source, settings)
-        self._worker = _Worker(self._config, weights)
+        self._worker = _EngineThread(self._config, weights)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def chat(self, messages: str | Sequence[Message], *, seed: int | None = None, **sampling: Any) -> PolicyReply:
@@ -113,13 +113,13 @@ class _Serving:
     loop: asyncio.AbstractEventLoop
     stop: asyncio.Event
     tokenizer: PreTrainedTokenizerBase
-    voice: Callable[[Sampling], Voice]
+    voice: Callable[[SamplingConfig], SamplingClient]
 
-    async def speak(self, speak: Speak, sampling: Sampling, seed: int) -> PolicyReply:
+    async def speak(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
         return PolicyReply.of(await speak(Seat(self.voice(sampling), (seed,), 0), self.tokenizer))
 
 
-class _Worker:
+class _EngineThread:
     """An engine with an event loop and a thread of its own, so that callers need neither."""
 
     def __init__(self, config: RunConfig, weights: Weights | None) -> None:
@@ -128,7 +128,7 @@ class _Worker:
         self._thread: threading.Thread | None = None
         self._ready: Future[_Serving] = Future()
 
-    def ask(self, speak: Speak, sampling: Sampling, seed: int) -> PolicyReply:
+    def ask(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
         serving = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
         answer = asyncio.run_coroutine_threadsafe(serving.speak(speak, sampling, seed), serving.loop)
         try:
@@ -165,8 +165,8 @@ class _Worker:
                 tokenizer = load_tokenizer(self._config.model)
                 renderer, pool = renderer_of(tokenizer, ends, self._config.model), Pool([engine])
 
-                def voice(sampling: Sampling) -> Voice:
-                    return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)))
+                def voice(sampling: SamplingConfig) -> SamplingClient:
+                    return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)))
 
                 async def serve() -> None:
                     if self._weights is not None:
@@ -182,12 +182,12 @@ class _Worker:
             ready.set_exception(error)
 
 
-def _sampling(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
+def _sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
     table = {"sampling": sampling.model_dump() | dict(changes)}
     try:
-        changed = Eval.model_validate(table).sampling  # where greedy sampling is allowed
+        changed = EvalConfig.model_validate(table).sampling  # where greedy sampling is allowed
     except ValidationError as error:
-        raise ConfigError(explain_values(error, table, Eval, "Policy")) from None
+        raise ConfigError(explain_values(error, table, EvalConfig, "Policy")) from None
     assert changed is not None
     return changed
 
@@ -243,7 +243,7 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
             f"adapter {folder} does not name the model it belongs to: give it, as in Policy(..., model='BASE')"
         )
     config = load(None, settings={**settings, "model": {**section, "name": base}}).config
-    lora = Lora(rank=adapter["r"], alpha=float(adapter["lora_alpha"]))
+    lora = LoRAConfig(rank=adapter["r"], alpha=float(adapter["lora_alpha"]))
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
     def weights() -> WeightUpdate:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from paceline.cluster.witness import Heard, Witness
+from paceline.cluster.token_loss_recorder import RecordedTokens, Witness
 from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode, minibatches
 from paceline.errors import PacelineError
@@ -27,9 +27,9 @@ from paceline.orchestrator import Checkpoints
 from paceline.record import Gone, Query, RunFolder, open_run
 from paceline.record.facts import REPLAYED, SKIPPED, TRAINED
 from paceline.trainer import TorchTrainer
+from paceline.trainer.bad_sample_report import Finding, broken_weights, examine, verdict
+from paceline.trainer.critic import cut
 from paceline.trainer.files import check_files
-from paceline.trainer.findings import Finding, broken_weights, examine, verdict
-from paceline.trainer.gae import cut
 
 TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
 """What a step reports besides what it computed."""
@@ -46,7 +46,7 @@ def _silent(sentence: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedStep:
     """One step, as it was and as it came out now."""
 
     step: int
@@ -63,7 +63,7 @@ class Replayed:
     """Of a bad batch: what was wrong with it, in a sentence."""
     source: str = ""
     """Where the samples came from."""
-    heard: dict[int, Heard] = field(default_factory=dict)
+    heard: dict[int, RecordedTokens] = field(default_factory=dict)
     """What each sample's tokens said, by its place in the batch."""
     optimizer_steps: int = 1
     """Over which the loss that is reported is a mean."""
@@ -71,11 +71,11 @@ class Replayed:
     """What keeps the figures from being those of the run."""
 
     def differences(self) -> dict[str, float]:
-        """Replayed minus recorded, where both are known."""
+        """ReplayedStep minus recorded, where both are known."""
         return {name: self.now[name] - self.recorded[name] for name in self.now if name in self.recorded}
 
 
-def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) -> Replayed:
+def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) -> ReplayedStep:
     """Train the samples of a step again."""
     directory = RunDirectory(run)
     telling(f"reading the samples of step {step}")
@@ -88,7 +88,7 @@ def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) 
         trainer.learner.stepper.watch = witness
         telling(f"computing the loss of {len(samples)} samples")
         now = _step(trainer, samples)
-    return Replayed(
+    return ReplayedStep(
         step,
         samples,
         weights,
@@ -102,7 +102,7 @@ def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) 
     )
 
 
-def replay_dump(run: Path, dump: str, config: RunConfig) -> Replayed:
+def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
     """Train a batch again that was kept because its step was bad, by the step's number or the file's path, and look
     for the samples that made it so."""
     directory = RunDirectory(run)
@@ -116,7 +116,7 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> Replayed:
     folder = open_run(run)
     recorded, problems = _recorded(folder, step), folder.problems(patient=False)
     said = verdict(findings, broken)
-    return Replayed(step, samples, weights, exact, recorded, now, findings, said, remarks=problems)
+    return ReplayedStep(step, samples, weights, exact, recorded, now, findings, said, remarks=problems)
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def _step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, float]:
     return {name: value for name, value in report.metrics.items() if name not in TIMES}
 
 
-def table(result: Replayed) -> Table:
+def table(result: ReplayedStep) -> Table:
     """Component by component."""
     shown = Table(title=f"step {result.step}: {len(result.samples)} samples, {sum(map(len, result.samples)):,} tokens")
     shown.add_column("")
@@ -155,7 +155,7 @@ def table(result: Replayed) -> Table:
     return shown
 
 
-def samples_table(result: Replayed) -> Table:
+def samples_table(result: ReplayedStep) -> Table:
     """A bad batch's samples: those that are not finite first, then by the size of their gradients."""
     names = list(dict.fromkeys(name for finding in result.findings for name in finding.losses))
     ranked = sorted(result.findings, key=lambda finding: (not finding.broken, -finding.grad_norm))

@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from paceline.cluster.replay import Replayed
-from paceline.cluster.witness import Heard
+from paceline.cluster.replay import ReplayedStep
+from paceline.cluster.token_loss_recorder import RecordedTokens
 from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.errors import PacelineError
@@ -23,7 +23,7 @@ NEAR = 1e-4
 Piece = Callable[[int], str]
 
 
-def as_json(run: Path, result: Replayed, config: RunConfig) -> bytes:
+def as_json(run: Path, result: ReplayedStep, config: RunConfig) -> bytes:
     """See `paceline replay --json`. Numbers that are not finite become null."""
     piece, remarks = _pieces(config)
     ids, numbers = _ids(run, result.step), Counter()
@@ -50,7 +50,7 @@ def as_json(run: Path, result: Replayed, config: RunConfig) -> bytes:
     return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-def _sample(sample: Sample, heard: Heard | None, steps: int, piece: Piece | None) -> dict[str, Any]:
+def _sample(sample: Sample, heard: RecordedTokens | None, steps: int, piece: Piece | None) -> dict[str, Any]:
     ids = sample.token_ids.tolist()
     told: dict[str, Any] = {
         "env": sample.env,
@@ -80,7 +80,7 @@ def _whole(values: NDArray) -> NDArray:
     return np.ascontiguousarray(values, np.float32)
 
 
-def _sums(result: Replayed, components: list[str]) -> list[str]:
+def _sums(result: ReplayedStep, components: list[str]) -> list[str]:
     """A sentence for each component whose shares are not its loss: a bad step counts in one of them alone."""
     said = []
     for name in components:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
 from paceline.monitor import RunOutcome
-from paceline.monitor.history import Curve, History
+from paceline.monitor.history import Curve, MetricHistory
 from paceline.monitor.plot import reward_picture
 from paceline.monitor.text import amount, one_line, score
 
@@ -54,7 +54,7 @@ class RunResult:
         return f'<div>{lines}<img alt="{name}" src="data:image/png;base64,{picture}"></div>'
 
     def _rewards(self) -> dict[str, Curve]:
-        return History.of(self.metrics).rewards
+        return MetricHistory.of(self.metrics).rewards
 
 
 class RunFailed(PacelineError):

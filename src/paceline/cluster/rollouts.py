@@ -13,11 +13,11 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cluster.ending import run_to_the_end
-from paceline.cluster.house import Address, House, open_house
+from paceline.cluster.episode_runtime import EpisodeRuntime, OpenAIServer, open_house
+from paceline.cluster.shutdown import run_to_the_end
 from paceline.config import RunConfig
-from paceline.config.env import EnvBase
-from paceline.config.inference import Sampling
+from paceline.config.env import BaseEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.data import Row, Ticket, order_of
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
 from paceline.errors import PacelineError
@@ -26,12 +26,12 @@ from paceline.monitor.files import plain
 from paceline.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import RealClock
 from paceline.orchestrator.episodes import assigned, fault, metric_of
-from paceline.rollout import Message, Rollout, Seat, Table, Turn, assemble
+from paceline.rollout import Message, Rollout, Seat, SessionMap, Turn, assemble
 from paceline.rollout.endpoint import WordSeat
 from paceline.rollout.history import meaning
-from paceline.rollout.table import Guests
-from paceline.user_code import is_cancelled, is_ctrl_c
-from paceline.waits import DeadlineError
+from paceline.rollout.seat import Guests
+from paceline.util.deadlines import DeadlineError
+from paceline.util.user_code import is_cancelled, is_ctrl_c
 
 LOOKING = 2
 """Domain of sampling noise, beside training's and evaluation's."""
@@ -89,7 +89,7 @@ def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None =
         if options.json:
             print(json.dumps(plain(record), ensure_ascii=False), file=stream, flush=True)
 
-    address = Address(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
+    address = OpenAIServer(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
     with open_house(config, sampling_on(config, options.split), address, options.concurrency) as house:
         if house.voice is None and (options.raw or options.ids):
             raise PacelineError(
@@ -101,11 +101,11 @@ def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None =
     return int(any(record["error"] for record in played))
 
 
-def sampling_on(config: RunConfig, split: Split) -> Sampling:
+def sampling_on(config: RunConfig, split: Split) -> SamplingConfig:
     return (config.eval.sampling if split == "eval" else None) or config.sampling
 
 
-def pick_section(config: RunConfig, name: str | None) -> EnvBase:
+def pick_section(config: RunConfig, name: str | None) -> BaseEnvConfig:
     if name is None and len(config.env) == 1:
         return config.env[0]
     found = next((env for env in config.env if env.name == name), None)
@@ -120,9 +120,9 @@ def pick_section(config: RunConfig, name: str | None) -> EnvBase:
 
 
 async def play_some(
-    section: EnvBase,
+    section: BaseEnvConfig,
     options: RolloutOptions,
-    house: House,
+    house: EpisodeRuntime,
     environment: Environment | None = None,
     *,
     seed: int = 0,
@@ -158,7 +158,7 @@ async def play_some(
     return found
 
 
-def rows_of(section: EnvBase, environment: Environment, split: Split) -> Sequence[Row]:
+def rows_of(section: BaseEnvConfig, environment: Environment, split: Split) -> Sequence[Row]:
     rows = environment.examples(split)
     if not rows:
         raise EnvError(f"environment `{section.name}` has no {split} rows")
@@ -173,7 +173,7 @@ async def ready(environment: Environment, split: Split, row: Row, ticket: Ticket
 
 
 def draws(
-    section: EnvBase, split: Split, row: int | None, rows: Sequence[Row], seed: int
+    section: BaseEnvConfig, split: Split, row: int | None, rows: Sequence[Row], seed: int
 ) -> Iterator[tuple[Ticket, int]]:
     """Which rows, without end: one for all, the held-out ones in order, or those a run of this seed trains on first."""
     if row is not None:
@@ -193,17 +193,17 @@ class Played:
 
     ticket: Ticket
     member: int
-    table: Table
+    table: SessionMap
     outcome: Outcome | None
     error: str | None
     seconds: float
-    house: House
+    house: EpisodeRuntime
 
 
 async def episode(
-    section: EnvBase,
+    section: BaseEnvConfig,
     environment: Environment,
-    house: House,
+    house: EpisodeRuntime,
     row: "asyncio.Task[Row]",
     ticket: Ticket,
     member: int,
@@ -288,7 +288,7 @@ def records(played: Played, *, raw: bool = False, ids: bool = False) -> list[Rec
     ]
 
 
-def _record(rollout: Rollout, seat: Seat, house: House) -> Record:
+def _record(rollout: Rollout, seat: Seat, house: EpisodeRuntime) -> Record:
     """What the run directory keeps of a rollout, and what else is good to see."""
     conversations = told(rollout.turns, house.spell)
     last = conversations[-1] if conversations else {"messages": [], "sampled": []}
@@ -302,7 +302,7 @@ def _record(rollout: Rollout, seat: Seat, house: House) -> Record:
     return record | {"context": rollout.trajectory_length, "samples": len(assemble(rollout))}
 
 
-def _turn(turn: Turn, house: House, raw: bool, ids: bool) -> Record:
+def _turn(turn: Turn, house: EpisodeRuntime, raw: bool, ids: bool) -> Record:
     """One call of the model, exactly: what it was given and what it sampled."""
     text = {"prompt": house.spell(turn.prompt_ids), "completion": house.spell(turn.completion_ids)} if raw else {}
     tokens = {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logprobs": turn.logprobs}

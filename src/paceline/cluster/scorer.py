@@ -22,16 +22,16 @@ from paceline.data import Sample
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
-    Limits,
     Listener,
     Overloaded,
     RequestError,
 )
-from paceline.model import Policy, WeightUpdate, fingerprint, set_cpu_threads
-from paceline.trainer.forward import Forward
-from paceline.trainer.scoring import score
+from paceline.model import ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
+from paceline.trainer.forward import ForwardPass
+from paceline.trainer.preparing import score
 
 MOST_WAITING = 1 << 24
 """Tokens that may wait before further questions are sent away."""
@@ -52,7 +52,7 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel, budget: int, *, fp32_head: bool = False, threads: int = 1) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._forward = Forward(model, fp32_head)
+        self._forward = ForwardPass(model, fp32_head)
         text = model.config.get_text_config()
         self._context = getattr(text, "max_position_embeddings", None) or 1 << 20
         self._vocabulary = text.vocab_size
@@ -183,16 +183,16 @@ class Scorer:
     async def load_weights(self, update: WeightUpdate) -> float:
         raise RequestError("this server's weights are frozen: it only scores")
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         if self._failure is not None:
             raise EngineError(f"the scorer has stopped: {self._failure}")
         if self._mark is None:
             named = dict(self._model.named_parameters())
             self._mark = await asyncio.to_thread(fingerprint, named.items())
-        return Policy(0, self._mark)
+        return ServedPolicy(0, self._mark)
 
-    async def limits(self) -> Limits:
-        return Limits(self._context, self._vocabulary)
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(self._context, self._vocabulary)
 
     async def stats(self) -> EngineStats:
         return EngineStats(

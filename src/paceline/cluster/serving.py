@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.kits import kit_of
+from paceline.cluster.engine_watchdog import leave, lost, watch
 from paceline.cluster.local import SMALL_MODEL
-from paceline.cluster.lost import leave, lost, watch
+from paceline.cluster.model_backends import kit_of
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
-from paceline.config.serve import Serve
+from paceline.config.serve import ServeConfig
 from paceline.errors import PacelineError
-from paceline.garbage import rarely_collected
 from paceline.inference.base import Grammar
 from paceline.inference.engine.engine import DecodingEngine
 from paceline.inference.engine.sequence import Guide
-from paceline.inference.frames import FromEngine, Hello, frame
+from paceline.inference.frames import EngineHello, FromEngine, frame
 from paceline.inference.host import EngineHost
 from paceline.inference.link import EngineLink
 from paceline.inference.server import build_app, listen, quick_loop, serve
 from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
+from paceline.util.gc_tuning import rarely_collected
 
 if TYPE_CHECKING:
     from paceline.cluster.scorer import Scorer
@@ -43,7 +43,7 @@ Ends = tuple[int, ...]
 """The tokens that end a turn."""
 
 
-def serve_model(config: RunConfig, settings: Serve) -> None:
+def serve_model(config: RunConfig, settings: ServeConfig) -> None:
     """Serve until a signal comes, or until the engine is lost."""
     door = listen(settings.host, settings.port)
     name = settings.name or config.model.name
@@ -149,7 +149,7 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
             watch(engine, lambda cause: leave(cause, lambda: host.waited_for))
             runner.run(host.serve(door))
     except PacelineError as error:
-        door.sendall(b"".join(frame(FromEngine([Hello(0, (), str(error))]))))
+        door.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
 
 
 def _cause(child: subprocess.Popen) -> str:

@@ -10,27 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from paceline.cluster.colocated.seat import refuse_torchrun
+from paceline.cluster.colocated.rank_info import refuse_torchrun
 from paceline.cluster.dtypes import with_settled_dtype
-from paceline.cluster.ending import run_to_the_end
 from paceline.cluster.forced_end import ForcedEnd
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
 from paceline.cluster.preflight import NEEDS_RAY, refuse_unready
 from paceline.cluster.result import RunResult
+from paceline.cluster.shutdown import run_to_the_end
 from paceline.cluster.signals import USER, Signals
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
 from paceline.errors import PacelineError
-from paceline.garbage import rarely_collected
 from paceline.monitor import (
     Monitor,
     Monitors,
-    Recorder,
     RunDirectory,
     RunOutcome,
     RunPlan,
+    RunRecorder,
     choose,
     exporter,
     plot_rewards,
@@ -41,19 +40,20 @@ from paceline.monitor import (
 from paceline.orchestrator import (
     CheckpointError,
     Checkpoints,
-    Conductor,
     DamagedCheckpoint,
-    Parts,
+    Orchestrator,
+    OrchestratorParts,
     RealClock,
     RollBack,
     RunStopped,
     opened,
 )
 from paceline.planner import keep_plan
-from paceline.record import Keeper
-from paceline.rollout import Voice
+from paceline.record import RolloutRecorder
+from paceline.rollout import SamplingClient
 from paceline.trainer import TrainerLost
-from paceline.user_code import UserCodeError, failure_traces, unexpected
+from paceline.util.gc_tuning import rarely_collected
+from paceline.util.user_code import UserCodeError, failure_traces, unexpected
 
 MOST_RETURNS = 8
 """Times in a row that a run may go back to the same checkpoint."""
@@ -160,7 +160,7 @@ def conduct_all(
 ) -> list[RunResult]:
     """Lead runs side by side in one event loop. What stops one stops all."""
     with ExitStack() as stack:
-        desks = [_Desk.open(stack, run, overwrite) for run in runs]
+        desks = [_RunContext.open(stack, run, overwrite) for run in runs]
         signals = signals or Signals()
 
         def end(status: Literal["interrupted", "failed"], message: str) -> None:
@@ -183,7 +183,7 @@ def conduct_all(
 
 
 @dataclass(frozen=True, slots=True)
-class _Desk:
+class _RunContext:
     """Where one run is written down."""
 
     run: Led
@@ -191,12 +191,12 @@ class _Desk:
     monitor: Monitors
 
     @classmethod
-    def open(cls, stack: ExitStack, run: Led, overwrite: bool) -> "_Desk":
+    def open(cls, stack: ExitStack, run: Led, overwrite: bool) -> "_RunContext":
         config, path = run.config, Path(run.config.runs) / run.config.name
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
-        keepers = [Keeper(path)] if config.record.all else []
-        recorder = Recorder(path, keep_batches=config.record.batches)
+        keepers = [RolloutRecorder(path)] if config.record.all else []
+        recorder = RunRecorder(path, keep_batches=config.record.batches)
         monitor = stack.enter_context(Monitors(recorder, *keepers, *run.shown, *exporters))
         stack.enter_context(watching(monitor, path, config.record.watchdog_seconds))
         return cls(run, directory, monitor)
@@ -236,7 +236,7 @@ class _Desk:
 
 
 async def _all(
-    desks: Sequence[_Desk], environments: Given, signals: Signals
+    desks: Sequence[_RunContext], environments: Given, signals: Signals
 ) -> list[tuple[RunOutcome, Exception | None]]:
     signals.attach()
     if len(desks) == 1:
@@ -266,7 +266,7 @@ def _result(
     return RunResult(outcome, path, metrics, lines, error if outcome.status == "failed" else None)
 
 
-async def _train(desk: _Desk, environments: Given, signals: Signals) -> RunOutcome:
+async def _train(desk: _RunContext, environments: Given, signals: Signals) -> RunOutcome:
     config, directory, monitor = desk.run.config, desk.directory, desk.monitor
     with _overheard(monitor):
         async with desk.run.placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
@@ -276,9 +276,9 @@ async def _train(desk: _Desk, environments: Given, signals: Signals) -> RunOutco
 
 
 async def _conduct(
-    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: Voice, signals: Signals
+    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: SamplingClient, signals: Signals
 ) -> RunOutcome:
-    given = Parts(
+    given = OrchestratorParts(
         pool=parts.pool,
         trainer=parts.trainer,
         voice=voice,
@@ -292,7 +292,7 @@ async def _conduct(
     returns = Returns()
     with signals.run(monitor) as stopping:
         while True:
-            conductor = Conductor(config, given, shunned=returns.shunned)
+            conductor = Orchestrator(config, given, shunned=returns.shunned)
             try:
                 await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
                 if not directory.begun:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from paceline.cluster.ending import StoppedAtOnce
 from paceline.cluster.forced_end import ForcedEnd
+from paceline.cluster.shutdown import StoppedAtOnce
 from paceline.monitor import Monitor
-from paceline.orchestrator import Conductor
+from paceline.orchestrator import Orchestrator
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 USER = "stopped by the user"
@@ -25,9 +25,9 @@ class Stopping:
     """Why a run is to end, and who is to hear of it."""
 
     why: str = ""
-    _conductor: Conductor | None = None
+    _conductor: Orchestrator | None = None
 
-    def follow(self, conductor: Conductor) -> None:
+    def follow(self, conductor: Orchestrator) -> None:
         self._conductor = conductor
         if self.why:
             conductor.stop()

@@ -2,21 +2,31 @@
 
 from paceline.config import algorithm, env, inference, model, trainer
 from paceline.config.errors import ConfigError
-from paceline.config.load import Loaded, dump, load, schema
-from paceline.config.replay import Replay
-from paceline.config.run import Breaker, Checkpoint, ConfigWarning, Eval, Filters, Record, Recording, RunConfig
+from paceline.config.filters import ReplayConfig
+from paceline.config.load import LoadedConfig, dump, load, schema
+from paceline.config.run import (
+    BreakerConfig,
+    CheckpointConfig,
+    ConfigWarning,
+    EvalConfig,
+    FiltersConfig,
+    RecordConfig,
+    RecordingConfig,
+    RunConfig,
+)
+from paceline.util.renamed import renamed_names
 
 __all__ = [
-    "Breaker",
-    "Checkpoint",
+    "BreakerConfig",
+    "CheckpointConfig",
     "ConfigError",
     "ConfigWarning",
-    "Eval",
-    "Filters",
-    "Loaded",
-    "Record",
-    "Recording",
-    "Replay",
+    "EvalConfig",
+    "FiltersConfig",
+    "LoadedConfig",
+    "RecordConfig",
+    "RecordingConfig",
+    "ReplayConfig",
     "RunConfig",
     "algorithm",
     "dump",
@@ -27,3 +37,7 @@ __all__ = [
     "schema",
     "trainer",
 ]
+
+__getattr__ = renamed_names(
+    __name__, {name.removesuffix("Config"): name for name in __all__ if name.endswith("Config")}
+)

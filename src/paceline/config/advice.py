@@ -21,7 +21,7 @@ AdvisoryName = Literal[
 ADVISORIES: tuple[AdvisoryName, ...] = get_args(AdvisoryName)
 
 
-class Advice(Section):
+class AdviceConfig(Section):
     """Advisories: `paceline doctor` and the page "Advice" show them, each with its evidence. A key named like an
     advisory is the limit from which it speaks, once the figures are sure to lie beyond it by three standard errors."""
 

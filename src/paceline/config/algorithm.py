@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config.base import Hook, Section
-from paceline.config.reference import ModelRef, Reference
+from paceline.config.model import ModelRef, Reference
 
 FROZEN = 'write {name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 
 
-class Algo(Section):
+class BaseAlgorithmConfig(Section):
     """What every algorithm's section has."""
 
     @property
@@ -29,7 +29,7 @@ class Algo(Section):
         return True
 
 
-class OnPolicy(Algo):
+class OnPolicyConfig(BaseAlgorithmConfig):
     """What an algorithm has that learns from what the policy sampled."""
 
     source: Reference = "policy"
@@ -49,7 +49,7 @@ class OnPolicy(Algo):
 Std = Literal["none", "population", "sample"]
 
 
-class GroupCredit(OnPolicy):
+class GroupCreditConfig(OnPolicyConfig):
     """What grpo and echo have in common."""
 
     std: Std = "none"
@@ -72,13 +72,13 @@ class GroupCredit(OnPolicy):
         return self.baseline == "batch"
 
 
-class GRPO(GroupCredit):
+class GRPOConfig(GroupCreditConfig):
     """Reward minus the group's mean reward."""
 
     type: Literal["grpo"] = "grpo"
 
 
-class MaxRL(OnPolicy):
+class MaxRLConfig(OnPolicyConfig):
     """(Reward - mean) / mean: the gradient of the log of the mean reward."""
 
     type: Literal["max_rl"] = "max_rl"
@@ -88,13 +88,13 @@ class MaxRL(OnPolicy):
         return True
 
 
-class Reward(OnPolicy):
+class RewardConfig(OnPolicyConfig):
     """The reward itself, broadcast over the sampled tokens."""
 
     type: Literal["reward"] = "reward"
 
 
-class RAE(OnPolicy):
+class RAEConfig(OnPolicyConfig):
     """Reward minus a running mean of what this actor earns in this kind of episode."""
 
     type: Literal["rae"] = "rae"
@@ -102,7 +102,7 @@ class RAE(OnPolicy):
     """How much of the baseline stays at each group."""
 
 
-class Hierarchical(OnPolicy):
+class HierarchicalConfig(OnPolicyConfig):
     """Reward minus the mean of siblings: children of one episode among themselves, roots across the group."""
 
     # Children are compared inside one try, so a group of one still learns.
@@ -113,7 +113,7 @@ class Hierarchical(OnPolicy):
     """Clamp negative advantages to zero."""
 
 
-class Constant(OnPolicy):
+class ConstantConfig(OnPolicyConfig):
     """A fixed advantage for every sampled token."""
 
     type: Literal["constant"] = "constant"
@@ -121,13 +121,13 @@ class Constant(OnPolicy):
     """The advantage."""
 
 
-class GAE(OnPolicy):
+class GAEConfig(OnPolicyConfig):
     """The reward at the end of a rollout, of which the trainer's critic makes advantages; needs `trainer.critic`."""
 
     type: Literal["gae"] = "gae"
 
 
-class Echo(GroupCredit):
+class EchoConfig(GroupCreditConfig):
     """grpo on what the policy said, and the next-token loss on what it was told, by message role."""
 
     type: Literal["echo"] = "echo"
@@ -147,7 +147,7 @@ class Echo(GroupCredit):
         return roles
 
 
-class OPD(OnPolicy):
+class OPDConfig(OnPolicyConfig):
     """On-policy distillation: the policy samples, a teacher says how likely it finds each token."""
 
     type: Literal["opd"] = "opd"
@@ -158,7 +158,7 @@ class OPD(OnPolicy):
     word on every token is soon louder than a reward for all of them, so lower it where both shall be heard."""
 
     @model_validator(mode="after")
-    def _somebody_else_teaches(self) -> "OPD":
+    def _somebody_else_teaches(self) -> "OPDConfig":
         if self.teacher is None:
             raise ValueError(f"opd needs a teacher: {FROZEN} as `teacher`")
         if self.teacher == "policy":
@@ -169,7 +169,7 @@ class OPD(OnPolicy):
         return self
 
 
-class OPSD(OnPolicy):
+class OPSDConfig(OnPolicyConfig):
     """On-policy self-distillation: the policy samples, and the same policy, shown a demonstration, is the teacher."""
 
     type: Literal["opsd"] = "opsd"
@@ -192,7 +192,7 @@ class OPSD(OnPolicy):
         return block
 
 
-class SFT(Algo):
+class SFTConfig(BaseAlgorithmConfig):
     """The next-token loss on what somebody else said: a frozen teacher that plays, or the rows' own demonstrations."""
 
     type: Literal["sft"] = "sft"
@@ -209,7 +209,7 @@ class SFT(Algo):
         return not self.demonstrations
 
     @model_validator(mode="after")
-    def _somebody_else_speaks(self) -> "SFT":
+    def _somebody_else_speaks(self) -> "SFTConfig":
         if "policy" in (self.teacher, self.source):
             raise ValueError(
                 "sft on what the policy itself says teaches it nothing new: "
@@ -228,13 +228,24 @@ class SFT(Algo):
         return self
 
 
-class Custom(OnPolicy, Hook):
+class CustomConfig(OnPolicyConfig, Hook):
     """A user's credit function `fn(inputs, **kwargs)` or `Algorithm` subclass, by import path."""
 
     type: Literal["custom"] = "custom"
 
 
 AlgorithmConfig = Annotated[
-    GRPO | MaxRL | Reward | Constant | RAE | Hierarchical | GAE | Echo | OPD | OPSD | SFT | Custom,
+    GRPOConfig
+    | MaxRLConfig
+    | RewardConfig
+    | ConstantConfig
+    | RAEConfig
+    | HierarchicalConfig
+    | GAEConfig
+    | EchoConfig
+    | OPDConfig
+    | OPSDConfig
+    | SFTConfig
+    | CustomConfig,
     Field(discriminator="type"),
 ]

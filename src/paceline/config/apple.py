@@ -11,7 +11,7 @@ from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.config.run import RunConfig
-    from paceline.config.trainer import Trainer
+    from paceline.config.trainer import TrainerConfig
 
 
 CHOICE = "PACELINE_BACKEND"
@@ -61,7 +61,7 @@ def refused(config: "RunConfig") -> Iterator[str]:
         yield 'engine.cache = "pages" is torch\'s: leave it out where backend = "mlx"'
 
 
-def refused_of_trainer(c: "Trainer") -> Iterator[str]:
+def refused_of_trainer(c: "TrainerConfig") -> Iterator[str]:
     """The same of a trainer's own settings."""
     if c.parallel.ranks > 1:
         yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.config.load import Loaded
+from paceline.config.load import LoadedConfig
 from paceline.config.target import load_target
 
 ARMS = ("a", "b")
 
 
-def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, Loaded]:
+def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
     """The run file for each arm, under names of their own."""
     shared, own = split(overrides)
     arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}

@@ -43,7 +43,7 @@ def plain_value(value: Any) -> Any:
 
 
 @dataclass
-class Document:
+class ConfigDocument:
     """Nested tables as they will be validated. Later layers win: tables merge, lists and values replace."""
 
     table: dict[str, Any] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.base import Section
-from paceline.config.document import COMMAND_LINE, PYTHON, Document, Origin, plain_value
+from paceline.config.document import COMMAND_LINE, PYTHON, ConfigDocument, Origin, plain_value
 from paceline.config.errors import ConfigError
 from paceline.config.fields import ROOT, KeyPath, Spot, spot_at, value_at
 from paceline.config.wording import either, toml_value
@@ -25,7 +25,7 @@ class Override:
         return Origin(COMMAND_LINE, self.flag)
 
 
-def apply(arguments: Sequence[str], document: Document) -> list[str]:
+def apply(arguments: Sequence[str], document: ConfigDocument) -> list[str]:
     """Write the overrides into the document; what could not be placed comes back as sentences."""
     overrides: list[Override] = []
     problems: list[str] = []
@@ -47,7 +47,7 @@ def apply(arguments: Sequence[str], document: Document) -> list[str]:
     return problems
 
 
-def apply_settings(settings: Mapping[str, Any], document: Document) -> list[str]:
+def apply_settings(settings: Mapping[str, Any], document: ConfigDocument) -> list[str]:
     """Write keyword arguments into the document: `steps=20`, `sampling={...}`, or `**{"sampling.max_tokens": 16}`."""
     problems: list[str] = []
     origin = Origin(PYTHON)
@@ -97,7 +97,7 @@ def _value(override: Override, spot: Spot | None) -> Any:
     return value
 
 
-def _address(override: Override, document: Document) -> KeyPath:
+def _address(override: Override, document: ConfigDocument) -> KeyPath:
     """The path an override means: kebab-case becomes snake_case, a list element's name its index."""
     path: KeyPath = ()
     spot: Spot | None = ROOT
@@ -114,7 +114,7 @@ def _address(override: Override, document: Document) -> KeyPath:
     return path
 
 
-def _write_default(path: KeyPath, spot: Spot, document: Document) -> None:
+def _write_default(path: KeyPath, spot: Spot, document: ConfigDocument) -> None:
     """A list that no file wrote starts from its default, so that its elements can be edited."""
     if value_at(path, document.table) is None:
         document.put(path, [_plain(entry) for entry in spot.default or ()], Origin("default"))

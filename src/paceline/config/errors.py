@@ -9,10 +9,126 @@ from pydantic_core import ErrorDetails
 
 from paceline.config import wording
 from paceline.config.base import Section
-from paceline.config.document import COMMAND_LINE, Document, Origin, plain_value
-from paceline.config.fields import ROOT, KeyPath, Spot, dotted, path_of, spot_at, value_at
-from paceline.config.suggest import nearest_keys
+from paceline.config.document import COMMAND_LINE, ConfigDocument, Origin, plain_value
+from paceline.config.fields import ROOT, KeyPath, Spot, dotted, path_of, places, spot_at, value_at
 from paceline.errors import PacelineError
+
+SIBLING_LIKENESS = 0.7
+DISTANT_LIKENESS = 0.8
+"""A key far from where it was written has to look more alike before it is worth naming."""
+
+CLIPS = ("loss.clip_low", "loss.clip_high")
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    # What users of TRL, verl, OpenRLHF and prime-rl would type.
+    "learning_rate": ("lr",),
+    "adam_epsilon": ("eps",),
+    "adam_beta1": ("betas",),
+    "adam_beta2": ("betas",),
+    "lr_scheduler": ("schedule",),
+    "lr_scheduler_type": ("schedule",),
+    "num_warmup_steps": ("warmup_steps",),
+    "lr_warmup_steps": ("warmup_steps",),
+    "clip_grad": ("max_grad_norm",),
+    "grad_clip": ("max_grad_norm",),
+    "max_norm": ("max_grad_norm",),
+    "clip_range": CLIPS,
+    "cliprange": CLIPS,
+    "clip_ratio": CLIPS,
+    "clip_eps": CLIPS,
+    "epsilon": ("eps", *CLIPS),
+    "epsilon_low": ("loss.clip_low",),
+    "clip_ratio_low": ("loss.clip_low",),
+    "epsilon_high": ("loss.clip_high",),
+    "clip_ratio_high": ("loss.clip_high",),
+    "loss_agg_mode": ("normalise",),
+    "max_new_tokens": ("sampling.max_tokens",),
+    "max_completion_length": ("sampling.max_tokens",),
+    "max_response_length": ("sampling.max_tokens",),
+    "max_model_len": ("engine.max_context",),
+    "max_num_seqs": ("engine.max_running",),
+    "num_generations": ("group_size",),
+    "rollouts_per_example": ("group_size",),
+    "n_samples_per_prompt": ("group_size",),
+    "per_device_train_batch_size": ("batch_size",),
+    "train_batch_size": ("batch_size",),
+    "rollout_batch_size": ("batch_size",),
+    "max_steps": ("steps",),
+    "total_training_steps": ("steps",),
+    "num_train_epochs": ("epochs",),
+    "total_epochs": ("epochs",),
+    "max_off_policy_steps": ("staleness",),
+    "max_staleness": ("staleness",),
+    "max_async_level": ("staleness",),
+    "async_level": ("staleness",),
+    "model_name": ("model.name",),
+    "model_name_or_path": ("model.name",),
+    "model_path": ("model.name",),
+    "tokenizer_name": ("model.tokenizer",),
+    "torch_dtype": ("model.dtype",),
+    "lora_r": ("lora.rank",),
+    "lora_rank": ("lora.rank",),
+    "lora_alpha": ("lora.alpha",),
+    "lora_dropout": ("lora.dropout",),
+    "target_modules": ("lora.targets",),
+    "run_name": ("name",),
+    "output_dir": ("runs",),
+    "resume_from_checkpoint": ("resume",),
+    "eval_steps": ("eval.every",),
+    "eval_interval": ("eval.every",),
+    "test_freq": ("eval.every",),
+    "save_steps": ("checkpoint.every",),
+    "save_freq": ("checkpoint.every",),
+    "save_total_limit": ("checkpoint.keep",),
+    "report_to": ("record.exporters",),
+    "algorithm": ("algo",),
+    "adv_estimator": ("algo.type",),
+    "environment": ("env",),
+}
+
+
+def nearest_keys(unknown: KeyPath, siblings: list[str], root: Spot = ROOT) -> list[KeyPath]:
+    """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
+
+    A known alias first, then a sibling of similar spelling, then the same key elsewhere in the file, then a
+    similar one elsewhere: `trainer.lr` gives `trainer.optimizer.lr`.
+    """
+    *at, key = unknown
+    key = str(key).replace("-", "_")
+    everywhere = [_beside(unknown, path) for path, _ in places(root)]
+    if key in ALIASES:
+        return _closest(unknown, [path for alias in ALIASES[key] for path in _ending(everywhere, alias)])
+    if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
+        return [(*at, near[0])]
+    if same := _closest(unknown, _ending(everywhere, key)):
+        return same
+    keys = {str(path[-1]) for path in everywhere}
+    near = get_close_matches(key, keys, n=1, cutoff=DISTANT_LIKENESS)
+    return _closest(unknown, _ending(everywhere, near[0])) if near else []
+
+
+def _beside(unknown: KeyPath, path: KeyPath) -> KeyPath:
+    """The same key of the list element the unknown key stands in: `env.2`, where `places` says `env.0`."""
+    inside = len(unknown) > 2 and isinstance(unknown[1], int) and path[:2] == (unknown[0], 0)
+    return unknown[:2] + path[2:] if inside else path
+
+
+def _ending(paths: list[KeyPath], end: str) -> list[KeyPath]:
+    keys = tuple(end.split("."))
+    return [path for path in paths if path[-len(keys) :] == keys]
+
+
+def _closest(unknown: KeyPath, candidates: list[KeyPath]) -> list[KeyPath]:
+    """Those that share most of the way with where the key was written; among them the shortest."""
+
+    def distance(path: KeyPath) -> tuple[int, int]:
+        pairs = list(zip(path, unknown[:-1], strict=False))
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        return -shared, len(path)
+
+    best = min(map(distance, candidates), default=None)
+    return list(dict.fromkeys(path for path in candidates if distance(path) == best))
+
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -41,7 +157,7 @@ def _of_flag(detail: ErrorDetails) -> str:
     return f"{place}{detail['msg'].removeprefix('Value error, ')}"
 
 
-def explain(error: ValidationError, document: Document) -> list[str]:
+def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
     sentences: list[str] = []
     for detail in _deepest(error.errors(include_url=False), document.root):
@@ -55,7 +171,7 @@ def explain_values(
 ) -> list[str]:
     """The same sentences for values that Python gave to a section, or to a call (`source`) that makes one of them."""
     origin = Origin(source or section.__name__)
-    document = Document(origins={(): origin}, root=Spot.of(section))
+    document = ConfigDocument(origins={(): origin}, root=Spot.of(section))
     document.merge(plain_value(values), origin)
     return explain(error, document)
 
@@ -71,7 +187,7 @@ def _deepest(details: list[ErrorDetails], root: Spot) -> list[ErrorDetails]:
     ]
 
 
-def _unknown_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
+def _unknown_key(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     path = path_of(detail["loc"], document.root)
     *at, key = path
     table = document.with_types()
@@ -102,14 +218,14 @@ def _other_type(path: KeyPath, spot: Spot | None) -> str | None:
     return f"it belongs to {dotted((*at, 'type'))} = {wording.either(map(wording.given, owners))}"
 
 
-def _did_you_mean(path: KeyPath, siblings: list[str], document: Document) -> str:
+def _did_you_mean(path: KeyPath, siblings: list[str], document: ConfigDocument) -> str:
     dashes = "--" if document.origin(path).flag else ""
     if likely := nearest_keys(path, siblings, document.root):
         return f"did you mean {wording.either(wording.code(dashes + dotted(one) for one in likely))}?"
     return f"the keys there are {wording.either(wording.code(siblings), 'and')}"
 
 
-def _missing_key(detail: ErrorDetails, document: Document) -> Iterator[str]:
+def _missing_key(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     path = path_of(detail["loc"], document.root)
     *at, key = path
     if isinstance(key, int):
@@ -127,7 +243,7 @@ def _first_sentence(text: str) -> str:
     return " ".join(text.split()).partition(". ")[0].rstrip(".")
 
 
-def _unknown_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
+def _unknown_type(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     at = path_of(detail["loc"], document.root)
     path = (*at, "type")
     spot = spot_at(at, document.table, document.root)
@@ -141,14 +257,14 @@ def _unknown_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
     )
 
 
-def _missing_type(detail: ErrorDetails, document: Document) -> Iterator[str]:
+def _missing_type(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     path = path_of(detail["loc"], document.root)
     spot = spot_at(path, document.table, document.root)
     types = map(wording.given, spot.sections if spot else ())
     yield f"{document.origin(path).place(path)}: `type` is missing: add type = {wording.either(types)}"
 
 
-def _rule(detail: ErrorDetails, document: Document) -> Iterator[str]:
+def _rule(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     """A validator's own sentences. A rule over several keys is nobody's alone: name all who had a say."""
     path = path_of(detail["loc"], document.root)
     place = document.origin(path).place(path)
@@ -159,18 +275,18 @@ def _rule(detail: ErrorDetails, document: Document) -> Iterator[str]:
         yield f"{place}: {sentence}"
 
 
-def _wrong_value(detail: ErrorDetails, document: Document) -> Iterator[str]:
+def _wrong_value(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     yield _mismatch(path_of(detail["loc"], document.root), document)
 
 
-def _mismatch(path: KeyPath, document: Document) -> str:
+def _mismatch(path: KeyPath, document: ConfigDocument) -> str:
     spot = spot_at(path, document.with_types(), document.root) or Spot.of(object)
     value = value_at(path, document.table)
     place = document.origin(path).place(path)
     return f"{place}: expected {wording.expected(spot)}, got {wording.given(value)}{wording.advice(spot, value)}"
 
 
-EXPLAIN: dict[str, Callable[[ErrorDetails, Document], Iterator[str]]] = {
+EXPLAIN: dict[str, Callable[[ErrorDetails, ConfigDocument], Iterator[str]]] = {
     "extra_forbidden": _unknown_key,
     "missing": _missing_key,
     "union_tag_invalid": _unknown_type,

@@ -1,5 +1,6 @@
-"""What becomes of work that fails, by kind of error."""
+"""What becomes of work that fails, by kind of error: a section of the run file, and the policies it picks from."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -7,9 +8,10 @@ from pydantic import Field
 from paceline.config.base import Section
 
 Choice = Literal["retry", "drop", "fail"]
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 
 
-class Failures(Section):
+class FailuresConfig(Section):
     """What becomes of an episode that fails, by kind of error. `retry` plays it again from its beginning, with the same
     noise and after a growing pause, and drops it in the end; `drop` goes on without it; `fail` stops the run at once
     with the cause. `[breaker]` counts what was dropped, and stops a run that loses too much."""
@@ -30,3 +32,52 @@ class Failures(Section):
     """A reference model could not score a sample: it is asked again, and then the sample is dropped."""
     tries: int = Field(default=3, ge=1)
     """How often `retry` tries in all, the first time included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Try again, `tries` times in all; then give it up."""
+
+    tries: int
+
+    def again(self, failed: int) -> bool:
+        """Whether to try once more after so many failures."""
+        return failed < self.tries
+
+    @staticmethod
+    def pause(failed: int) -> float:
+        """Seconds before the next try: twice as long each time, up to a limit.
+
+        >>> [Retry.pause(failed) for failed in (1, 2, 3, 9)]
+        [1.0, 2.0, 4.0, 30.0]
+        """
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failed - 1, 10))
+
+    def __str__(self) -> str:
+        return f'"retry", {self.tries} tries'
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give it up at once and go on."""
+
+    def __str__(self) -> str:
+        return '"drop"'
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Stop the run with the cause."""
+
+    def __str__(self) -> str:
+        return '"fail"'
+
+
+FailurePolicy = Retry | Drop | Fail
+USUAL: FailurePolicy = Retry(3)
+"""What most kinds of failure get."""
+
+
+def failure_policy(choice: Choice, tries: int) -> FailurePolicy:
+    """The value a word of the run file stands for."""
+    return {"retry": Retry(tries), "drop": Drop(), "fail": Fail()}[choice]

@@ -1,11 +1,52 @@
-"""What of the sampled groups reaches the trainer."""
+"""Which sampled groups reach the trainer: filters, and replay of groups that have trained before."""
+
+from collections.abc import Sequence
+from math import floor, gcd
 
 from pydantic import Field
 
 from paceline.config.base import Hook, Section
 
 
-class Filters(Section):
+class ReplayConfig(Section):
+    """Recent groups that train once more, while no token of theirs is older than `staleness` allows."""
+
+    share: float = Field(default=0.0, ge=0, lt=1)
+    """Most of a batch's places that replayed groups may take; 0 turns replay off."""
+    groups: int = Field(default=256, ge=1)
+    """Recent groups that are remembered."""
+    times: int = Field(default=1, ge=1)
+    """How often a group may be replayed."""
+
+    def places(self, batch_size: int, group_sizes: Sequence[int]) -> int:
+        """Places of a batch that replay may fill: whole groups, and never so many that no fresh one fits in.
+
+        >>> [ReplayConfig(share=share).places(16, [4]) for share in (0.3, 0.9, 0.2)]
+        [4, 12, 0]
+        """
+        # The share is written in decimals: 0.29 of 100 is 29, whatever the product rounds to.
+        places = min(floor(self.share * batch_size + 1e-9), batch_size - max(group_sizes))
+        places -= places % gcd(*group_sizes)
+        return places if places >= min(group_sizes) else 0
+
+    def idle(self, staleness: int, batch_size: int, group_sizes: Sequence[int]) -> str | None:
+        """Why a run that asks for replay will see none."""
+        if not self.share:
+            return None
+        if staleness == 0:
+            return (
+                f"replay.share = {self.share} has no effect at staleness = 0, where a group that has trained is "
+                "already too old: raise staleness, or remove [replay]"
+            )
+        if not self.places(batch_size, group_sizes):
+            return (
+                f"replay.share = {self.share} has no effect: in a batch of {batch_size} it leaves no room for a "
+                "replayed group beside a fresh one; raise replay.share or batch_size, or remove [replay]"
+            )
+        return None
+
+
+class FiltersConfig(Section):
     """Groups that never reach the trainer."""
 
     zero_advantage: bool = True
@@ -15,7 +56,7 @@ class Filters(Section):
     when left out."""
 
 
-class Length(Section):
+class LengthConfig(Section):
     """What becomes of replies that come near `sampling.max_tokens`."""
 
     mask_truncated: bool = False

@@ -9,20 +9,42 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config import apple, backends, cluster
-from paceline.config.advice import Advice
-from paceline.config.algorithm import GAE, GRPO, SFT, AlgorithmConfig, Echo, GroupCredit
+from paceline.config import apple, cluster
+from paceline.config import inference as backends
+from paceline.config.advice import AdviceConfig
+from paceline.config.algorithm import AlgorithmConfig, EchoConfig, GAEConfig, GroupCreditConfig, GRPOConfig, SFTConfig
 from paceline.config.base import PathKey, Section
-from paceline.config.cluster import Cluster
-from paceline.config.env import EnvConfig, ReverseText
-from paceline.config.failures import Failures
-from paceline.config.filters import Filters, Length
-from paceline.config.inference import Engine, Sampling
-from paceline.config.model import Model
-from paceline.config.replay import Replay
+from paceline.config.cluster import ClusterConfig
+from paceline.config.env import EnvConfig, ReverseTextConfig
+from paceline.config.failures import FailuresConfig
+from paceline.config.filters import FiltersConfig, LengthConfig, ReplayConfig
+from paceline.config.inference import EngineConfig, SamplingConfig
+from paceline.config.model import ModelConfig
 from paceline.config.secret import secrets_in
-from paceline.config.trainer import Trainer
-from paceline.config.weights import Weights
+from paceline.config.trainer import TrainerConfig
+
+
+class WeightsConfig(Section):
+    """How an update travels. In one process (`placement = "local"` and `"colocated"`) it is copied and nothing here
+    matters; a LoRA adapter always travels in a request."""
+
+    path: Literal["auto", "disk", "http", "delta", "broadcast"] = "auto"
+    """`disk`: as a file in the run directory, which both sides see. `http`: as the body of a request, nothing shared.
+    `delta`: only the elements that changed since the version the engine holds, and all of them to one that holds
+    another. `broadcast`: by a collective; with `placement = "ray"` from the trainer's first rank to all engines at
+    once. `auto`: files where both see the folder, bodies elsewhere, and deltas in front of either where the published
+    weights are bfloat16 or float16. With `placement = "ray"` there are two ways, and `auto` is `broadcast` where rank
+    and engines have GPUs of their own and there are several engines, else Ray's object store."""
+
+    def idle(self, placement: str) -> str | None:
+        """Why a run that asks for a path will not see it."""
+        if placement not in ("local", "colocated") or self.path == "auto":
+            return None
+        return (
+            f'weights.path = "{self.path}" has no effect with placement = "{placement}", where engine and trainer '
+            'share a process: set placement = "processes", or remove [weights]'
+        )
+
 
 DEFAULT_STEPS = 100
 FOLDER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -32,7 +54,7 @@ class ConfigWarning(UserWarning):
     """Legal, but probably not what was meant."""
 
 
-class Eval(Section):
+class EvalConfig(Section):
     """Evaluation on the held-out split. It never touches training state."""
 
     every: int = Field(default=10, ge=0)
@@ -43,11 +65,11 @@ class Eval(Section):
     """Episodes per example; above 1, pass@k is reported too."""
     examples: int | None = Field(default=None, ge=1)
     """Use only the first n held-out examples."""
-    sampling: Sampling | None = None
+    sampling: SamplingConfig | None = None
     """Sampling for evaluation; the run's `sampling` when left out."""
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """Resumable state. A run always leaves one at its end."""
 
     every: int = Field(default=100, ge=0)
@@ -59,7 +81,7 @@ class Checkpoint(Section):
     that says so and is not kept in the run directory."""
 
 
-class Record(Section):
+class RecordConfig(Section):
     """What a run shows and keeps."""
 
     rollouts: int = Field(default=4, ge=0)
@@ -77,7 +99,7 @@ class Record(Section):
     """A run that has not moved or shown anything for so long says who waits for whom; 0 leaves it silent."""
 
 
-class Recording(Section):
+class RecordingConfig(Section):
     """Where agents that know only a base URL reach their seat. Each episode has an unguessable address of its own."""
 
     host: str = "127.0.0.1"
@@ -96,7 +118,7 @@ class Recording(Section):
         return host
 
 
-class Breaker(Section):
+class BreakerConfig(Section):
     """When failing rollouts, groups without a signal, or user code that hangs stop the run."""
 
     consecutive: int = Field(default=5, ge=1)
@@ -164,26 +186,26 @@ class RunConfig(Section):
     resume: Annotated[str, PathKey("checkpoint")] | None = None
     """`latest`, or the path of a checkpoint to go on from."""
 
-    model: Model = Model()
-    sampling: Sampling = Sampling()
-    engine: Engine = Engine()
-    trainer: Trainer = Trainer()
-    cluster: Cluster = Cluster()
-    algo: AlgorithmConfig = GRPO()
+    model: ModelConfig = ModelConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    algo: AlgorithmConfig = GRPOConfig()
     """The algorithm of all environments that name none of their own, by `type`."""
-    env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseText()]
+    env: Annotated[list[EnvConfig], Field(min_length=1)] = [ReverseTextConfig()]
     """The environments that rollouts come from, by `type`."""
-    filters: Filters = Filters()
-    length: Length = Length()
-    replay: Replay = Replay()
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    record: Record = Record()
-    recording: Recording = Recording()
-    breaker: Breaker = Breaker()
-    failures: Failures = Failures()
-    weights: Weights = Weights()
-    advice: Advice = Advice()
+    filters: FiltersConfig = FiltersConfig()
+    length: LengthConfig = LengthConfig()
+    replay: ReplayConfig = ReplayConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
+    recording: RecordingConfig = RecordingConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    failures: FailuresConfig = FailuresConfig()
+    weights: WeightsConfig = WeightsConfig()
+    advice: AdviceConfig = AdviceConfig()
 
     @field_validator("name")
     @classmethod
@@ -269,7 +291,7 @@ class RunConfig(Section):
     def _may_compare(env: EnvConfig, algo: AlgorithmConfig) -> bool:
         """Whether a group of one may teach all the same: an arena's actor may sit in several seats of one episode, and
         echo predicts what the policy is told."""
-        return env.type == "arena" or isinstance(algo, Echo)
+        return env.type == "arena" or isinstance(algo, EchoConfig)
 
     def _env_problems(self, env: EnvConfig) -> Iterator[str]:
         assert self.max_inflight is not None
@@ -292,13 +314,13 @@ class RunConfig(Section):
             )
         for place, algo in env.credits:
             if env.group_size == 1 and algo.group_relative and not self._may_compare(env, algo):
-                batch = 'baseline = "batch" beside it, or ' if isinstance(algo, GroupCredit) else ""
+                batch = 'baseline = "batch" beside it, or ' if isinstance(algo, GroupCreditConfig) else ""
                 yield (
                     f"environment `{env.name}`{place}: {algo.type} compares the tries of one row with one another, and "
                     "group_size = 1 leaves nothing to compare: every advantage would be 0 and nothing would be "
                     f'learned. Write group_size = 8, or any number from 2; or {batch}type = "rae"'
                 )
-            if isinstance(algo, GAE) and self.trainer.critic is None:
+            if isinstance(algo, GAEConfig) and self.trainer.critic is None:
                 yield (
                     f"environment `{env.name}`{place}: gae needs a critic that predicts the reward: "
                     "add a section [trainer.critic], which may be empty"
@@ -308,7 +330,7 @@ class RunConfig(Section):
                     f"environment `{env.name}`{place}: its baseline is the whole batch's, and trainer.stream does not "
                     'wait for that: set baseline = "group", or leave stream out'
                 )
-            if isinstance(algo, SFT) and env.seats:
+            if isinstance(algo, SFTConfig) and env.seats:
                 yield (
                     f"environment `{env.name}`{place}: sft plays whole episodes, not one seat of them: "
                     "give it an [[env]] of its own, without `seats`"

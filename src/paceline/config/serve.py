@@ -1,6 +1,5 @@
 """`paceline serve`: where it listens, who may ask, what it may read. The model and engine come from the run file."""
 
-import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,14 +7,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
-from paceline.config.load import Loaded, load
+from paceline.config.load import LoadedConfig, load
 from paceline.config.target import names_run_file
+from paceline.util.browser_requests import is_loopback
 
 SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
 """What of a run file a server uses; other overrides would be read and change nothing."""
 
 
-class Serve(Section):
+class ServeConfig(Section):
     """A server of the OpenAI API over one engine."""
 
     host: str = "127.0.0.1"
@@ -40,7 +40,7 @@ class Serve(Section):
     """Run the engine in its own process; on a GPU unless this says otherwise."""
 
     @model_validator(mode="after")
-    def _guarded(self) -> "Serve":
+    def _guarded(self) -> "ServeConfig":
         if not self.api_key and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines: give an API key (--api-key or PACELINE_API_KEY), "
@@ -52,25 +52,16 @@ class Serve(Section):
         return self
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def load_serve(**flags: object) -> Serve:
+def load_serve(**flags: object) -> ServeConfig:
     """The server's settings from the command line's flags; those left out have their defaults."""
     given = {key: value for key, value in flags.items() if value is not None}
     try:
-        return Serve.model_validate(given)
+        return ServeConfig.model_validate(given)
     except ValidationError as error:
         raise ConfigError([_sentence(detail) for detail in error.errors(include_url=False)]) from None
 
 
-def load_served(model: str, overrides: Sequence[str]) -> Loaded:
+def load_served(model: str, overrides: Sequence[str]) -> LoadedConfig:
     """The model and engine to serve: from a run file, or by the model's name with every default."""
     strange = [flag for flag in overrides if flag.startswith("--") and _section(flag) not in SERVED_SECTIONS]
     if strange:

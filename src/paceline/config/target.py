@@ -1,18 +1,84 @@
 """Loads what a command names: a run file, an example of the package, or an environment's type with every default."""
 
+import re
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.config.errors import ConfigError
-from paceline.config.examples import example_names, find_run_file
+from paceline.config.examples import example_names, examples_folder, find_run_file
 from paceline.config.fields import ROOT
-from paceline.config.load import Loaded, load
-from paceline.config.run import RunConfig
+from paceline.config.load import LoadedConfig, load
+from paceline.config.paths import files_of
+from paceline.config.run import FOLDER_NAME, RunConfig
 from paceline.config.wording import code, either
 
+KINDS = {
+    "quickstart": ("quickstart", "a tiny model learns to reverse words; nothing to write"),
+    "reward": ("environments/reward", "rows of a file and a Python reward function"),
+    "env": ("environments/echo", "an environment class: it makes the rows and scores the replies"),
+    "multi-turn": ("environments/second_try", "a function that talks for several turns, with a checker"),
+    "tools": ("environments/tools", "an environment class with tools that the model calls"),
+    "self-play": ("arenas/kuhn_poker", "a game the model plays against itself"),
+    "sft": ("algorithms/demonstrations", "supervised fine-tuning on rows that hold the right reply"),
+    "distill": ("algorithms/opd", "on-policy distillation from a served teacher"),
+    "algorithm": ("algorithms/custom", "a credit function of your own"),
+}
+"""What `paceline init` writes by a short word: the example it comes from, and what that is."""
 
-def load_target(target: str, overrides: Sequence[str] = ()) -> Loaded:
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What was written, and for which example."""
+
+    run_file: Path
+    files: list[Path]
+    """The run file first."""
+
+
+def write_starter(kind: str, folder: Path, name: str | None = None, force: bool = False) -> Starter:
+    """Copy an example, by its kind or its name, so that it stands on its own in `folder`."""
+    source = _source(kind)
+    name = name or kind.rpartition("/")[2]
+    if not re.fullmatch(FOLDER_NAME, name):
+        raise ConfigError([f"--name {name}: it names the run directory: use letters, digits, `.`, `_` and `-`"])
+    text = source.read_text(encoding="utf-8")
+    named = files_of(tomllib.loads(text), source.parent)
+    contents = {folder / f"{name}.toml": _standing_alone(text, source, name, named).encode()}
+    contents |= {folder / file.name: file.read_bytes() for file in named.values()}
+    existing = [path for path in contents if path.exists()]
+    if existing and not force:
+        files = either(map(str, existing), "and")
+        raise ConfigError([f"{files} would be replaced: add --force, or write elsewhere with --to FOLDER"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in contents.items():
+        path.write_bytes(content)
+    return Starter(next(iter(contents)), list(contents))
+
+
+def _source(kind: str) -> Path:
+    example = KINDS[kind][0] if kind in KINDS else kind
+    if example not in example_names():
+        raise ConfigError([f"init knows no kind `{kind}`: choose {either(code(KINDS))}, or any example of the package"])
+    return examples_folder() / f"{example}.toml"
+
+
+def _standing_alone(text: str, source: Path, name: str, named: dict[str, Path]) -> str:
+    """The run file as it reads in the new place: its own name, its files beside it, commands that name it."""
+    text = re.sub(r'^name = "[^"]*"', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
+    for words, file in named.items():
+        text = text.replace(f'"{words}', f'"{file.name}')
+
+    def command(match: re.Match[str]) -> str:
+        found = find_run_file(match[2])
+        return f"{match[1]}{name}.toml" if found == source else match[0]
+
+    return re.sub(r"^(#.*?paceline \w+ )(\S+)", command, text, flags=re.MULTILINE)
+
+
+def load_target(target: str, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The run file that `target` names; or, if it is an environment's type, every default with flags that set its keys.
 
     `retrieval --top-k 2 --sampling.temperature 0.7` means `--env.0.type retrieval --env.0.top-k 2 --sampling...`.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from paceline.config.base import Hook, Section
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
 
 MAX_LOG_RATIO = 20.0
 """Exponents are clamped to this much either way: e^20 is far outside any trust region, and still a number."""
@@ -13,7 +13,7 @@ REF_KL_TRUST = 0.2
 """A teacher's pull ends once the probability has moved this far its way."""
 
 
-class DPPO(Section):
+class DPPOConfig(Section):
     """Policy gradient with a trust region on the probability difference, plus a small squared log-ratio."""
 
     type: Literal["dppo"] = "dppo"
@@ -25,7 +25,7 @@ class DPPO(Section):
     """Weight of (log ratio)^2, over all rl tokens."""
 
 
-class PPO(Section):
+class PPOConfig(Section):
     """The clipped surrogate of PPO."""
 
     type: Literal["ppo"] = "ppo"
@@ -37,7 +37,7 @@ class PPO(Section):
     """Bound the loss of negative advantages at this ratio; off when left out."""
 
 
-class GSPO(Section):
+class GSPOConfig(Section):
     """PPO's clip on the whole sequence's ratio, the geometric mean of its tokens'. Turns `trainer.proximal` on."""
 
     type: Literal["gspo"] = "gspo"
@@ -47,7 +47,7 @@ class GSPO(Section):
     """Clip the sequence's ratio above at 1 + clip_high."""
 
 
-class CISPO(Section):
+class CISPOConfig(Section):
     """Policy gradient whose importance weight is clipped, so that no token loses its gradient."""
 
     type: Literal["cispo"] = "cispo"
@@ -57,7 +57,7 @@ class CISPO(Section):
     """Largest weight of a token."""
 
 
-class Reinforce(Section):
+class ReinforceConfig(Section):
     """The plain policy gradient, -A log pi."""
 
     type: Literal["reinforce"] = "reinforce"
@@ -65,16 +65,18 @@ class Reinforce(Section):
     """Weigh tokens by pi / behaviour, up to this much. When left out all weigh 1, as if just sampled by the policy."""
 
 
-class CustomLoss(Hook):
+class CustomLossConfig(Hook):
     """A user's loss `fn(streams, **kwargs)`, by import path: the loss of each rl token of one sequence."""
 
     type: Literal["custom"] = "custom"
 
 
-LossConfig = Annotated[DPPO | PPO | GSPO | CISPO | Reinforce | CustomLoss, Field(discriminator="type")]
+LossConfig = Annotated[
+    DPPOConfig | PPOConfig | GSPOConfig | CISPOConfig | ReinforceConfig | CustomLossConfig, Field(discriminator="type")
+]
 
 
-class Proximal(Section):
+class ProximalConfig(Section):
     """Measure steps from the policy at the batch's start, and correct for who really sampled with a capped weight."""
 
     cap: float = Field(default=5.0, gt=0)
@@ -85,7 +87,7 @@ class Proximal(Section):
     """At sequence level, the geometric mean over tokens instead of the product."""
 
 
-class KL(Section):
+class KLConfig(Section):
     """Hold the policy near a reference."""
 
     how: Literal["loss", "advantage"] = "loss"
@@ -106,7 +108,7 @@ class KL(Section):
     """Keep the reference's tensors in CPU memory. Needless under LoRA, where they are small or none."""
 
 
-class Critic(Section):
+class CriticConfig(Section):
     """A value model for samples that bring rewards instead of advantages. It has its own optimizer, set up like the
     policy's, and takes as much memory; under LoRA it shares the frozen base."""
 
@@ -127,7 +129,7 @@ class Critic(Section):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """AdamW."""
 
     lr: float = Field(default=1e-5, ge=0)
@@ -152,11 +154,11 @@ class Optimizer(Section):
     """Where `linear` and `cosine` end, as a share of `lr`."""
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     """How a batch becomes a gradient."""
 
-    optimizer: Optimizer = Optimizer()
-    loss: LossConfig = DPPO()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = DPPOConfig()
     """The policy loss, by `type`."""
     normalise: Literal["token", "sample", "fixed"] = "token"
     """Divide a component's sum by its tokens, its samples' own lengths, or samples times `fixed_length`."""
@@ -164,17 +166,17 @@ class Trainer(Section):
     """The constant length of `normalise = "fixed"`."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per batch, each on its share of the rollouts."""
-    proximal: Proximal | None = None
+    proximal: ProximalConfig | None = None
     """Measure the policy's steps from the batch's start instead of from the sampler; off when left out."""
-    kl: KL | None = None
+    kl: KLConfig | None = None
     """Hold the policy near a reference; off when left out."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     clip_skip_threshold: float | None = Field(default=None, gt=0, lt=1)
     """Leave out a sample with a larger share than this (say 0.3) of ratios outside 0.8 to 1.2; off when left out."""
-    critic: Critic | None = None
+    critic: CriticConfig | None = None
     """A value model, needed by algorithms that give rewards instead of advantages; none when left out."""
-    parallel: Parallel = Parallel()
+    parallel: ParallelConfig = ParallelConfig()
     """Processes that train together, and how the model lies on them; one alone when left out."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 4096
     """Token budget of one packed forward pass. `auto` tries, when the first batch is here, what the GPU's memory has
@@ -202,14 +204,14 @@ class Trainer(Section):
     """CPU threads; a share of the cores when left out."""
 
     @model_validator(mode="after")
-    def _near_the_snapshot(self) -> "Trainer":
+    def _near_the_snapshot(self) -> "TrainerConfig":
         # Its bounds are so narrow that the engine's rounding alone would leave them.
-        if isinstance(self.loss, GSPO) and self.proximal is None:
-            self.proximal = Proximal()
+        if isinstance(self.loss, GSPOConfig) and self.proximal is None:
+            self.proximal = ProximalConfig()
         return self
 
     @model_validator(mode="after")
-    def _streams_one_step(self) -> "Trainer":
+    def _streams_one_step(self) -> "TrainerConfig":
         if self.stream and self.minibatches > 1:
             raise ValueError(
                 "trainer.stream sums one gradient while a batch comes in: set minibatches = 1, or leave stream out"
@@ -219,7 +221,7 @@ class Trainer(Section):
         return self
 
     @model_validator(mode="after")
-    def _keeps_step(self) -> "Trainer":
+    def _keeps_step(self) -> "TrainerConfig":
         shard, tensor, context = self.parallel.shard, self.parallel.tensor, self.parallel.context
         if self.critic is not None and tensor > 1:
             raise ValueError(

@@ -1,25 +1,21 @@
 """Samples, packing, rows, and the books that account for them."""
 
-from paceline.data.bad_rows import BadRows, look_through
-from paceline.data.balance import Cost, balanced, imbalance, lockstep
+from paceline.data.balance import Cost, Cut, balanced, cuts, imbalance, lockstep
 from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
-from paceline.data.cutting import Cut, cuts
 from paceline.data.draws import Draws, learn, order_of
 from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture, skipped
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
-from paceline.data.row_digest import row_change, row_digest
-from paceline.data.rows import DataError, Row
+from paceline.data.rows import BadRows, DataError, Row, look_through, row_change, row_digest
 from paceline.data.sample import Ended, Sample, Ticket
 from paceline.data.scales import Normalise, Scales, count, fold
-from paceline.data.sources import Address, Scheme, listed_rows, open_rows, parse_address, register_scheme
+from paceline.data.sources import DatasetUri, Scheme, listed_rows, open_rows, parse_address, register_scheme
 from paceline.data.wire import WireError, decode, encode
 
 __all__ = [
-    "Address",
     "BadRow",
     "BadRows",
     "ContaminationReport",
@@ -28,6 +24,7 @@ __all__ = [
     "Cursor",
     "Cut",
     "DataError",
+    "DatasetUri",
     "Draws",
     "Ended",
     "Ledger",

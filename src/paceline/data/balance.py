@@ -8,7 +8,7 @@ Tokens alone do not tell the cost: attention grows with the square of a sequence
 most work is missing (longest processing time), and packs of like cost make up a row: one micro-batch of every rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.packing import Places, first_fit_decreasing, longest_first
+from paceline.data.packing import BinHeap, first_fit_decreasing, longest_first, minibatches
+from paceline.data.sample import Sample
 
 Bins = list[list[int]]
 
@@ -126,7 +127,7 @@ def _built(lengths: Sequence[int], costs: NDArray, rows: int, ranks: int, budget
     targets = _targets([work[i] for i in first[::ranks]], rows, sum(work) / ranks)
     bins: Bins = [[i] for i in first] + [[] for _ in range(rows * ranks - len(first))]
     begun = ((work[i] - targets[place // ranks], place, budget - lengths[i]) for place, i in enumerate(first))
-    places = Places(lengths[order[-1]] if order else 0, begun)
+    places = BinHeap(lengths[order[-1]] if order else 0, begun)
     for index in others:
         taken = places.first(lengths[index])
         if taken is None:
@@ -180,3 +181,40 @@ def _packs(bins: Sequence[list[int]], costs: NDArray) -> list[Pack]:
     owners = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
     members = np.fromiter(chain.from_iterable(bins), int, len(owners))
     return list(map(Pack, np.bincount(owners, costs[members], len(bins)).tolist(), bins))
+
+
+Cut = list[Bins]
+"""For each rank its micro-batches, as indices of samples: equally many on every rank, some of them empty."""
+
+
+def cuts(samples: Sequence[Sample], steps: int, ranks: int, budget: int, cost: Cost) -> list[Cut]:
+    """A cut for each optimizer step, whose samples do not hang on the number of ranks. One rank alone packs by first
+    fit, which leaves neighbours together: they may share a prompt. A step without samples has no micro-batches."""
+    out = []
+    for members in minibatches(samples, steps):
+        lengths = [len(samples[i]) for i in members]
+        fitted = balanced(lengths, ranks, budget, cost) if ranks > 1 else [first_fit_decreasing(lengths, budget)]
+        out.append([[[members[i] for i in places] for places in bins] for bins in fitted])
+    return out
+
+
+def only(some: Sequence[Cut], chosen: Collection[int]) -> Cut:
+    """The cuts of several steps as one that leaves out samples that are not chosen. Where no rank has any in its k-th
+    micro-batch there is none: they are still equally many on every rank.
+
+    >>> only([[[[0, 1], [2]], [[3], [4]]], [[[5]], [[]]]], {0, 4})
+    [[[0], []], [[], [4]]]
+    """
+    rows = (row for cut in some for row in zip(*cut, strict=True))
+    left = [[[i for i in places if i in chosen] for places in row] for row in rows]
+    return [[row[rank] for row in left if any(row)] for rank in range(len(some[0]))]
+
+
+def held(bins: Bins) -> list[int]:
+    """All samples of some micro-batches, in their order in the batch."""
+    return sorted(i for places in bins for i in places)
+
+
+def everyone(cut: Cut) -> list[int]:
+    """All samples of a step, whichever rank has them."""
+    return held([places for bins in cut for places in bins])

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from paceline.data.fields import Shape
+from paceline.data.fields import RowShape
 from paceline.data.formats import Numbered
 from paceline.data.rows import DataError, Row, reading
 
@@ -24,10 +24,10 @@ Groups = tuple[Sequence[int], Callable[[int], Table]]
 """How many rows each group has, and how to decode one."""
 
 
-class Columns(Numbered):
+class ColumnRows(Numbered):
     """The rows of a table."""
 
-    def __init__(self, source: str, groups: Groups, shape: Shape, limit: int | None) -> None:
+    def __init__(self, source: str, groups: Groups, shape: RowShape, limit: int | None) -> None:
         super().__init__(shape)
         self._source = source
         sizes, self._decode = groups

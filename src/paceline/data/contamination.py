@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.data.mixture import Mixture
-from paceline.data.rows import DataError, Kept, Row
+from paceline.data.rows import DataError, Row, RowSubset
 
 LENGTH = 13
 EXAMPLES = 5
@@ -134,4 +134,4 @@ def decontaminate(
         )
     if not report.dropped:
         return rows, report
-    return rows.keep(kept) if isinstance(rows, Mixture) else Kept(rows, kept), report
+    return rows.keep(kept) if isinstance(rows, Mixture) else RowSubset(rows, kept), report

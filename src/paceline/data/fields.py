@@ -21,7 +21,7 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowShape:
     """Turns a file's row into one of ours, or says why it cannot."""
 
     fields: Mapping[str, str] = field(default_factory=dict)

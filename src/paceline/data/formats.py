@@ -10,15 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from paceline.data.bad_rows import BadRows
-from paceline.data.fields import BadRow, Shape
-from paceline.data.rows import DataError, Placed, Row, Rows, csv_rows, json_rows, parse_object, reading
+from paceline.data.fields import BadRow, RowShape
+from paceline.data.rows import BadRows, DataError, Placed, Row, Rows, csv_rows, json_rows, parse_object, reading
 
 
-class Stored(Rows):
+class StoredRows(Rows):
     """Rows as they are stored, shaped into ours on the way out. Bad ones are left out, and told of in `bad`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RowShape) -> None:
         self._shape = shape
         self.bad = BadRows(DataError)
 
@@ -40,10 +39,10 @@ class Stored(Rows):
         return True
 
 
-class Numbered(Stored):
-    """Stored rows that are found by their number."""
+class Numbered(StoredRows):
+    """StoredRows rows that are found by their number."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RowShape) -> None:
         super().__init__(shape)
         self._used: Sequence[int] = ()
 
@@ -69,7 +68,7 @@ class Numbered(Stored):
 class Listed(Numbered):
     """Rows that somebody else holds: a list in memory, a dataset of the hub, a generated task."""
 
-    def __init__(self, rows: Sequence[Row], places: Iterable[str], shape: Shape, limit: int | None) -> None:
+    def __init__(self, rows: Sequence[Row], places: Iterable[str], shape: RowShape, limit: int | None) -> None:
         super().__init__(shape)
         self._rows = rows
         length = len(rows) if limit is None else min(limit, len(rows))
@@ -79,10 +78,10 @@ class Listed(Numbered):
         return copy.deepcopy(self._rows[number])
 
 
-class JsonLines(Stored):
+class JsonLines(StoredRows):
     """A .jsonl file by the byte offsets of its rows: eight bytes of memory a row, however long the rows are."""
 
-    def __init__(self, source: str, shape: Shape, limit: int | None) -> None:
+    def __init__(self, source: str, shape: RowShape, limit: int | None) -> None:
         super().__init__(shape)
         self._source = source
         self._path = Path(source).absolute()
@@ -128,7 +127,7 @@ def _line(line: bytes, place: str) -> Row:
 
 
 def _in_memory(parse: Callable[[Path], Placed]) -> "Opener":
-    def open_file(source: str, shape: Shape, limit: int | None) -> Listed:
+    def open_file(source: str, shape: RowShape, limit: int | None) -> Listed:
         with reading(source):
             placed = list(islice(parse(Path(source)), limit))
         return Listed([row for _, row in placed], [place for place, _ in placed], shape, limit)
@@ -136,19 +135,19 @@ def _in_memory(parse: Callable[[Path], Placed]) -> "Opener":
     return open_file
 
 
-def _parquet(source: str, shape: Shape, limit: int | None) -> Stored:
-    from paceline.data.columns import Columns, parquet_groups
+def _parquet(source: str, shape: RowShape, limit: int | None) -> StoredRows:
+    from paceline.data.columns import ColumnRows, parquet_groups
 
-    return Columns(source, parquet_groups(source), shape, limit)
-
-
-def _arrow(source: str, shape: Shape, limit: int | None) -> Stored:
-    from paceline.data.columns import Columns, arrow_groups
-
-    return Columns(source, arrow_groups(source), shape, limit)
+    return ColumnRows(source, parquet_groups(source), shape, limit)
 
 
-Opener = Callable[[str, Shape, int | None], Stored]
+def _arrow(source: str, shape: RowShape, limit: int | None) -> StoredRows:
+    from paceline.data.columns import ColumnRows, arrow_groups
+
+    return ColumnRows(source, arrow_groups(source), shape, limit)
+
+
+Opener = Callable[[str, RowShape, int | None], StoredRows]
 
 FORMATS: dict[str, Opener] = {
     ".json": _in_memory(json_rows),

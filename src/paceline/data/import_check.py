@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from paceline.importing import HookError, split_import_path
+from paceline.util.importing import HookError, split_import_path
 
 
 def check_import(path: str) -> ast.stmt | None:

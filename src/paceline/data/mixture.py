@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from paceline.data.bad_rows import BadRows
 from paceline.data.curriculum import Curriculum
 from paceline.data.cursor import Cursor
-from paceline.data.formats import Stored
-from paceline.data.rows import DataError, Kept, Row, Rows
+from paceline.data.formats import StoredRows
+from paceline.data.rows import BadRows, DataError, Row, Rows, RowSubset
 from paceline.data.sources import open_rows
 
 
@@ -47,7 +46,7 @@ class Mixture(Rows):
         for index in indices:
             part, offset = self._locate(index)
             kept[self.names[part]].append(offset)
-        parts = {name: Kept(part, kept[name]) for name, part in zip(self.names, self._parts, strict=True)}
+        parts = {name: RowSubset(part, kept[name]) for name, part in zip(self.names, self._parts, strict=True)}
         return Mixture(parts, dict(zip(self.names, self.weights, strict=True)))
 
     def _row(self, index: int) -> Row:
@@ -63,9 +62,9 @@ def skipped(rows: Sequence[Row]) -> list[BadRows]:
     """The rows that were left out where these were opened, by dataset."""
     if isinstance(rows, Mixture):
         return [bad for part in rows.parts for bad in skipped(part)]
-    if isinstance(rows, Kept):
+    if isinstance(rows, RowSubset):
         return skipped(rows.rows)
-    return [rows.bad] if isinstance(rows, Stored) and rows.bad else []
+    return [rows.bad] if isinstance(rows, StoredRows) and rows.bad else []
 
 
 def open_mixture(weights: Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any) -> Mixture:

@@ -96,7 +96,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     [[1, 2], [3, 0]]
     """
     bins: list[list[int]] = []
-    places = Places(min(lengths, default=0))
+    places = BinHeap(min(lengths, default=0))
     for index in longest_first(lengths):
         length = lengths[index]
         taken = places.first(length)
@@ -115,7 +115,7 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
     return np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
 
 
-class Places:
+class BinHeap:
     """Bins, the least key first, for lengths that never grow and are never below `shortest`.
 
     A bin too full for one length is set aside until lengths are down to its room; it then takes any that follows, until

@@ -8,24 +8,57 @@ Whatever the source, what comes back is one kind of sequence: every row was chec
 is asked for, and belongs to the reader.
 """
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
-from paceline.data.fields import Shape
-from paceline.data.formats import FORMATS, Listed, Stored
-from paceline.data.hub import open_hub
+from paceline.data.fields import RowShape
+from paceline.data.formats import FORMATS, Listed, StoredRows
 from paceline.data.rows import DataError, Row
-from paceline.importing import FROM_PYTHON
+from paceline.util.importing import FROM_PYTHON
+
+
+def hub_name(uri: str) -> str | None:
+    """The dataset a URI names on the hub (or the folder it names instead); None for files and schemes."""
+    if "@" not in uri.partition("?")[0] or Path(uri).exists():
+        return None
+    return uri.partition("@")[2].partition(":")[0]
+
+
+def open_hub(uri: str, shape: RowShape, limit: int | None) -> Listed:
+    """The rows of one split. `datasets` keeps them on disk and maps them; a folder works like a hub name."""
+    split, _, place = uri.partition("@")
+    name, _, config = place.partition(":")
+    if not split or not name:
+        raise DataError(f"dataset {uri}: write `split@owner/name`, train@openai/gsm8k say")
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(
+            f'dataset {uri}: datasets of the hub need the datasets package: pip install "paceline[data]"'
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split)
+    # All it raises of its own: a missing name, split or config, no network, files it cannot parse.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DataError(
+            f"dataset {uri}: cannot be loaded: {reason}; without a network, name a local file instead"
+        ) from error
+    places = (f"dataset {uri}, row {number}" for number in range(1, len(rows) + 1))
+    return Listed(rows, places, shape, limit)
+
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]+):(?!//)([^?]*)(?:\?(.*))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class DatasetUri:
     """A URI of a scheme, taken apart: `reasoning-gym:chain_sum?size=100`."""
 
     uri: str
@@ -48,24 +81,26 @@ class Address:
 class Scheme:
     """How the rows of a scheme are made, and the options it knows besides `limit`, which all have."""
 
-    open: Callable[[Address], Sequence[Row]]
+    open: Callable[[DatasetUri], Sequence[Row]]
     options: Sequence[str] = ()
 
 
 _SCHEMES: dict[str, Scheme] = {}
 
 
-def register_scheme(name: str, open_address: Callable[[Address], Sequence[Row]], options: Sequence[str] = ()) -> None:
+def register_scheme(
+    name: str, open_address: Callable[[DatasetUri], Sequence[Row]], options: Sequence[str] = ()
+) -> None:
     """Let URIs begin with `name:`. Called by the layers above, which know where such rows come from."""
     _SCHEMES[name] = Scheme(open_address, options)
 
 
-def parse_address(uri: str) -> Address | None:
+def parse_address(uri: str) -> DatasetUri | None:
     """The parts of a URI that begins with a scheme; None for files and hub names."""
     if "@" in uri.partition("?")[0] or (found := _SCHEME.fullmatch(uri)) is None:
         return None
     scheme, name, query = found.groups()
-    return Address(uri, scheme, name, dict(parse_qsl(query or "", keep_blank_values=True)))
+    return DatasetUri(uri, scheme, name, dict(parse_qsl(query or "", keep_blank_values=True)))
 
 
 def open_rows(
@@ -85,7 +120,7 @@ def open_rows(
     `prompted=False` takes rows without a prompt too; `refine` makes of each row what its reader wants, or raises
     `BadRow`; `schemes` holds for this call and comes before those registered.
     """
-    shape = Shape(fields or {}, demonstrations, tuple(require), prompted, refine)
+    shape = RowShape(fields or {}, demonstrations, tuple(require), prompted, refine)
     if limit is not None and limit < 1:
         raise DataError(f"dataset {uri}: the limit must be at least 1, not {limit}")
     rows = _open(uri, shape, limit, {**_SCHEMES, **(schemes or {})})
@@ -113,10 +148,10 @@ def listed_rows(
         if not isinstance(row, Mapping):
             raise DataError(f"{name}, row {number} is {row!r:.80}: give a list of dicts, one for each row")
     places = (f"{name}, row {number}" for number in range(1, len(rows) + 1))
-    return Listed(rows, places, Shape(fields or {}, prompted=prompted, refine=refine), None)
+    return Listed(rows, places, RowShape(fields or {}, prompted=prompted, refine=refine), None)
 
 
-def _open(uri: str, shape: Shape, limit: int | None, schemes: Mapping[str, Scheme]) -> Stored:
+def _open(uri: str, shape: RowShape, limit: int | None, schemes: Mapping[str, Scheme]) -> StoredRows:
     path = Path(uri)
     if path.suffix in FORMATS and ("@" not in uri or path.exists()):
         return FORMATS[path.suffix](uri, shape, limit)
@@ -129,7 +164,7 @@ def _open(uri: str, shape: Shape, limit: int | None, schemes: Mapping[str, Schem
     )
 
 
-def _open_address(address: Address, shape: Shape, limit: int | None, schemes: Mapping[str, Scheme]) -> Stored:
+def _open_address(address: DatasetUri, shape: RowShape, limit: int | None, schemes: Mapping[str, Scheme]) -> StoredRows:
     uri, scheme = address.uri, schemes.get(address.scheme)
     if address.scheme == FROM_PYTHON:
         raise DataError(

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from paceline.config import env as config
-from paceline.data import Address, Row, register_scheme
-from paceline.envs.arithmetic import Arithmetic
+from paceline.data import DatasetUri, Row, register_scheme
 from paceline.envs.base import POLICY, EnvError, Environment, JudgeFailed, Outcome, SingleTurn, Split
 from paceline.envs.custom import FunctionEnvironment
-from paceline.envs.reverse_text import ReverseText
-from paceline.importing import import_object
+from paceline.envs.reverse_text import Arithmetic, ReverseText
+from paceline.util.importing import import_object
 
 __all__ = [
     "POLICY",
@@ -25,34 +24,34 @@ __all__ = [
 ]
 
 
-BUILDERS: dict[type[config.EnvBase], str] = {
-    config.ReverseText: "paceline.envs.reverse_text:ReverseText",
-    config.Arithmetic: "paceline.envs.arithmetic:Arithmetic",
-    config.AlphabetSort: "paceline.envs.alphabet_sort:AlphabetSort",
-    config.Calculator: "paceline.envs.calculator:Calculator",
-    config.Equality: "paceline.envs.equality:Equality",
-    config.Math: "paceline.envs.math_answers:Math",
-    config.GSM8K: "paceline.envs.gsm8k:GSM8K",
-    config.Code: "paceline.envs.code:Code",
-    config.Retrieval: "paceline.envs.retrieval:Retrieval",
-    config.TokenIn: "paceline.envs.token_in:TokenIn",
-    config.ModuleEnv: "paceline.envs.module:ModuleEnvironment",
-    config.ReasoningGym: "paceline.envs.reasoning_gym:ReasoningGym",
-    config.TextArena: "paceline.envs.textarena:TextArena",
-    config.Verifiers: "paceline.envs.verifiers:Verifiers",
-    config.ArenaEnv: "paceline.arena.environment:arena_environment",
-    config.RewardEnv: "paceline.envs.reward:RewardEnvironment",
-    config.CustomEnv: "paceline.envs.custom:custom_environment",
+BUILDERS: dict[type[config.BaseEnvConfig], str] = {
+    config.ReverseTextConfig: "paceline.envs.reverse_text:ReverseText",
+    config.ArithmeticConfig: "paceline.envs.reverse_text:Arithmetic",
+    config.AlphabetSortConfig: "paceline.envs.alphabet_sort:AlphabetSort",
+    config.CalculatorConfig: "paceline.envs.calculator:Calculator",
+    config.EqualityConfig: "paceline.envs.equality:Equality",
+    config.MathConfig: "paceline.envs.math_answers:Math",
+    config.GSM8KConfig: "paceline.envs.gsm8k:GSM8K",
+    config.CodeConfig: "paceline.envs.code:Code",
+    config.RetrievalConfig: "paceline.envs.retrieval:Retrieval",
+    config.TokenInConfig: "paceline.envs.token_in:TokenIn",
+    config.ModuleEnvConfig: "paceline.envs.module:ModuleEnvironment",
+    config.ReasoningGymConfig: "paceline.envs.reasoning_gym:ReasoningGym",
+    config.TextArenaConfig: "paceline.envs.textarena:TextArena",
+    config.VerifiersConfig: "paceline.envs.verifiers:Verifiers",
+    config.ArenaEnvConfig: "paceline.arena.environment:arena_environment",
+    config.RewardEnvConfig: "paceline.envs.reward:RewardEnvironment",
+    config.CustomEnvConfig: "paceline.envs.custom:custom_environment",
 }
 """What builds each section's environment, imported only if a run file names it."""
 
 
-def build_environment(c: config.EnvBase) -> Environment:
+def build_environment(c: config.BaseEnvConfig) -> Environment:
     """The environment a section of the run file describes."""
     return import_object(BUILDERS[type(c)])(c)
 
 
-def _lazily(path: str) -> Callable[[Address], Sequence[Row]]:
+def _lazily(path: str) -> Callable[[DatasetUri], Sequence[Row]]:
     return lambda address: import_object(path)(address)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import ClassVar
 
-from paceline.config.env.tasks import AlphabetSort as Config
+from paceline.config.env.tasks import AlphabetSortConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import tagged
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
@@ -82,7 +82,7 @@ class AlphabetSort(Environment):
         return {"role": "user", "content": ask.format(names=names, by=by, mark=self._mark.strip())}
 
 
-class Names:
+class NameList:
     """First and last names, for a model that can read."""
 
     mark: ClassVar[str] = " (new)"
@@ -155,4 +155,4 @@ class Letters(Words):
         return [letter for letter in text if not letter.isspace()]
 
 
-ITEMS: Mapping[str, type[Names] | type[Words]] = {"names": Names, "words": Words, "letters": Letters}
+ITEMS: Mapping[str, type[NameList] | type[Words]] = {"names": NameList, "words": Words, "letters": Letters}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from paceline.config.env.tasks import Calculator as Config
+from paceline.config.env.tasks import CalculatorConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import boxed, last_number
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
@@ -174,7 +174,7 @@ def answer_in(said: str) -> Fraction | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CalculatorCall:
     """An expression the policy wants worked out. None if it did not say which."""
 
     expression: str | None
@@ -182,22 +182,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CalculatorResult:
     """What the calculator shows."""
 
-    call: Call
+    call: CalculatorCall
     text: str
     good: bool
 
 
-def work_out(call: Call) -> Result:
+def work_out(call: CalculatorCall) -> CalculatorResult:
     """An error is an answer too: the policy can learn from it."""
     try:
         if call.expression is None:
             raise BadExpression("call it with an `expression`, as text")
-        return Result(call, written(calculate(call.expression)), good=True)
+        return CalculatorResult(call, written(calculate(call.expression)), good=True)
     except BadExpression as error:
-        return Result(call, f"error: {error}", good=False)
+        return CalculatorResult(call, f"error: {error}", good=False)
 
 
 class Style(ABC):
@@ -214,11 +214,11 @@ class Style(ABC):
         return {"role": "user", "content": text.replace("{expression}", expression)}
 
     @abstractmethod
-    def calls(self, reply: Reply, asked: str) -> list[Call]:
+    def calls(self, reply: Reply, asked: str) -> list[CalculatorCall]:
         """The calls in a reply to what was asked."""
 
     @abstractmethod
-    def answer(self, results: Sequence[Result]) -> list[Message]:
+    def answer(self, results: Sequence[CalculatorResult]) -> list[Message]:
         """The messages that tell of results."""
 
 
@@ -242,10 +242,12 @@ class ToolStyle(Style):
         },
     )
 
-    def calls(self, reply: Reply, asked: str) -> list[Call]:
-        return [Call(_expression(call["function"]["arguments"]), call.get("id", "")) for call in reply.tool_calls]
+    def calls(self, reply: Reply, asked: str) -> list[CalculatorCall]:
+        return [
+            CalculatorCall(_expression(call["function"]["arguments"]), call.get("id", "")) for call in reply.tool_calls
+        ]
 
-    def answer(self, results: Sequence[Result]) -> list[Message]:
+    def answer(self, results: Sequence[CalculatorResult]) -> list[Message]:
         return [{"role": "tool", "tool_call_id": r.call.id, "name": self.name, "content": r.text} for r in results]
 
 
@@ -259,12 +261,12 @@ class TextStyle(Style):
         "When you know the answer, reply with the number alone."
     )
 
-    def calls(self, reply: Reply, asked: str) -> list[Call]:
+    def calls(self, reply: Reply, asked: str) -> list[CalculatorCall]:
         lines = map(str.strip, reply.text.splitlines())
         rests = [line.removeprefix(self._config.call).strip() for line in lines if line.startswith(self._config.call)]
-        return [Call(rest if any(map(str.isdigit, rest)) else asked) for rest in rests]
+        return [CalculatorCall(rest if any(map(str.isdigit, rest)) else asked) for rest in rests]
 
-    def answer(self, results: Sequence[Result]) -> list[Message]:
+    def answer(self, results: Sequence[CalculatorResult]) -> list[Message]:
         text = "\n".join(result.text for result in results)
         return [{"role": "user", "content": self._config.result.replace("{result}", text)}]
 

@@ -1,17 +1,92 @@
 """A user's own environment, by import path: a class, or a function that plays one row."""
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
-from paceline.config.env import CustomEnv as Config
+from paceline.config.env import CustomEnvConfig as Config
 from paceline.data import Row, listed_rows
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
-from paceline.envs.handmade import take_over
-from paceline.importing import import_object
-from paceline.rollout import Rollout, Seat
-from paceline.user_code import user_code
+from paceline.inference import Finish
+from paceline.rollout import Rollout, Seat, Turn
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code
+
+MOST_VERSIONS = 2**31 - 1
+LARGEST = 3e38
+"""What still fits the streams' types."""
+SAMPLED = ("logprobs", "versions", "log_z")
+"""What goes with each sampled token."""
+
+
+def take_over(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
+    """The outcome of a hand-made rollout, whose turns stand for whatever the seat has recorded. Whose turn it was and
+    for which ticket, the run knows better than the rollout."""
+    if rollout.dropped:
+        return None
+    if rollout.error is not None:
+        raise EnvError(f"{where} returned a Rollout with an error: {rollout.error}")
+    if rollout.reward is None:
+        raise EnvError(f"{where} returned a Rollout without a `reward`: set it, or return None to drop the episode")
+    if not rollout.turns:
+        raise EnvError(f"{where} returned a Rollout without turns: return None to drop the episode")
+    most = seat.vocabulary - 1
+    seat.turns[:] = [_checked(turn, f"{where}: turn {at}", most) for at, turn in enumerate(rollout.turns, start=1)]
+    return Outcome({POLICY: number(rollout.reward, where)}, rollout.metrics)
+
+
+def _checked(turn: Any, where: str, last_token: int) -> Turn:
+    """The turn with plain lists of one length."""
+    if not isinstance(turn, Turn):
+        raise EnvError(f"{where} of the Rollout is of type {type(turn).__name__}: make it a paceline.rollout.Turn")
+    for name in ("prompt_ids", "completion_ids", "logprobs", "versions"):
+        if getattr(turn, name) is None:
+            raise EnvError(f"{where}: `{name}` is missing: every turn needs it")
+    streams = {name: f"{where}: `{name}`" for name in ("prompt_ids", "completion_ids")}
+    ids = {name: _whole(getattr(turn, name), place, last_token) for name, place in streams.items()}
+    for name, tokens in ids.items():
+        if not tokens:
+            raise EnvError(f"{where}: `{name}` is empty: a turn needs a prompt, and something the policy said")
+    _same_length(turn, len(ids["completion_ids"]), where)
+    if turn.finish not in get_args(Finish):
+        raise EnvError(f"{where}: `finish` is {turn.finish!r}: write " + " or ".join(map(repr, get_args(Finish))))
+    if not isinstance(turn.temperature, int | float) or not 0 <= turn.temperature < math.inf:
+        raise EnvError(f"{where}: `temperature` is {turn.temperature!r}: it must be a number from 0")
+    return replace(
+        turn,
+        **ids,
+        versions=_whole(turn.versions, f"{where}: `versions`", MOST_VERSIONS),
+        logprobs=_finite(turn.logprobs, f"{where}: `logprobs`"),
+        log_z=None if turn.log_z is None else _finite(turn.log_z, f"{where}: `log_z`"),
+    )
+
+
+def _same_length(turn: Turn, sampled: int, where: str) -> None:
+    for name in SAMPLED:
+        stream = getattr(turn, name)
+        if stream is not None and len(stream) != sampled:
+            raise EnvError(
+                f"{where}: `{name}` has {len(stream)} entries, but `completion_ids` has {sampled}: "
+                "every sampled token needs its own"
+            )
+
+
+def _whole(values: Sequence[Any], where: str, most: int) -> list[int]:
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) <= most:
+            raise EnvError(f"{where} holds {value!r}: it must hold whole numbers from 0 to {most}")
+    return [int(value) for value in values]
+
+
+def _finite(values: Sequence[Any], where: str) -> list[float]:
+    for value in values:
+        if not hasattr(value, "__float__") or not abs(value) < LARGEST:
+            raise EnvError(f"{where} holds {value!r}: it must hold finite numbers")
+    return [float(value) for value in values]
+
 
 ASYNC_ONLY = "{}: an environment function must be `async def rollout(row, seat)`"
 NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"

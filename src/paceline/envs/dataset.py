@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from paceline.config.env import CustomEnv, DatasetEnv, Retrieval
+from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, RetrievalConfig
 from paceline.data import Row, open_dataset
 from paceline.envs.base import Split
 
@@ -22,7 +22,7 @@ def first_rows(count: int) -> Generator[None]:
 
 
 def dataset_rows(
-    config: DatasetEnv | CustomEnv | Retrieval,
+    config: DatasetEnvConfig | CustomEnvConfig | RetrievalConfig,
     split: Split,
     refine: Callable[[Row], Row] | None = None,
     *,

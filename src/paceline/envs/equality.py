@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from paceline.config.env.tasks import Equality as Config
+from paceline.config.env.tasks import EqualityConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import normalised, question_and_answers, tagged
 from paceline.envs.base import Outcome, SingleTurn, Split

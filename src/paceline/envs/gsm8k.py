@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from paceline.config.env.tasks import GSM8K as Config
+from paceline.config.env.tasks import GSM8KConfig as Config
 from paceline.data import BadRow, Row
 from paceline.envs.answers import boxed, conversation, only_number, wanted
 from paceline.envs.base import POLICY, Environment, Outcome, Split

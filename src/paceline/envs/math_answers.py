@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.config.env.graded import Math as Config
+from paceline.config.env.tasks import MathConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import boxed, last_number, only_number, question_and_answers
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split

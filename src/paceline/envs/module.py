@@ -4,13 +4,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.config.env.doors import ModuleEnv as Config
+from paceline.config.env.integrations import ModuleEnvConfig as Config
 from paceline.data import Row
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
-from paceline.importing import import_object
 from paceline.rollout import Message, Seat
+from paceline.util.importing import import_object
 
 REQUIRED = ("messages", "answer")
 """What no row may lack."""

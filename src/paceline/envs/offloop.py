@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from paceline.envs.base import EnvError
-from paceline.user_code import is_ctrl_c
+from paceline.util.user_code import is_ctrl_c
 
 THREADS = 512
 """Sync calls that run at once; more wait in line. A thread is made when no other is free."""

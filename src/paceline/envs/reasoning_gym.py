@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.config.env.doors import ReasoningGym as Config
-from paceline.data import Address, Row
+from paceline.config.env.integrations import ReasoningGymConfig as Config
+from paceline.data import DatasetUri, Row
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
@@ -83,7 +83,7 @@ class ReasoningGym(Environment):
             raise EnvError(f"reasoning-gym task `{task}` refuses its args: {error}") from error
 
 
-def reasoning_gym_rows(address: Address) -> list[Row]:
+def reasoning_gym_rows(address: DatasetUri) -> list[Row]:
     """The rows of `reasoning-gym:chain_sum?size=100&seed=7`, for environments that judge answers themselves."""
     size, seed = address.integer("size", default=1000), address.integer("seed", default=0, least=0)
     assert size is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.env.retrieval import Retrieval as Config
+from paceline.config.env.tasks import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
 from paceline.envs.base import POLICY, Environment, Outcome, Split
 from paceline.envs.dataset import dataset_rows

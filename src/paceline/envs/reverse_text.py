@@ -2,18 +2,36 @@
 
 from collections.abc import Sequence
 
-from paceline.config.env import ReverseText as Config
+from paceline.config.env import ArithmeticConfig, ReverseTextConfig
 from paceline.data import Row
 from paceline.envs.base import Outcome, SingleTurn, Split
-from paceline.envs.words import words
+from paceline.envs.words import additions, words
 from paceline.rollout import Reply
+
+
+class Arithmetic(SingleTurn):
+    """`add: 17+25` wants `42`. All or nothing: near misses are still wrong sums."""
+
+    def __init__(self, config: ArithmeticConfig) -> None:
+        self._config = config
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        count = self._config.train_examples if split == "train" else self._config.eval_examples
+        return [
+            {"messages": [{"role": "user", "content": f"add: {a}+{b}"}], "answer": str(a + b)}
+            for a, b in additions(split, count, seed=0)
+        ]
+
+    def score(self, example: Row, reply: Reply) -> Outcome:
+        exact = float(reply.text.strip() == example["answer"])
+        return Outcome.solo(exact, exact=exact)
 
 
 class ReverseText(SingleTurn):
     """`reverse: planet` wants `tenalp`. Train and eval words differ, and both are absent from the quickstart model's
     pretraining, so a rising score means that the skill was learned and not the words."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ReverseTextConfig) -> None:
         self._config = config
 
     def examples(self, split: Split) -> Sequence[Row]:

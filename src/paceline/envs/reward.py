@@ -9,14 +9,14 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from paceline.config.env.reward import RewardEnv as Config
+from paceline.config.env.custom import RewardEnvConfig as Config
 from paceline.data import BadRow, Row, listed_rows
 from paceline.envs.answers import conversation
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import name_of, run_user_code
-from paceline.importing import import_object
 from paceline.rollout import Reply, Seat
+from paceline.util.importing import import_object
 
 COMPLETION, PROMPT = "completion", "prompt"
 BATCH = {"completions": COMPLETION, "prompts": PROMPT}

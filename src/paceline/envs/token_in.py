@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from paceline.config.env.tasks import TokenIn as Config
+from paceline.config.env.tasks import TokenInConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import normalised, wanted
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
 from paceline.envs.dataset import dataset_rows
 from paceline.envs.offloop import run_user_code
-from paceline.importing import import_object
 from paceline.rollout import Seat
+from paceline.util.importing import import_object
 
 REQUIRED = ("input_token_ids",)
 """What no row may lack, whoever scores the reply."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.config.env.doors import Verifiers as Config
-from paceline.data import Address, Row
+from paceline.config.env.integrations import VerifiersConfig as Config
+from paceline.data import DatasetUri, Row
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
 from paceline.envs.verifiers_chat import register
 from paceline.rollout import Message, Seat
@@ -146,7 +146,7 @@ class Verifiers(Environment):
         return list(itertools.islice(taskset, size))
 
 
-def verifiers_rows(address: Address) -> list[Row]:
+def verifiers_rows(address: DatasetUri) -> list[Row]:
     """The rows of `verifiers:train?limit=32`, for environments that judge answers themselves. Which taskset is meant
     say VERIFIERS_ENV_ID and VERIFIERS_ENV_ARGS; a split other than `train` is its setting `split`."""
     ident, written = os.environ.get("VERIFIERS_ENV_ID"), os.environ.get("VERIFIERS_ENV_ARGS") or "{}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError
-from paceline.waits import within
+from paceline.util.deadlines import within
 
 MAIN = Path(__file__).with_name("worker_main.py")
 """Run as a file: as a module it would import all of `paceline.envs`, torch included, into every worker."""
@@ -44,7 +44,7 @@ class WorkerFailed(PacelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """What workers may use."""
 
     count: int
@@ -54,7 +54,7 @@ class Limits:
     answer_bytes: int
 
 
-Elsewhere = Callable[[str, Sequence[Any], float, Limits], Awaitable[Any]]
+Elsewhere = Callable[[str, Sequence[Any], float, WorkerLimits], Awaitable[Any]]
 _elsewhere: list[Elsewhere] = []
 
 
@@ -72,7 +72,7 @@ class Workers:
     """Calls functions in worker processes. One object serves any number of event loops, each with its own workers."""
 
     def __init__(self, count: int | None = None, memory_mb: int | None = None, answer_bytes: int = 1 << 20) -> None:
-        self._limits = Limits(count or os.cpu_count() or 1, memory_mb, answer_bytes)
+        self._limits = WorkerLimits(count or os.cpu_count() or 1, memory_mb, answer_bytes)
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.WeakKeyDictionary()
 
     async def call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
@@ -105,7 +105,7 @@ class Workers:
 class _Pool:
     """The workers of one event loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
         self._places = asyncio.Semaphore(limits.count)  # first come, first served
         self._idle: list[_Worker] = []
@@ -160,13 +160,13 @@ class _Pool:
 class _Worker:
     """One process: started, then asked one thing at a time, then killed."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, limits: WorkerLimits) -> None:
         self._process = process
         self._limits = limits
         self._fresh = True
 
     @classmethod
-    async def start(cls, limits: Limits) -> "_Worker":
+    async def start(cls, limits: WorkerLimits) -> "_Worker":
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -231,7 +231,7 @@ class _Worker:
         await asyncio.sleep(0)
 
 
-def _too_large(limits: Limits) -> WorkerFailed:
+def _too_large(limits: WorkerLimits) -> WorkerFailed:
     return WorkerFailed("too_large", f"answer larger than {limits.answer_bytes} bytes")
 
 

@@ -6,11 +6,11 @@ from paceline.inference.base import (
     Completion,
     Engine,
     EngineError,
+    EngineLimits,
     EngineStats,
     Finish,
     GenerateRequest,
     Grammar,
-    Limits,
     Listener,
     Mismatch,
     Overloaded,
@@ -23,7 +23,7 @@ from paceline.inference.base import (
 from paceline.inference.http import HttpEngine
 from paceline.inference.noise import noise_key
 from paceline.inference.pool import NobodyLeft, Pool
-from paceline.lazily import lazily
+from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
     from paceline.inference.engine import EmbeddedEngine
@@ -33,12 +33,12 @@ __all__ = [
     "EmbeddedEngine",
     "Engine",
     "EngineError",
+    "EngineLimits",
     "EngineStats",
     "Finish",
     "GenerateRequest",
     "Grammar",
     "HttpEngine",
-    "Limits",
     "Listener",
     "Mismatch",
     "NobodyLeft",

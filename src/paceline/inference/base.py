@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from paceline.errors import PacelineError
-from paceline.model.weights import Policy, WeightUpdate
+from paceline.model.weights import ServedPolicy, WeightUpdate
 
 Finish = Literal["stop", "length"]
 TopLogprobs = list[tuple[int, float]]
@@ -44,7 +44,7 @@ class Unreachable(EngineError):
     """No answer came: the engine or the way to it is gone. Noise is keyed, so asking another one is safe."""
 
 
-class Torn(Unreachable):
+class PartialUpdateError(Unreachable):
     """An update broke off in the middle: the engine holds a mixture of two versions, says so, and answers nobody until
     it is sent all weights."""
 
@@ -141,7 +141,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the engine can take; a request beyond it is refused at once."""
 
     max_context: int
@@ -169,11 +169,11 @@ class Engine(Protocol):
         """Apply an update between two decode steps; answers once applied, with the seconds decoding paused."""
         ...
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         """Version and fingerprint of the weights really served."""
         ...
 
-    async def limits(self) -> Limits: ...
+    async def limits(self) -> EngineLimits: ...
 
     async def stats(self) -> EngineStats: ...
 

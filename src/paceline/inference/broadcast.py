@@ -33,7 +33,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorSlot:
     """A tensor in the row of bytes."""
 
     name: str
@@ -54,18 +54,18 @@ def layout_of(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def places_of(layout: Sequence[Mapping[str, Any]]) -> tuple[list[Place], int]:
+def places_of(layout: Sequence[Mapping[str, Any]]) -> tuple[list[TensorSlot], int]:
     """Where each tensor lies in the row, and the row's length in bytes."""
-    places: list[Place] = []
+    places: list[TensorSlot] = []
     end = 0
     for entry in layout:
-        place = Place(entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), -(-end // ALIGN) * ALIGN)
+        place = TensorSlot(entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), -(-end // ALIGN) * ALIGN)
         places.append(place)
         end = place.end
     return places, end
 
 
-class Group:
+class BroadcastGroup:
     """Rank `rank` of `world` processes."""
 
     def __init__(self, world: int, rank: int, device: torch.device | str, seconds: float, bucket: int) -> None:
@@ -114,7 +114,7 @@ class Group:
             raise EngineError(f"a member of the group for weights is gone: {_first_line(error)}") from error
 
 
-class Sender(Group):
+class Sender(BroadcastGroup):
     """Rank 0: whoever has the weights."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Sender(Group):
             self._pass_on(buffer[: end - start])
 
 
-class Receiver(Group):
+class Receiver(BroadcastGroup):
     """Any other rank: whoever has an engine."""
 
     def __init__(

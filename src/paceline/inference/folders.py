@@ -9,9 +9,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from paceline.inference.base import EngineError
-from paceline.inference.shelf import Shelf, copied
-from paceline.model.saving import write_tensors
-from paceline.model.tensors import framework
+from paceline.inference.weight_store import WeightStore, copied
+from paceline.model.tensors import framework, write_tensors
 from paceline.model.weights import Array, WeightUpdate
 
 PREFIX = "base_model.model."
@@ -28,7 +27,7 @@ class Folders:
         self.place = place.resolve()
         self.head: str | None = None
         """The embedding that is the output layer too, for an engine whose copy of the model has the two apart."""
-        self._shelf = Shelf(self.place)
+        self._shelf = WeightStore(self.place)
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""

@@ -16,54 +16,55 @@ import msgspec
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     Finish,
     GenerateRequest,
-    Limits,
     Mismatch,
     OtherBase,
     Overloaded,
+    PartialUpdateError,
     Piece,
     RequestError,
     TopLogprobs,
-    Torn,
     UnknownModel,
 )
-from paceline.model.weights import Adapter, Canary, Policy
+from paceline.model.weights import Adapter, Canary, ServedPolicy
 
 HEAD = struct.Struct("<Q")
 ERRORS = {
-    kind.__name__: kind for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase, Torn)
+    kind.__name__: kind
+    for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase, PartialUpdateError)
 }
 Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
 
 
-class Message(msgspec.Struct, array_like=True, tag=True):
+class EngineMessage(msgspec.Struct, array_like=True, tag=True):
     """Whatever is said, about the request of this number."""
 
     id: int
 
 
-class Generate(Message):
+class Generate(EngineMessage):
     """Sample a completion, and tell of its tokens while they come if somebody listens."""
 
     request: GenerateRequest
     listen: bool
 
 
-class Cancel(Message):
+class Cancel(EngineMessage):
     """Nobody waits for this request any more."""
 
 
-class Score(Message):
-    """Score sequences."""
+class ScoreFrame(EngineMessage):
+    """ScoreFrame sequences."""
 
     sequences: list[bytes]
     temperature: float
     model: str
 
 
-class Load(Message):
+class Load(EngineMessage):
     """Take new weights."""
 
     version: int
@@ -76,20 +77,20 @@ class Load(Message):
     """In place of the weights."""
 
 
-class Ask(Message):
+class Ask(EngineMessage):
     """Anything that takes no arguments."""
 
     what: Question
 
 
-class Hello(Message):
+class EngineHello(EngineMessage):
     """The first word of the engine's process: ready, or why it never will be."""
 
     end_tokens: tuple[int, ...]
     error: str | None = None
 
 
-class Sampled(Message):
+class TokensFrame(EngineMessage):
     """New tokens of a request that runs on."""
 
     token_ids: bytes
@@ -98,14 +99,14 @@ class Sampled(Message):
     top: list[TopLogprobs] | None
 
     @classmethod
-    def of(cls, number: int, piece: Piece) -> "Sampled":
+    def of(cls, number: int, piece: Piece) -> "TokensFrame":
         return cls(number, ints(piece.token_ids), floats(piece.logprobs), ints(piece.versions), piece.top)
 
     def piece(self) -> Piece:
         return Piece(as_ints(self.token_ids), as_floats(self.logprobs), as_ints(self.versions), self.top)
 
 
-class Done(Message):
+class CompletionFrame(EngineMessage):
     """A completion, whole."""
 
     token_ids: bytes
@@ -119,7 +120,7 @@ class Done(Message):
     weights: dict[int, str] = {}
 
     @classmethod
-    def of(cls, number: int, done: Completion) -> "Done":
+    def of(cls, number: int, done: Completion) -> "CompletionFrame":
         log_z = None if done.log_z is None else floats(done.log_z)
         arrays = ints(done.token_ids), floats(done.logprobs), ints(done.versions)
         return cls(number, *arrays, done.finish, log_z, done.top, done.recomputed, done.cached, dict(done.weights))
@@ -138,29 +139,29 @@ class Done(Message):
         )
 
 
-class Scores(Message):
+class Scores(EngineMessage):
     """Log probabilities, sequence by sequence."""
 
     logprobs: list[bytes]
 
 
-class Answer(Message):
+class Answer(EngineMessage):
     """What a question or an update led to."""
 
-    policy: Policy | None = None
-    limits: Limits | None = None
+    policy: ServedPolicy | None = None
+    limits: EngineLimits | None = None
     stats: EngineStats | None = None
     seconds: float = 0.0
 
 
-class Failed(Message):
+class FailureFrame(EngineMessage):
     """Why there is no answer; the class is kept by name."""
 
     kind: str
     message: str
 
     @classmethod
-    def of(cls, number: int, error: Exception) -> "Failed":
+    def of(cls, number: int, error: Exception) -> "FailureFrame":
         kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in ERRORS), "")
         return cls(number, kind or "EngineError", str(error) if kind else f"{type(error).__name__}: {error}")
 
@@ -171,13 +172,13 @@ class Failed(Message):
 class ToEngine(msgspec.Struct, array_like=True):
     """What the asking side sends."""
 
-    messages: list[Generate | Cancel | Score | Load | Ask]
+    messages: list[Generate | Cancel | ScoreFrame | Load | Ask]
 
 
 class FromEngine(msgspec.Struct, array_like=True):
     """What the engine's side sends: everything that happened since its last frame."""
 
-    messages: list[Hello | Sampled | Done | Scores | Answer | Failed]
+    messages: list[EngineHello | TokensFrame | CompletionFrame | Scores | Answer | FailureFrame]
     busy_seconds: float = 0.0
 
 

@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from paceline.config.reference import ModelRef
+from paceline.config.model import ModelRef
 from paceline.config.secret import hidden
 from paceline.inference.base import (
     Completion,
     Engine,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
-    Limits,
     Listener,
     Overloaded,
     RequestError,
@@ -31,7 +31,7 @@ from paceline.inference.base import (
 )
 from paceline.inference.http import CONNECT_SECONDS, HttpEngine
 from paceline.inference.pool import Pool
-from paceline.model.weights import Policy, WeightUpdate
+from paceline.model.weights import ServedPolicy, WeightUpdate
 
 TIMEOUT = 600.0
 SAMPLE = "Foxes jump 12.75\n\n\tdef f(x):  # é 漢字 🙂"
@@ -225,12 +225,12 @@ class CompletionsEngine:
             f"{self.name} gives no log probabilities of a prompt{refusal}: score with `paceline serve` or vLLM"
         )
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         await self._ask("GET", "/v1/models")
-        return Policy(0, "")
+        return ServedPolicy(0, "")
 
-    async def limits(self) -> Limits:
-        return Limits(max_context=1 << 30, vocabulary=1 << 31)
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(max_context=1 << 30, vocabulary=1 << 31)
 
     async def stats(self) -> EngineStats:
         return EngineStats(capacity=1)

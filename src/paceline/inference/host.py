@@ -8,20 +8,20 @@ from socket import socket
 from typing import Any
 
 from paceline.inference.base import Engine, Piece
-from paceline.inference.desk import Desk
 from paceline.inference.frames import (
     Cancel,
+    EngineHello,
+    EngineMessage,
     FromEngine,
     Generate,
-    Hello,
-    Message,
-    Sampled,
+    TokensFrame,
     decode_to_engine,
     frame,
     join,
     opened,
     read_frame,
 )
+from paceline.inference.rpc_handler import EngineRpcHandler
 
 GATHER_SECONDS = 0.001
 """How long news may wait for more: less than a decode step takes."""
@@ -38,10 +38,10 @@ class EngineHost:
     def __init__(self, engine: Engine, end_tokens: Sequence[int]) -> None:
         self._engine = engine
         self._end_tokens = tuple(end_tokens)
-        self._pile: deque[Message | tuple[int, Piece]] = deque()
+        self._pile: deque[EngineMessage | tuple[int, Piece]] = deque()
         self._woken = False
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._desk = Desk(engine)
+        self._desk = EngineRpcHandler(engine)
 
     @property
     def waited_for(self) -> bool:
@@ -52,7 +52,7 @@ class EngineHost:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await opened(door)
-        self._post(Hello(0, self._end_tokens))
+        self._post(EngineHello(0, self._end_tokens))
         try:
             while (body := await read_frame(reader)) is not None:
                 for message in decode_to_engine(body).messages:
@@ -62,7 +62,7 @@ class EngineHost:
                 task.cancel()
             self._writer.close()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: EngineMessage) -> None:
         if isinstance(message, Cancel):
             if task := self._running.get(message.id):
                 task.cancel()
@@ -71,14 +71,14 @@ class EngineHost:
         self._running[message.id] = task
         task.add_done_callback(lambda _: self._running.pop(message.id, None))
 
-    async def _answer(self, message: Message) -> None:
+    async def _answer(self, message: EngineMessage) -> None:
         listens = isinstance(message, Generate) and message.listen
         self._post(await self._desk.answer(message, partial(self._heard, message.id) if listens else None))
 
     def _heard(self, number: int, piece: Piece) -> None:
         self._post((number, piece))
 
-    def _post(self, message: Message | tuple[int, Piece]) -> None:
+    def _post(self, message: EngineMessage | tuple[int, Piece]) -> None:
         """Send soon, with all that is piled up by then. From any thread."""
         self._pile.append(message)
         if not self._woken:
@@ -96,6 +96,6 @@ class EngineHost:
             else:
                 messages.append(message)
         # Pieces come before whatever ended their request: the engine reports them first.
-        messages[:0] = [Sampled.of(number, join(some)) for number, some in pieces.items()]
+        messages[:0] = [TokensFrame.of(number, join(some)) for number, some in pieces.items()]
         if messages and not self._writer.is_closing():
             self._writer.writelines(frame(FromEngine(messages, self._engine.busy_seconds)))

@@ -16,10 +16,10 @@ import orjson
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
     Grammar,
-    Limits,
     Listener,
     Mismatch,
     OtherBase,
@@ -29,10 +29,10 @@ from paceline.inference.base import (
     UnknownModel,
     Unreachable,
 )
-from paceline.inference.carriers import UPDATE_HEADER, Carrier, WeightPath, carrier_for
-from paceline.inference.shelf import copied
+from paceline.inference.transports import UPDATE_HEADER, Carrier, WeightPath, carrier_for
+from paceline.inference.weight_store import copied
 from paceline.model import tensors as libraries
-from paceline.model.weights import Policy, WeightUpdate
+from paceline.model.weights import ServedPolicy, WeightUpdate
 
 CONNECT_SECONDS = 10.0
 KEPT_CONNECTIONS = 1024
@@ -140,13 +140,13 @@ class HttpEngine:
         await self.stats()
         return answer["pause_seconds"]
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         answer = await self._get("/policy")
-        return Policy(answer["version"], answer["fingerprint"])
+        return ServedPolicy(answer["version"], answer["fingerprint"])
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> EngineLimits:
         answer = await self._get("/limits")
-        return Limits(answer["max_context"], answer["vocabulary"], answer["max_top_logprobs"], answer["adapters"])
+        return EngineLimits(answer["max_context"], answer["vocabulary"], answer["max_top_logprobs"], answer["adapters"])
 
     async def stats(self) -> EngineStats:
         self._asked = time.monotonic()

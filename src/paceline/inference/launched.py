@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 
-from paceline.inference.base import EngineError, Limits
+from paceline.inference.base import EngineError, EngineLimits
 from paceline.inference.vllm import VllmEngine
-from paceline.model.weights import Policy, WeightUpdate
+from paceline.model.weights import ServedPolicy, WeightUpdate
 
 GUARD = Path(__file__).parent / "guard"
 LOOK_SECONDS = 0.5
@@ -137,11 +137,11 @@ class LaunchedVllm(VllmEngine):
             self._met = True
         return await super().load_weights(update)
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         self._process.revive()
         return await super().policy()
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> EngineLimits:
         """Whoever looks after a server that is gone asks for this again and again."""
         self._process.revive()
         return await super().limits()

@@ -11,9 +11,9 @@ from paceline.errors import PacelineError
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
-    Limits,
     Listener,
 )
 from paceline.inference.frames import (
@@ -21,18 +21,18 @@ from paceline.inference.frames import (
     Answer,
     Ask,
     Cancel,
-    Done,
-    Failed,
+    CompletionFrame,
+    EngineHello,
+    EngineMessage,
+    FailureFrame,
     FromEngine,
     Generate,
-    Hello,
     Load,
-    Message,
     Question,
-    Sampled,
-    Score,
+    ScoreFrame,
     Scores,
     ToEngine,
+    TokensFrame,
     as_floats,
     decode_from_engine,
     frame,
@@ -42,9 +42,9 @@ from paceline.inference.frames import (
 )
 from paceline.inference.stored import StoredTensors
 from paceline.model import tensors as libraries
-from paceline.model.saving import write_tensors
-from paceline.model.weights import Policy, WeightUpdate
-from paceline.private_folder import PrivateFolder
+from paceline.model.tensors import write_tensors
+from paceline.model.weights import ServedPolicy, WeightUpdate
+from paceline.util.private_folder import PrivateFolder
 
 START_SECONDS = 1800.0
 """For the other side to load its weights and warm up."""
@@ -103,7 +103,7 @@ class EngineLink:
         if listener is not None:
             self._listeners[number] = listener
         try:
-            done: Done = await self._send(Generate(number, request, listener is not None))
+            done: CompletionFrame = await self._send(Generate(number, request, listener is not None))
         except asyncio.CancelledError:
             self._post(Cancel(number))
             raise
@@ -115,7 +115,7 @@ class EngineLink:
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         number = next(self._numbers)
-        scores: Scores = await self._send(Score(number, [ints(ids) for ids in sequences], temperature, model))
+        scores: Scores = await self._send(ScoreFrame(number, [ints(ids) for ids in sequences], temperature, model))
         return [as_floats(score) for score in scores.logprobs]
 
     async def load_weights(self, update: WeightUpdate) -> float:
@@ -145,10 +145,10 @@ class EngineLink:
         answer: Answer = await self._send(message)
         return answer.seconds
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         return _given((await self._ask("policy")).policy)
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> EngineLimits:
         return _given((await self._ask("limits")).limits)
 
     async def stats(self) -> EngineStats:
@@ -179,18 +179,18 @@ class EngineLink:
 
     # -- the socket ---------------------------------------------------------------------------------------------------
 
-    def _first_word(self) -> Hello | None:
+    def _first_word(self) -> EngineHello | None:
         body = received(self._door)
         if body is None:
             return None
         hello = decode_from_engine(body).messages[0]
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, EngineHello)
         return hello
 
     async def _ask(self, what: Question) -> Answer:
         return await self._send(Ask(next(self._numbers), what))
 
-    async def _send(self, message: Message) -> Any:
+    async def _send(self, message: EngineMessage) -> Any:
         self._attach()
         assert self._lost is not None
         if self._lost.done():
@@ -237,14 +237,14 @@ class EngineLink:
     def _hear(self, batch: FromEngine) -> None:
         self._busy = batch.busy_seconds
         for message in batch.messages:
-            if isinstance(message, Sampled):
+            if isinstance(message, TokensFrame):
                 if listener := self._listeners.get(message.id):
                     listener(message.piece())
                 continue
             answer = self._waiting.get(message.id)
             if answer is None or answer.done():
                 continue  # cancelled meanwhile
-            if isinstance(message, Failed):
+            if isinstance(message, FailureFrame):
                 answer.set_exception(message.error())
             else:
                 answer.set_result(message)

@@ -1,6 +1,7 @@
 """The client side of several engines: the one door through which everybody samples."""
 
 import asyncio
+import dataclasses
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,10 +19,9 @@ from paceline.inference.base import (
     UnknownModel,
     Unreachable,
 )
-from paceline.inference.roster import Remote, Roster
-from paceline.inference.routing import Homes, Member, choose
-from paceline.model.weights import Policy, WeightUpdate
-from paceline.seldom import Seldom
+from paceline.inference.registry import EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
+from paceline.model.weights import Adapter, ServedPolicy, WeightUpdate
+from paceline.util.rate_limited_logger import RateLimitedLogger
 
 PATIENCE_SECONDS = 300.0
 """How long a request without a deadline waits for room or for an engine, all in all."""
@@ -34,7 +34,7 @@ SHAPES = (LookupError, TypeError, ValueError, AttributeError)
 LONG_SECONDS = 20.0
 """A request that has waited this long is worth a word."""
 T = TypeVar("T")
-seldom = Seldom(logging.getLogger("paceline.pool"))
+seldom = RateLimitedLogger(logging.getLogger("paceline.pool"))
 
 
 class NobodyLeft(EngineError):
@@ -42,7 +42,7 @@ class NobodyLeft(EngineError):
 
 
 @dataclass(slots=True)
-class Errand:
+class PendingRequest:
     """One request on its way: what it needs, and what it has met so far."""
 
     what: str
@@ -50,9 +50,9 @@ class Errand:
     """Tokens an engine's context must hold."""
     model: str = ""
     weight: int = 1
-    full: set[Member] = field(default_factory=set)
+    full: set[PoolMember] = field(default_factory=set)
     """Those that had no room in this round."""
-    broken: list[Member] = field(default_factory=list)
+    broken: list[PoolMember] = field(default_factory=list)
     lost: int = 0
     rounds: int = 0
     waited: float = 0.0
@@ -67,24 +67,24 @@ class Pool:
     """
 
     def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
-        self._roster = Roster(engines, jitter)
-        self._homes = Homes()
+        self._roster = EngineRegistry(engines, jitter)
+        self._homes = PrefixAffinity()
         self._unanswered = 0
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
         """One completion, within `deadline` seconds."""
         prompt = request.prompt_ids
         what = f"the request of {len(prompt)} prompt tokens, order {request.order}, noise {request.noise}"
-        errand = Errand(what, len(prompt) + 1, request.model)
+        errand = PendingRequest(what, len(prompt) + 1, request.model)
 
-        def route(candidates: list[Member]) -> Member:
+        def route(candidates: list[PoolMember]) -> PoolMember:
             if len(candidates) == 1:
                 return candidates[0]
             member = choose(candidates, self._homes.find(prompt))
             self._homes.settle(prompt, member)
             return member
 
-        async def ask(member: Member) -> Completion:
+        async def ask(member: PoolMember) -> Completion:
             floor = self._roster.floor(request.model)
             completion = await member.engine.generate(request)
             if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
@@ -104,7 +104,7 @@ class Pool:
         deadline: float | None = None,
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
-        errand = Errand(
+        errand = PendingRequest(
             f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), model, len(sequences)
         )
         return await self._run(
@@ -120,7 +120,7 @@ class Pool:
         """A further engine takes part as soon as it holds the current weights."""
         self._roster.add(engine)
 
-    async def policies(self) -> list[Policy]:
+    async def policies(self) -> list[ServedPolicy]:
         """What each engine in service really serves."""
         return list(await asyncio.gather(*(member.engine.policy() for member in self._roster.serving)))
 
@@ -155,9 +155,9 @@ class Pool:
 
     async def _run(
         self,
-        errand: Errand,
-        route: Callable[[list[Member]], Member],
-        ask: Callable[[Member], Awaitable[T]],
+        errand: PendingRequest,
+        route: Callable[[list[PoolMember]], PoolMember],
+        ask: Callable[[PoolMember], Awaitable[T]],
         deadline: float | None,
     ) -> T:
         self._unanswered += 1
@@ -176,9 +176,9 @@ class Pool:
 
     async def _see_through(
         self,
-        errand: Errand,
-        route: Callable[[list[Member]], Member],
-        ask: Callable[[Member], Awaitable[T]],
+        errand: PendingRequest,
+        route: Callable[[list[PoolMember]], PoolMember],
+        ask: Callable[[PoolMember], Awaitable[T]],
         deadline: float | None,
     ) -> T:
         await self._roster.meet()
@@ -201,13 +201,13 @@ class Pool:
             except EngineError as error:
                 await self._weigh(errand, member, error)
             except SHAPES as error:
-                if not isinstance(member.engine, Remote):
+                if not isinstance(member.engine, RejoiningEngine):
                     raise  # nothing came over a wire: it is a bug, and its traceback says where
                 garbled = EngineError(f"{member.name} answered what cannot be read ({type(error).__name__}: {error})")
                 garbled.__cause__ = error
                 await self._weigh(errand, member, garbled)
 
-    async def _candidates(self, errand: Errand, deadline: float | None) -> list[Member]:
+    async def _candidates(self, errand: PendingRequest, deadline: float | None) -> list[PoolMember]:
         """Engines in service that are large enough and have not just refused; waits until there is one."""
         members = self._roster.members
         if len(members) == 1 and members[0].trouble is members[0].context is None and not errand.full:
@@ -225,7 +225,7 @@ class Pool:
             await self._wait(errand, deadline)
             errand.full.clear()
 
-    async def _wait(self, errand: Errand, deadline: float | None) -> None:
+    async def _wait(self, errand: PendingRequest, deadline: float | None) -> None:
         delay = self._roster.delay(errand.rounds)
         if deadline is None and errand.waited + delay > PATIENCE_SECONDS:
             raise errand.trouble or self._roster.trouble
@@ -235,7 +235,7 @@ class Pool:
             self._tell(errand)
         await asyncio.sleep(delay)
 
-    def _tell(self, errand: Errand) -> None:
+    def _tell(self, errand: PendingRequest) -> None:
         """Those who wait all wait for the same, so one speaks for them."""
         trouble = self.trouble or errand.trouble
         text = "%d requests are not answered, one of them for %.0f s because there is no room: %s"
@@ -243,7 +243,7 @@ class Pool:
             text = "%d requests wait for an engine to come back, one of them for %.0f s: %s"
         seldom.warn(self, text, self._unanswered, errand.waited, trouble)
 
-    async def _weigh(self, errand: Errand, member: Member, error: EngineError) -> None:
+    async def _weigh(self, errand: PendingRequest, member: PoolMember, error: EngineError) -> None:
         """Raise the failure unless asking again is safe and may help."""
         errand.trouble = error
         try:
@@ -263,6 +263,44 @@ class Pool:
             raise error
 
 
-def _misshapen(member: Member, completion: Completion) -> EngineError:
+def _misshapen(member: PoolMember, completion: Completion) -> EngineError:
     counts = [len(stream) for stream in (completion.token_ids, completion.logprobs, completion.versions)]
     return EngineError("{} answered {} tokens with {} log probabilities and {} versions".format(member.name, *counts))
+
+
+class LeaguePool(Pool):
+    """Keeps versions that were published once, each under a name that requests choose it by.
+
+    Where the policy is an adapter, a past one is one more adapter of the same engines. Where it is a whole model, each
+    name gets an engine of its own, made when it is first needed.
+    """
+
+    def __init__(self, engines: Sequence[Engine], engine: Callable[[], Engine]) -> None:
+        super().__init__(engines)
+        self._make = engine
+        self._past: dict[str, tuple[Engine, Pool]] = {}
+
+    async def keep(self, name: str, update: WeightUpdate) -> None:
+        """From now on this version answers to `name`; whoever did before is gone."""
+        if update.adapter is not None:
+            # The canary speaks of the policy's own adapter; the fingerprint still proves the tensors.
+            adapter = Adapter(name, update.adapter.scale)
+            await self.load_weights(dataclasses.replace(update, adapter=adapter, canary=None))
+            return
+        if name not in self._past:
+            engine = self._make()
+            self._past[name] = engine, Pool([engine])
+            engine.start()
+        await self._past[name][1].load_weights(update)
+
+    async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
+        if request.model not in self._past:
+            return await super().generate(request, deadline)
+        return await self._past[request.model][1].generate(dataclasses.replace(request, model=""), deadline)
+
+    def close(self) -> None:
+        super().close()
+        for engine, pool in self._past.values():
+            pool.close()
+            engine.close()
+        self._past.clear()

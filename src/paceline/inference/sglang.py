@@ -14,13 +14,13 @@ from typing import Any
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
-    Limits,
     TopLogprobs,
     Unreachable,
 )
-from paceline.inference.foreign import ForeignEngine, Loaded
+from paceline.inference.external_engine import ForeignEngine, LoadedAdapter
 
 SEED_BITS = (1 << 31) - 1
 MOST_STRETCHES = 64
@@ -67,11 +67,11 @@ class SglangEngine(ForeignEngine):
         if cold < -1e-3 and abs(cold - hot) < 1e-6:
             raise EngineError(f"{self.name} leaves the temperature out: unset SGLANG_RETURN_ORIGINAL_LOGPROB there")
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> EngineLimits:
         told = await self.wire.get("/server_info")
         context = told.get("max_req_input_len") or told.get("context_length") or 1 << 30
         adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}
-        return Limits(max_context=int(context), vocabulary=self._vocabulary, adapters=adapters)
+        return EngineLimits(max_context=int(context), vocabulary=self._vocabulary, adapters=adapters)
 
     async def stats(self) -> EngineStats:
         """Our own count: SGLang's needs `--enable-metrics`."""
@@ -101,7 +101,7 @@ class SglangEngine(ForeignEngine):
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    async def _sample(self, request: GenerateRequest, adapter: Loaded | None) -> Completion:
+    async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         """Stretch after stretch, until one ends of itself."""
         ids: list[int] = []
         logprobs: list[float] = []
@@ -135,7 +135,7 @@ class SglangEngine(ForeignEngine):
             )
         raise Unreachable(f"{self.name} cut a request {MOST_STRETCHES} times")
 
-    def _versions(self, meta: dict[str, Any], count: int, adapter: Loaded | None) -> list[int]:
+    def _versions(self, meta: dict[str, Any], count: int, adapter: LoadedAdapter | None) -> list[int]:
         if adapter is not None:
             return [adapter.version] * count
         alone = {"version": meta["weight_version"], "start": 0, "end": count}
@@ -189,7 +189,7 @@ class SglangEngine(ForeignEngine):
         return self._names
 
 
-def _body(request: GenerateRequest, so_far: list[int], adapter: Loaded | None) -> dict[str, Any]:
+def _body(request: GenerateRequest, so_far: list[int], adapter: LoadedAdapter | None) -> dict[str, Any]:
     params = {
         "max_new_tokens": request.max_tokens - len(so_far),
         "temperature": request.temperature,

@@ -11,7 +11,7 @@ from paceline.model.tensors import framework, read_file
 from paceline.model.weights import Array
 
 if TYPE_CHECKING:
-    from paceline.model.delta import Delta
+    from paceline.model.delta import WeightDelta
 
 
 class StoredTensors(Mapping[str, Array]):
@@ -52,22 +52,22 @@ class StoredTensors(Mapping[str, Array]):
         return len(self._names)
 
 
-def read_delta(data: bytes) -> "Delta":
+def read_delta(data: bytes) -> "WeightDelta":
     """A delta that somebody sent."""
-    from paceline.model.delta import Delta, DeltaError  # which needs torch
+    from paceline.model.delta import DeltaError, WeightDelta  # which needs torch
 
     try:
-        return Delta(data)
+        return WeightDelta(data)
     except DeltaError as error:
         raise RequestError(str(error)) from error
 
 
-def open_delta(file: Path) -> "Delta":
+def open_delta(file: Path) -> "WeightDelta":
     """A delta that lies in a file."""
-    from paceline.model.delta import Delta, DeltaError
+    from paceline.model.delta import DeltaError, WeightDelta
 
     try:
-        return Delta(file.read_bytes())
+        return WeightDelta(file.read_bytes())
     except (OSError, DeltaError) as error:
         raise EngineError(f"{file.name} cannot be read: {error}") from error
 

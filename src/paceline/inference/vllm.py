@@ -19,14 +19,14 @@ from typing import Any
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
-    Limits,
     RequestError,
     TopLogprobs,
     Unreachable,
 )
-from paceline.inference.foreign import SEED_BITS, ForeignEngine, Loaded
+from paceline.inference.external_engine import SEED_BITS, ForeignEngine, LoadedAdapter
 
 GENERATE = "/inference/v1/generate"
 COLDEST = 0.01
@@ -88,11 +88,11 @@ class VllmEngine(ForeignEngine):
         if cold < -1e-3 and abs(cold - hot) < 1e-6:
             raise EngineError(f"{self.name} leaves the temperature out: add --logprobs-mode processed_logprobs")
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> EngineLimits:
         cards = (await self.wire.get("/v1/models"))["data"]
         context = next(card["max_model_len"] for card in cards if not card.get("parent"))
         adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}
-        return Limits(max_context=context, vocabulary=self._vocabulary, adapters=adapters)
+        return EngineLimits(max_context=context, vocabulary=self._vocabulary, adapters=adapters)
 
     async def stats(self) -> EngineStats:
         told = _metrics(await self.wire.get("/metrics"))
@@ -126,7 +126,7 @@ class VllmEngine(ForeignEngine):
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    async def _sample(self, request: GenerateRequest, adapter: Loaded | None) -> Completion:
+    async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         if 0 < request.temperature < COLDEST:
             raise RequestError(f"temperature is {request.temperature}: vLLM samples at 0 or at {COLDEST} and above")
         body = self._body(request.prompt_ids, adapter.name if adapter else None)
@@ -161,7 +161,7 @@ class VllmEngine(ForeignEngine):
         salt = {} if model else {"cache_salt": self._label(self._version or 0)}
         return {"token_ids": list(ids), "model": model or self._model or None, **salt}
 
-    def _versions(self, spans: Iterable[dict[str, Any]], count: int, adapter: Loaded | None) -> list[int]:
+    def _versions(self, spans: Iterable[dict[str, Any]], count: int, adapter: LoadedAdapter | None) -> list[int]:
         if adapter is not None:
             return [adapter.version] * count
         versions = [self._stamp(span["version"]) for span in spans for _ in range(span["start"], span["end"])]

@@ -5,15 +5,15 @@ What needs torch is imported when it is first used: a run on MLX has none.
 
 from typing import TYPE_CHECKING
 
-from paceline.lazily import lazily
 from paceline.model.cpu import quick_handover, set_cpu_threads, small_products
 from paceline.model.naming import ModelError, resolve
 from paceline.model.tokenizer import end_tokens, load_tokenizer
-from paceline.model.weights import Adapter, Canary, Policy, WeightUpdate, fingerprint
+from paceline.model.weights import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
+from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
     from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel
-    from paceline.model.head import Head, token_logprobs
+    from paceline.model.head import LMHead, token_logprobs
     from paceline.model.loading import attach_lora, engine_twin, load_model, trainable, twin
 
 __all__ = [
@@ -21,10 +21,10 @@ __all__ = [
     "PLAN",
     "Adapter",
     "Canary",
-    "Head",
+    "LMHead",
     "ModelError",
     "PackedPlan",
-    "Policy",
+    "ServedPolicy",
     "UnsupportedModel",
     "WeightUpdate",
     "attach_lora",
@@ -46,7 +46,7 @@ __getattr__ = lazily(
     __name__,
     {
         "attention": ("ATTENTION", "PLAN", "PackedPlan", "UnsupportedModel"),
-        "head": ("Head", "token_logprobs"),
+        "head": ("LMHead", "token_logprobs"),
         "loading": ("attach_lora", "engine_twin", "load_model", "trainable", "twin"),
     },
 )

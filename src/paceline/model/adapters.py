@@ -26,7 +26,7 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
-class Routes(nn.Module):
+class AdapterRoutes(nn.Module):
     """Which slot each token of the current pass uses; one for all layers of a model."""
 
     mask: Tensor
@@ -49,7 +49,7 @@ class SlotLinear(nn.Linear):
     lora_a: Tensor
     lora_b: Tensor
 
-    def __init__(self, base: nn.Linear, routes: Routes, slots: int, rank: int) -> None:
+    def __init__(self, base: nn.Linear, routes: AdapterRoutes, slots: int, rank: int) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -83,7 +83,7 @@ class _Pair:
 class Adapters:
     """The slots of one model. Slot 0 is the base itself; adapters live in 1 to `slots`."""
 
-    def __init__(self, layers: Mapping[str, SlotLinear], routes: Routes, slots: int, rank: int) -> None:
+    def __init__(self, layers: Mapping[str, SlotLinear], routes: AdapterRoutes, slots: int, rank: int) -> None:
         self.layers, self.slots, self.rank = dict(layers), slots, rank
         self._routes = routes
         self._table = torch.zeros(slots + 1, slots * rank, device=routes.mask.device)
@@ -190,7 +190,7 @@ def install(model: PreTrainedModel, targets: Iterable[str] | str, slots: int, ra
             f"adapter slots need slots, rank and tokens of 1 at least, not {slots}, {rank}, {max_tokens}"
         )
     found = target_layers(model, targets)
-    routes = Routes(slots, rank, max_tokens, model.device)
+    routes = AdapterRoutes(slots, rank, max_tokens, model.device)
     layers = {}
     for name, linear in found.items():
         layers[name] = SlotLinear(linear, routes, slots, rank).train(linear.training)

@@ -45,7 +45,7 @@ class NoPlan(RuntimeError):
     """The attention function was reached without a plan: the caller forgot it, or the model does not pass it on."""
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """Who attends to whom in one forward pass."""
 
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -67,7 +67,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature over a plan."""
-    plan: Plan | None = kwargs.pop(PLAN, None)
+    plan: AttentionPlan | None = kwargs.pop(PLAN, None)
     if plan is None:
         raise NoPlan("a Paceline model was called without an attention plan")
     if kwargs.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:

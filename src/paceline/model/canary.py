@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.model.attention import PLAN, PackedPlan
-from paceline.model.head import Head, token_logprobs
-from paceline.model.song import canary_ids, signed
+from paceline.model.canary_prompts import canary_ids, signed
+from paceline.model.head import LMHead, token_logprobs
 from paceline.model.weights import Canary
 
 
 def make_canary(
     model: PreTrainedModel,
-    head: Head,
+    head: LMHead,
     dtype: torch.dtype | None = None,
     quiet: Callable[[], AbstractContextManager] = torch.inference_mode,
 ) -> Canary:
@@ -27,7 +27,7 @@ def make_canary(
     return signed(ids, logprobs, dtype or model.dtype)
 
 
-def sequence_logprobs(model: PreTrainedModel, head: Head, token_ids: Sequence[int]) -> list[float]:
+def sequence_logprobs(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> list[float]:
     """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
     return [0.0, *_Pass(model, head, token_ids)().tolist()]
 
@@ -35,7 +35,7 @@ def sequence_logprobs(model: PreTrainedModel, head: Head, token_ids: Sequence[in
 class _Pass:
     """One forward pass over always the same tokens, its inputs laid out beforehand."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, token_ids: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> None:
         self._model, self._head = model, head
         self._ids = torch.tensor(token_ids, device=model.device)
         self._positions = torch.arange(len(token_ids), device=model.device)[None]
@@ -48,11 +48,11 @@ class _Pass:
         return token_logprobs(self._head, out.last_hidden_state[0, :-1], ids[1:], self._ones)[0]
 
 
-class Songbook:
+class CanaryScorer:
     """`sequence_logprobs` of the same tokens, version after version. On CUDA the pass is captured and launched whole:
     hundreds of small launches would each wait for Python's lock, which an engine and a trainer both want."""
 
-    def __init__(self, model: PreTrainedModel, head: Head) -> None:
+    def __init__(self, model: PreTrainedModel, head: LMHead) -> None:
         self._model, self._head = model, head
         self._known: tuple[object, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None

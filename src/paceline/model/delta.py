@@ -27,7 +27,7 @@ from paceline.errors import PacelineError
 from paceline.model.bits import MASK
 from paceline.model.indices import PositionError, pack, unpack
 from paceline.model.torch_bits import WIDTHS, bits_of, mix
-from paceline.model.weights import Policy, fingerprint, salt
+from paceline.model.weights import ServedPolicy, fingerprint, salt
 
 MAGIC = b"PLDELTA1"
 HEAD = struct.Struct("<8sQ16s")
@@ -78,7 +78,7 @@ class Entry:
         return self.start + self.index_bytes + self.count * self.dtype.itemsize
 
 
-class Delta:
+class WeightDelta:
     """From `base` to `result`. Made by `LastSent`, or read from bytes, which are not trusted."""
 
     def __init__(self, data: bytes) -> None:
@@ -152,18 +152,18 @@ class LastSent:
     """A copy of what was published last, where the tensors lie, and the way from there to the next."""
 
     def __init__(self, share: float = MOST_SHARE) -> None:
-        self.policy: Policy | None = None
+        self.policy: ServedPolicy | None = None
         self._share = share
         self._copy: dict[str, Tensor] = {}
 
-    def advance(self, version: int, tensors: Mapping[str, Tensor]) -> Delta | None:
+    def advance(self, version: int, tensors: Mapping[str, Tensor]) -> WeightDelta | None:
         """What leads from the last version to this one; None if there was none, or all of it would be shorter."""
         made = self._encoded(version, tensors) if self._fits(tensors) else None
         if made is None:
-            self.policy = Policy(version, fingerprint(tensors.items()))
+            self.policy = ServedPolicy(version, fingerprint(tensors.items()))
             self._keep(tensors)
             return None
-        delta = Delta(made)
+        delta = WeightDelta(made)
         self.policy = None  # a write that breaks off leaves nothing to build on
         delta.write(self._copy)
         self.policy = delta.result
@@ -250,11 +250,11 @@ def _checked(data: bytes) -> tuple[dict[str, Any], memoryview]:
     return header, body[length:]
 
 
-def _policy(given: Any) -> Policy:
+def _policy(given: Any) -> ServedPolicy:
     version, mark = given
     if type(version) is not int or not re.fullmatch("[0-9a-f]{16}", mark):
         raise ValueError(f"{given} is no version with its fingerprint")
-    return Policy(version, mark)
+    return ServedPolicy(version, mark)
 
 
 def _entries(listed: list[list[Any]]) -> dict[str, Entry]:

@@ -1,11 +1,11 @@
 """The compute type that `model.dtype = "auto"` stands for on a device of this machine."""
 
-from paceline.config.model import Dtype, Model
+from paceline.config.model import Dtype, ModelConfig
 from paceline.model.naming import ModelError, resolve
 from paceline.planner.dtypes import HALVES, cpu_halves, fitting, stored_dtype
 
 
-def compute_dtype(model: Model, device: str) -> Dtype:
+def compute_dtype(model: ModelConfig, device: str) -> Dtype:
     """The run file's type; under `auto` the checkpoint's own where `device` computes it fast, else float32."""
     if model.dtype != "auto":
         return model.dtype

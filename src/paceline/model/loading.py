@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import compute_dtype
@@ -19,7 +19,7 @@ from paceline.model.source import export_problems, source_problems
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
 
 
-def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedModel:
+def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The causal LM with Paceline's attention, ready for `attach_lora` or full fine-tuning."""
     source = resolve(config.name)
     if Path(source).is_dir():
@@ -38,7 +38,7 @@ def load_model(config: Model, device: torch.device | str = "cpu") -> PreTrainedM
     return model
 
 
-def _read(config: Model, source: str, device: str) -> PreTrainedModel:
+def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
     try:
         load = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -55,7 +55,7 @@ def _read(config: Model, source: str, device: str) -> PreTrainedModel:
         raise ModelError(unloadable("model", config.name, error)) from error
 
 
-def attach_lora(model: PreTrainedModel, config: Model, seed: int) -> PreTrainedModel:
+def attach_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> PreTrainedModel:
     """Freeze the base and inject adapters in place; a no-op without a `lora` section."""
     if config.lora is None:
         return model
@@ -85,7 +85,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return clone.eval()
 
 
-def engine_twin(model: PreTrainedModel, config: Model) -> PreTrainedModel:
+def engine_twin(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The engine's model, made before `attach_lora`: plain, without peft.
 
     Under LoRA the whole base is frozen and so shared with the trainer; the adapters reach the engine in its slots.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.model.attention import ATTENTION, PLAN, NoPlan, UnsupportedModel, sdpa, window_mask
-from paceline.model.head import Head
+from paceline.model.head import LMHead
 from paceline.model.shape import attention_shape
 
 ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
@@ -164,14 +164,14 @@ def rehearse(model: PreTrainedModel, lengths: tuple[int, ...] = REHEARSAL) -> No
     total = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(total, generator=generator).to(model.device)
-    ids = torch.randint(Head(model).vocabulary, (total,), generator=generator).to(model.device)
+    ids = torch.randint(LMHead(model).vocabulary, (total,), generator=generator).to(model.device)
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(model.device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     plan = ShuffledPlan(sequences[order], positions[order])
     out = model.get_decoder()(
         input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{PLAN: plan}
     )
-    ours = Head(model)(out.last_hidden_state[0]).softmax(-1)[order.argsort()]
+    ours = LMHead(model)(out.last_hidden_state[0]).softmax(-1)[order.argsort()]
     theirs = torch.cat([p.softmax(-1) for p in _eager(model, list(ids.split(lengths)))])
     apart = (ours - theirs).abs().sum(-1).mean() / 2
     bound = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE

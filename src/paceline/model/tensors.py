@@ -5,17 +5,23 @@
 {'a': [2, 3]}
 """
 
+import errno
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from safetensors import SafetensorError
+
 from paceline.model.weights import Array
 
-LIBRARIES = {"torch": "safetensors.torch", "numpy": "safetensors.numpy", "mlx": "paceline.model.mlx.files"}
+LIBRARIES = {"torch": "safetensors.torch", "numpy": "safetensors.numpy", "mlx": "paceline.model.mlx.arrays"}
 """Who reads and writes whose tensors."""
 
 
@@ -65,3 +71,19 @@ def _library() -> ModuleType:
 def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
     kind = type(next(iter(tensors.values()), None)).__module__.partition(".")[0]
     return importlib.import_module(LIBRARIES[kind]) if kind in LIBRARIES else _library()
+
+
+@contextmanager
+def writing() -> Generator[None]:
+    """Safetensors wraps the system's refusals into an error of its own: here they are `OSError` again."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error)) from error
+
+
+def write_tensors(tensors: Mapping[str, Array], path: Path, notes: dict[str, str] | None = None) -> None:
+    with writing():
+        save_file(tensors, path, notes)

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model.naming import ModelError, resolve, unloadable
 from paceline.model.source import read_config, tokenizer_problem
 
 
-def find_tokenizer(config: Model) -> str:
+def find_tokenizer(config: ModelConfig) -> str:
     """The folder or hub name of the run's tokenizer; raises a sentence for a folder that has none."""
     source = resolve(config.tokenizer or config.name)
     if Path(source).is_dir() and (problem := tokenizer_problem(Path(source))):
@@ -20,7 +20,7 @@ def find_tokenizer(config: Model) -> str:
     return source
 
 
-def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with the run's chat template if it names one."""
     source = find_tokenizer(config)
     try:
@@ -40,7 +40,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_ids(tokenizer: PreTrainedTokenizerBase, config: Model, source: str) -> None:
+def _check_ids(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, source: str) -> None:
     """Refuse a tokenizer that writes ids for which the model has no embedding. Added special tokens may lie beyond
     them: some families mark images so, which their text models never meet."""
     folder = Path(resolve(config.name))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from paceline.model.bits import MASK, mix_array
 
 if TYPE_CHECKING:
-    from paceline.model.delta import Delta
+    from paceline.model.delta import WeightDelta
 
 Array = Any
 """A tensor of torch, an array of mlx or of numpy: whatever the trainer computes with."""
@@ -58,7 +58,7 @@ class WeightUpdate:
     expected: str | None = None
     """The sender's fingerprint of these tensors; an engine that holds others refuses the update."""
     canary: Canary | None = None
-    delta: "Delta | None" = None
+    delta: "WeightDelta | None" = None
     """The way here from an earlier version: an engine that holds that one may take it in place of the tensors, which
     are then empty or read only by those who need them."""
 
@@ -72,7 +72,7 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class ServedPolicy:
     """What an engine really serves."""
 
     version: int

@@ -6,7 +6,7 @@ from paceline.monitor.exporters import MissingExtra, exporter
 from paceline.monitor.files import read_jsonl, read_sound
 from paceline.monitor.plain import PlainLines
 from paceline.monitor.plot import plot_rewards
-from paceline.monitor.recorder import Recorder
+from paceline.monitor.recorder import RunRecorder
 from paceline.monitor.screen import Screen, choose
 from paceline.monitor.summary import summary
 from paceline.monitor.watchdog import watching
@@ -16,11 +16,11 @@ __all__ = [
     "Monitor",
     "Monitors",
     "PlainLines",
-    "Recorder",
     "RunDirectory",
     "RunDirectoryError",
     "RunOutcome",
     "RunPlan",
+    "RunRecorder",
     "Screen",
     "choose",
     "exporter",

@@ -9,7 +9,7 @@ Curve = list[tuple[int, float]]
 """Points (step, value), in the order they came."""
 
 
-class History:
+class MetricHistory:
     """What the metrics say so far. Values that are missing or not finite leave no point."""
 
     def __init__(self, envs: Iterable[str] = ()) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan
-from paceline.monitor.history import Curve, History
+from paceline.monitor.history import Curve, MetricHistory
 from paceline.monitor.plain import step_line
 from paceline.monitor.text import count, one_line, score, seconds
 
@@ -115,7 +115,7 @@ class NotebookView(Monitor):
 
 def _row(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
     """The cells of one step, by the name of their column."""
-    now = History.of([{**metrics, "step": step}])
+    now = MetricHistory.of([{**metrics, "step": step}])
     cells = {"step": str(step)}
     cells |= _cells("reward", now.rewards)
     cells |= {key.removeprefix("metric/"): score(now.latest[key]) for key in now.latest if key.startswith("metric/")}

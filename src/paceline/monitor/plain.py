@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
-from paceline.monitor.history import Curve, History
+from paceline.monitor.history import Curve, MetricHistory
 from paceline.monitor.text import amount, count, one_line, reasons, score, seconds
 
 _HEARTBEAT = 10.0
@@ -59,7 +59,7 @@ class PlainLines(Monitor):
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
     """`step  12/40  reward 0.612  eval 0.43  stale 0.8  4.1k tok/s  0.31 s`, as far as each is known."""
-    now = History.of([{**metrics, "step": step}])
+    now = MetricHistory.of([{**metrics, "step": step}])
     width = len(str(total)) if total else 4
     parts = [f"step {step:>{width + 1}}/{total}" if total else f"step {step:>{width}}"]
     parts += _scores("reward", now.rewards, 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.monitor.files import replace_file
-from paceline.monitor.history import Curve, History
+from paceline.monitor.history import Curve, MetricHistory
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and most runs only need it at their end
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ def reward_picture(metrics: Sequence[Mapping[str, Any]], title: str, dpi: int = 
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    history = History.of(metrics)
+    history = MetricHistory.of(metrics)
     figure = Figure(figsize=(8, 4.5), dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -56,7 +56,7 @@ def smooth(curve: Curve) -> Curve:
     return means
 
 
-def _draw(axes: "Axes", history: History, env: str, colour: str) -> None:
+def _draw(axes: "Axes", history: MetricHistory, env: str, colour: str) -> None:
     if rewards := history.rewards.get(env):
         axes.plot(*_columns(rewards), color=colour, alpha=0.3, linewidth=1.0)
         # One point has no line; a dot at least shows it.
@@ -82,7 +82,7 @@ def _columns(curve: Curve) -> tuple[list[int], list[float]]:
     return [step for step, _ in curve], [value for _, value in curve]
 
 
-def _frame(axes: "Axes", history: History, title: str) -> None:
+def _frame(axes: "Axes", history: MetricHistory, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=_INK, pad=12)
@@ -104,7 +104,7 @@ def _frame(axes: "Axes", history: History, title: str) -> None:
         axes.text(0.5, 0.5, "no step is finished yet", transform=axes.transAxes, ha="center", color=_INK)
 
 
-def _legend(figure: "Figure", history: History) -> None:
+def _legend(figure: "Figure", history: MetricHistory) -> None:
     """A colour for each environment, then a shape for each kind of point: shorter than every pair of them."""
     from matplotlib.lines import Line2D
 

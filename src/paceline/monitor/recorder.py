@@ -10,7 +10,7 @@ from paceline.monitor.directory import RunDirectory
 from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, replace_file
 
 
-class Recorder(Monitor):
+class RunRecorder(Monitor):
     """Writes `metrics.jsonl`, `rollouts.jsonl`, `tickets.jsonl` and `events.jsonl`.
 
     Nothing is held open or buffered here, so there is nothing to lose and nothing to close. After a roll-back

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from paceline.monitor.base import RunOutcome
 from paceline.monitor.directory import RunDirectory
-from paceline.monitor.history import Curve, History
+from paceline.monitor.history import Curve, MetricHistory
 from paceline.monitor.text import amount, one_line, score, seconds
 
 _TRAIN: Final = "paceline train"
@@ -16,12 +16,12 @@ _TRAIN: Final = "paceline train"
 def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory: Path) -> list[str]:
     """What was reached, where things are, and what to do next: one line each."""
     files = RunDirectory(directory)
-    history = History.of(metrics)
+    history = MetricHistory.of(metrics)
     lines = [_reached(history, metrics, outcome), _places(outcome, files), _next(outcome, files, bool(history.trained))]
     return [one_line(line) for line in lines]
 
 
-def _reached(history: History, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
+def _reached(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
     results = "; ".join(f"{env}: {_result(history, env)}" for env in history.envs)
     if history.trained:
         results += f" over {amount(history.step, 'step')} in {seconds(history.seconds or _between(metrics))}"
@@ -34,7 +34,7 @@ def _reached(history: History, metrics: Sequence[Mapping[str, Any]], outcome: Ru
     return f"{results}; {outcome.status} at step {outcome.step}{cause}"
 
 
-def _result(history: History, env: str) -> str:
+def _result(history: MetricHistory, env: str) -> str:
     """Exact matches, or the held-out reward where there are none, then the reward in training."""
     parts = []
     if exact := history.exact.get(env):

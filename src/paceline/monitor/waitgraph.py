@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.monitor.text import seconds
-from paceline.waits import Wait, awaited_frames
+from paceline.util.deadlines import Wait, awaited_frames
 
 Node = dict[str, Any]
 """Waits of one name below one parent: `what`, `count`, `age` and `limit` in seconds, `who`, `parent` (an index, or

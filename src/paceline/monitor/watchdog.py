@@ -23,7 +23,7 @@ from paceline.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
 from paceline.monitor.files import replace_file
 from paceline.monitor.text import seconds
 from paceline.monitor.waitgraph import Node, chain, graph, label, place, stack_of, tasks, threads
-from paceline.waits import registry
+from paceline.util.deadlines import registry
 
 log = logging.getLogger("paceline.watchdog")
 SNAPSHOT_SECONDS = 3.0

@@ -1,26 +1,26 @@
 """The conductor: gate, dispatcher, loop, evaluation, resume."""
 
-from paceline.orchestrator.breaker import Breaker, RunStopped
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
 from paceline.orchestrator.clock import Clock, DeadlineError, RealClock
-from paceline.orchestrator.course import Course, lay_out, opened
+from paceline.orchestrator.failures import Breaker, RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.loop import Conductor, Parts, RollBack
+from paceline.orchestrator.loop import Orchestrator, OrchestratorParts, RollBack
+from paceline.orchestrator.train_env import TrainEnv, lay_out, opened
 
 __all__ = [
     "Breaker",
     "CheckpointError",
     "Checkpoints",
     "Clock",
-    "Conductor",
-    "Course",
     "DamagedCheckpoint",
     "DeadlineError",
     "Gate",
-    "Parts",
+    "Orchestrator",
+    "OrchestratorParts",
     "RealClock",
     "RollBack",
     "RunStopped",
+    "TrainEnv",
     "lay_out",
     "opened",
 ]

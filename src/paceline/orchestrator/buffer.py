@@ -9,7 +9,7 @@ from paceline.rollout import Group
 
 
 @dataclass(slots=True)
-class Finished:
+class ReadyGroup:
     """A group that may train."""
 
     group: Group
@@ -19,7 +19,7 @@ class Finished:
     """The next batch has begun to train on it."""
 
     @classmethod
-    def of(cls, group: Group, staleness: int) -> "Finished":
+    def of(cls, group: Group, staleness: int) -> "ReadyGroup":
         """Tokens of a frozen sampler never go stale; a group without a sample is old from the beginning."""
         oldest = [sample.oldest_version for sample in group.samples()]
         return cls(group, min((inf if version is None else version + staleness for version in oldest), default=-1))
@@ -29,9 +29,9 @@ class Buffer:
     """Groups by ticket, each in one record."""
 
     def __init__(self) -> None:
-        self._held: dict[Ticket, Finished] = {}
+        self._held: dict[Ticket, ReadyGroup] = {}
 
-    def put(self, finished: Finished) -> None:
+    def put(self, finished: ReadyGroup) -> None:
         self._held[finished.group.ticket] = finished
 
     def take(self, groups: Iterable[Group]) -> None:

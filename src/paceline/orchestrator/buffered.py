@@ -51,7 +51,7 @@ class Held:
         )
 
 
-class _Turn(msgspec.Struct, array_like=True):
+class _BufferedTurn(msgspec.Struct, array_like=True):
     prompt_ids: WiredArray
     completion_ids: WiredArray
     logprobs: WiredArray
@@ -73,7 +73,7 @@ class _Rollout(msgspec.Struct, array_like=True):
     actor: str
     kind: str
     parent: str
-    turns: list[_Turn]
+    turns: list[_BufferedTurn]
     reward: float | None
     metrics: dict[str, float]
     error: str | None
@@ -202,8 +202,8 @@ def _wired(rollouts: Iterable[Rollout]) -> list[_Rollout]:
     ]
 
 
-def _wired_turn(turn: Turn) -> _Turn:
-    return _Turn(
+def _wired_turn(turn: Turn) -> _BufferedTurn:
+    return _BufferedTurn(
         prompt_ids=_array(turn.prompt_ids, np.int64),
         completion_ids=_array(turn.completion_ids, np.int64),
         logprobs=_array(turn.logprobs, np.float64),
@@ -251,7 +251,7 @@ def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
     )
 
 
-def _turn(wired: _Turn) -> Turn:
+def _turn(wired: _BufferedTurn) -> Turn:
     return Turn(
         prompt_ids=_values(wired.prompt_ids, np.int64),
         completion_ids=_values(wired.completion_ids, np.int64),

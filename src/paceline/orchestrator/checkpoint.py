@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from paceline.model.manifest import MANIFEST, has_manifest, problems, several, write_manifest
-from paceline.orchestrator.breaker import RunStopped
-from paceline.waits import waiting
+from paceline.orchestrator.failures import RunStopped
+from paceline.util.deadlines import waiting
 
 LATEST = "latest"
 STATE = "state.json"

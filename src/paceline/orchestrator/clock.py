@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from paceline.waits import DeadlineError, abandonable
+from paceline.util.deadlines import DeadlineError, abandonable
 
 __all__ = ["Clock", "DeadlineError", "RealClock"]
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
-from paceline.orchestrator.breaker import RunStopped
-from paceline.orchestrator.buffer import Buffer, Finished, places
+from paceline.orchestrator.admission import GroupAdmission, without_signal
+from paceline.orchestrator.buffer import Buffer, ReadyGroup, places
 from paceline.orchestrator.buffered import Held
-from paceline.orchestrator.course import Course
-from paceline.orchestrator.episodes import Player
+from paceline.orchestrator.episodes import RolloutRunner
+from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.judge import Judge, without_signal
-from paceline.orchestrator.replay import Replay, Replayed
+from paceline.orchestrator.replay import Replay, ReplayedGroup
 from paceline.orchestrator.tally import Tally
+from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group
-from paceline.user_code import raised
-from paceline.waits import ABANDON_SECONDS, waiting
+from paceline.util.deadlines import ABANDON_SECONDS, waiting
+from paceline.util.user_code import raised
 
 __all__ = ["Ahead", "Dispatcher", "Tally", "without_signal"]
 
@@ -42,11 +42,11 @@ Ahead = Callable[[list[Group]], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Flight:
+class GroupInFlight:
     """A group being played."""
 
     task: "asyncio.Task[Group]"
-    course: Course
+    course: TrainEnv
     since: int
     """The version at which it started: none of its tokens can be older."""
 
@@ -57,8 +57,8 @@ class Dispatcher:
     def __init__(
         self,
         config: RunConfig,
-        courses: dict[str, Course],
-        player: Player,
+        courses: dict[str, TrainEnv],
+        player: RolloutRunner,
         gate: Gate,
         ledger: Ledger,
         warn: Callable[[str], None] = lambda text: None,
@@ -70,13 +70,13 @@ class Dispatcher:
         gate.extra = config.extra
         self._ledger = ledger
         self._warn = warn
-        self._judge = Judge(config, courses, warn)
+        self._judge = GroupAdmission(config, courses, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
         """What the batch being filled replays."""
         self._met = self._aged_at = gate.version
         """The versions that drawing and shipping have taken note of."""
-        self._flights: dict[Ticket, Flight] = {}
+        self._flights: dict[Ticket, GroupInFlight] = {}
         self._leaving: set[asyncio.Task[Group]] = set()
         """Called off, and not gone yet."""
         self._early: dict[Ticket, Group] = {}
@@ -87,7 +87,7 @@ class Dispatcher:
         self._failure: BaseException | None = None
         self._stopped = False
         self.let_go: list[tuple[Group, str]] = []
-        """Finished groups that were dropped, and why, until somebody takes them away."""
+        """ReadyGroup groups that were dropped, and why, until somebody takes them away."""
         self.shunned: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
@@ -109,10 +109,10 @@ class Dispatcher:
                 continue
             self._gate.start(course.group_size)
             task = asyncio.create_task(self._player.group(course, ticket), name=f"ticket {ticket.number}")
-            self._flights[ticket] = Flight(task, course, self._gate.version)
+            self._flights[ticket] = GroupInFlight(task, course, self._gate.version)
             task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
 
-    def _next_course(self) -> Course | None:
+    def _next_course(self) -> TrainEnv | None:
         """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""
         room = self._gate.capacity
         if room < self._smallest:
@@ -166,7 +166,7 @@ class Dispatcher:
         self._gate.give_back(places(self._replays))
         self._replays = []
 
-    def _enter_replays(self) -> list[Replayed]:
+    def _enter_replays(self) -> list[ReplayedGroup]:
         """The chosen groups under new tickets. Drawn only now, they are trained before the next checkpoint."""
         entered = []
         for group in self._replays:
@@ -215,7 +215,7 @@ class Dispatcher:
         except BaseException:
             self.let_go.append((group, "failed"))  # the run ends with it
             raise
-        if isinstance(verdict, Finished):
+        if isinstance(verdict, ReadyGroup):
             self._gate.accept(group.places)
             self._ledger.buffer(group.ticket)
             self._buffer.put(verdict)
@@ -358,7 +358,7 @@ class Dispatcher:
             if fits and (group.ticket.env, group.ticket.draw) not in self.shunned:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
-                self._buffer.put(Finished.of(group, self._config.staleness))
+                self._buffer.put(ReadyGroup.of(group, self._config.staleness))
         held = held.without(group.ticket for group in held.buffered if group.ticket not in self._buffer)
         self._judge.tally = Tally.of(held.resolved, held.counts)
         for course in self._courses.values():

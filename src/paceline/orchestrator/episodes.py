@@ -8,28 +8,27 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import nan
 from typing import Any, TypeVar
 
+from paceline.config.failures import Fail, Retry
 from paceline.data import Row, Ticket
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import LARGEST_REWARD, shown
-from paceline.failures import Fail, Retry
 from paceline.inference import NobodyLeft
 from paceline.inference.base import Mismatch
-from paceline.orchestrator.breaker import stopped
 from paceline.orchestrator.clock import Clock, DeadlineError
-from paceline.orchestrator.course import Course
-from paceline.orchestrator.failures import Kind, kind_of, told
-from paceline.rollout import Group, Rollout, Seat, Table, Voice, assemble
+from paceline.orchestrator.failures import Kind, kind_of, stopped, told
+from paceline.orchestrator.train_env import TrainEnv
+from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.template import ToolsDropped
 from paceline.rollout.types import own
-from paceline.seldom import Seldom
-from paceline.user_code import is_cancelled, is_ctrl_c
-from paceline.waits import AbandonedError
+from paceline.util.deadlines import AbandonedError
+from paceline.util.rate_limited_logger import RateLimitedLogger
+from paceline.util.user_code import is_cancelled, is_ctrl_c
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
 
 T = TypeVar("T")
-seldom = Seldom(logging.getLogger("paceline.episodes"))
+seldom = RateLimitedLogger(logging.getLogger("paceline.episodes"))
 
 
 class EpisodeLost(Exception):
@@ -40,7 +39,7 @@ class EpisodeLost(Exception):
         self.kind: Kind = kind
 
 
-class Player:
+class RolloutRunner:
     """Seats the policy at an environment's table. A failing episode is an outcome with its error, never a crash.
 
     What fails is tried again, given up or the end of the run, as the course says of its kind. Each try is a whole
@@ -48,7 +47,7 @@ class Player:
     environment's `timeout` before it. Whoever fails in the end tells what went wrong first.
     """
 
-    def __init__(self, voice: Voice, clock: Clock, seed: int, domain: int = TRAIN) -> None:
+    def __init__(self, voice: SamplingClient, clock: Clock, seed: int, domain: int = TRAIN) -> None:
         self._voice = voice
         self._clock = clock
         self._seed = seed
@@ -66,7 +65,7 @@ class Player:
         self.lost.clear()
         return kinds
 
-    async def group(self, course: Course, ticket: Ticket) -> Group:
+    async def group(self, course: TrainEnv, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
             row = await self._prepared(
@@ -96,18 +95,18 @@ class Player:
             alive.append(rollout)
         return Group(ticket=ticket, rollouts=alive, places=course.group_size, failed=failed)
 
-    async def prepare(self, course: Course, row: Row) -> Row:
+    async def prepare(self, course: TrainEnv, row: Row) -> Row:
         """What all episodes on a held-out row have in common; raises `EpisodeLost`."""
         return await self._prepared(course, lambda: course.environment.prepare(own(row)))
 
-    async def episode(self, course: Course, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
+    async def episode(self, course: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
         # In training somebody else may speak in the policy's place, for it to learn from.
         voice = (course.algorithm.voice if self._domain == TRAIN else None) or self._voice
         losses: list[EpisodeLost] = []
         while True:
-            seats = Table(voice, noise, order, course.environment.actors)
+            seats = SessionMap(voice, noise, order, course.environment.actors)
             try:
                 outcome = await self._users(
                     course, voice, "an episode", lambda at=seats: course.environment.play(own(row), at)
@@ -124,7 +123,7 @@ class Player:
             except EpisodeLost as lost:
                 return [failure(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
-    async def _prepared(self, course: Course, work: Callable[[], Awaitable[Row]]) -> Row:
+    async def _prepared(self, course: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
         losses: list[EpisodeLost] = []
         while True:
             try:
@@ -133,7 +132,7 @@ class Player:
                 losses.append(lost)
             await self._once_more(course, losses)
 
-    async def _once_more(self, course: Course, losses: Sequence[EpisodeLost]) -> None:
+    async def _once_more(self, course: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and nobody waits for another try
@@ -154,7 +153,7 @@ class Player:
                 text = f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}"
                 raise EpisodeLost(text, first.kind) from first.__cause__
 
-    async def _users(self, course: Course, voice: Voice, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _users(self, course: TrainEnv, voice: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """What a user's code answers within its time; whatever it raises is the loss of its episode."""
         try:
             return await self._clock.within(course.config.timeout, f"{what} of `{course.name}`", work())

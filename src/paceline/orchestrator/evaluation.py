@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import comb, sqrt
 
-from paceline.config import Eval
+from paceline.config import EvalConfig
 from paceline.data import Row, Ticket
 from paceline.envs import POLICY
-from paceline.orchestrator.breaker import stopped
-from paceline.orchestrator.course import Course
-from paceline.orchestrator.episodes import EpisodeLost, Player
+from paceline.orchestrator.episodes import EpisodeLost, RolloutRunner
+from paceline.orchestrator.failures import stopped
+from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Rollout
 
 SURE = 1.96
@@ -20,9 +20,9 @@ PASS = 0.5
 
 
 async def evaluate(
-    courses: dict[str, Course],
-    player: Player,
-    config: Eval,
+    courses: dict[str, TrainEnv],
+    player: RolloutRunner,
+    config: EvalConfig,
     progress: Callable[[str], None],
     played: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
 ) -> dict[str, float]:
@@ -38,9 +38,9 @@ async def evaluate(
 
 
 async def _course(
-    course: Course,
-    player: Player,
-    config: Eval,
+    course: TrainEnv,
+    player: RolloutRunner,
+    config: EvalConfig,
     progress: Callable[[str], None],
     told: Callable[[Sequence[Rollout]], None],
 ) -> dict[str, float]:
@@ -83,7 +83,7 @@ async def _course(
     }
 
 
-def by_actor(course: Course, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def by_actor(course: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts of an environment under its name, or under `name/actor` for actors beside its only one."""
     actors, found = list(course.environment.actors), {}
     for rollout in rollouts:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from paceline.config import RunConfig
-from paceline.config.filters import Length
+from paceline.config.filters import LengthConfig
 from paceline.data import Sample
 from paceline.errors import PacelineError
-from paceline.importing import import_object
 from paceline.rollout import Group, Rollout
-from paceline.user_code import user_code
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code
 
 FINE = "length/penalty"
 """The metric of a rollout that says what its length cost it: `reward` is what is left."""
@@ -60,7 +60,7 @@ class Filters:
         return bool(kept)
 
 
-def fine(rollout: Rollout, rule: Length, max_tokens: int) -> None:
+def fine(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
     """The soft over-long penalty of DAPO (arXiv 2503.14476): with n the rollout's longest reply,
 
         0 for n <= max_tokens - buffer, then penalty * (n - (max_tokens - buffer)) / buffer, up to the whole penalty.

@@ -16,39 +16,38 @@ from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, learn, row_change
 from paceline.errors import PacelineError
 from paceline.inference import Pool
-from paceline.inference.past import PoolWithPast
+from paceline.inference.pool import LeaguePool
 from paceline.monitor import Monitor
-from paceline.orchestrator.breaker import RunStopped
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.clock import Clock
-from paceline.orchestrator.course import Course
 from paceline.orchestrator.dispatcher import Dispatcher, Tally
-from paceline.orchestrator.episodes import EVAL, MATCH, Player
+from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner
 from paceline.orchestrator.evaluation import evaluate
+from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.metrics import batch_metrics, replay_metrics
-from paceline.orchestrator.past import Past
+from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
+from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
 from paceline.orchestrator.pausing import Pauses
-from paceline.orchestrator.replay import Replayed
-from paceline.orchestrator.stopwatch import Stopwatch
-from paceline.rollout import Group, Rollout, Voice
+from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.train_env import TrainEnv
+from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 
 
 @dataclass(slots=True)
-class Parts:
+class OrchestratorParts:
     """What a placement hands to the conductor."""
 
     pool: Pool
     trainer: Trainer
-    voice: Voice
-    eval_voice: Voice
-    courses: dict[str, Course]
+    voice: SamplingClient
+    eval_voice: SamplingClient
+    courses: dict[str, TrainEnv]
     monitor: Monitor
     checkpoints: Checkpoints
     clock: Clock
-    past: PoolWithPast | None = None
+    past: LeaguePool | None = None
     """The pool once more, where an environment has a league."""
 
 
@@ -57,17 +56,19 @@ class RollBack(PacelineError):
 
     def __init__(self, cause: str, batch: Sequence[Group]) -> None:
         super().__init__(cause)
-        tickets = [group.ticket for group in batch if not isinstance(group, Replayed)]
+        tickets = [group.ticket for group in batch if not isinstance(group, ReplayedGroup)]
         self.draws = frozenset((ticket.env, ticket.draw) for ticket in tickets)
 
 
-class Conductor:
+class Orchestrator:
     """Leads one run, or what of it lies between two roll-backs.
 
     Draws that are `shunned` are dropped instead of trained: an earlier life of this run found that they break it.
     """
 
-    def __init__(self, config: RunConfig, parts: Parts, shunned: frozenset[tuple[str, int]] = frozenset()) -> None:
+    def __init__(
+        self, config: RunConfig, parts: OrchestratorParts, shunned: frozenset[tuple[str, int]] = frozenset()
+    ) -> None:
         self._config = config
         self._p = parts
         self._ticket_records: list[dict] = []
@@ -75,10 +76,10 @@ class Conductor:
         assert config.max_inflight is not None
         reserve = config.replay.places(config.batch_size, [course.group_size for course in parts.courses.values()])
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
-        self._player = Player(parts.voice, parts.clock, config.seed)
+        self._player = RolloutRunner(parts.voice, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.courses, self._player, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.shunned = shunned
-        self._past = Past(parts.courses, parts.past, parts.monitor.note)
+        self._past = LeagueCheckpoints(parts.courses, parts.past, parts.monitor.note)
         self._pauses = Pauses(config, parts.courses, parts.monitor)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._epoch = time.time() - parts.clock.now()
@@ -174,7 +175,7 @@ class Conductor:
         was finished when it first trained."""
         shares: dict[str, list[Group]] = {}
         for group in batch:
-            if not isinstance(group, Replayed) and group.ticket not in self._scored:
+            if not isinstance(group, ReplayedGroup) and group.ticket not in self._scored:
                 shares.setdefault(group.ticket.env, []).append(group)
         lost = await together([self._p.courses[env].algorithm.score(groups) for env, groups in shares.items()])
         for reasons in lost:
@@ -233,9 +234,9 @@ class Conductor:
     async def _evaluate(self) -> dict[str, float]:
         with self._watch.phase("eval"):
             tell, told = self._p.monitor.phase, partial(self._p.monitor.played, self.step)
-            player = Player(self._p.eval_voice, self._p.clock, self._config.seed, EVAL)
+            player = RolloutRunner(self._p.eval_voice, self._p.clock, self._config.seed, EVAL)
             metrics = await evaluate(self._p.courses, player, self._config.eval, tell, partial(told, "evaluated"))
-            player = Player(self._p.eval_voice, self._p.clock, self._config.seed, MATCH)
+            player = RolloutRunner(self._p.eval_voice, self._p.clock, self._config.seed, MATCH)
             metrics |= await self._past.assess(
                 player, self._gate.version, self._config.eval.concurrency, tell, partial(told, "matched")
             )
@@ -247,8 +248,8 @@ class Conductor:
         monitor = self._p.monitor
         monitor.step(self.step, metrics)
         self._tell_dropped(self.step)
-        fresh = [group for group in batch if not isinstance(group, Replayed)]
-        again = [group for group in batch if isinstance(group, Replayed)]
+        fresh = [group for group in batch if not isinstance(group, ReplayedGroup)]
+        again = [group for group in batch if isinstance(group, ReplayedGroup)]
         self._played(self.step, "skipped" if skipped else "trained", _all(fresh))
         monitor.played(self.step, "skipped" if skipped else "replayed", _all(again))
         monitor.spans(

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from paceline.config import RunConfig
 from paceline.monitor import Monitor
-from paceline.orchestrator.course import Course
+from paceline.orchestrator.train_env import TrainEnv
 from paceline.record.advice import Advisory, advise
-from paceline.record.advice.memory import Memory
+from paceline.record.advice.memory import AdviceMemory
 from paceline.rollout import Rollout
 
 Played = list[tuple[str, Sequence[Rollout]]]
@@ -23,12 +23,12 @@ Played = list[tuple[str, Sequence[Rollout]]]
 class Pauses:
     """Who rests, why, and until when. A run that may pause nobody remembers nothing."""
 
-    def __init__(self, config: RunConfig, courses: Mapping[str, Course], monitor: Monitor) -> None:
+    def __init__(self, config: RunConfig, courses: Mapping[str, TrainEnv], monitor: Monitor) -> None:
         self._courses, self._monitor = courses, monitor
         self._every, self._rest = config.advice.interval, config.advice.steps
         self._grounds = {name: frozenset(_grounds(course, config)) for name, course in courses.items()}
         self._rules: frozenset[str] = frozenset().union(*self._grounds.values())
-        self._memory = Memory(config.model_dump())
+        self._memory = AdviceMemory(config.model_dump())
         self._played: Played = []
         self._look: asyncio.Task[list[Advisory]] | None = None
         self._step = 0
@@ -112,5 +112,5 @@ class Pauses:
                 course.forgone += max(0.0, min(awake) - course.share)
 
 
-def _grounds(course: Course, config: RunConfig) -> Sequence[str]:
+def _grounds(course: TrainEnv, config: RunConfig) -> Sequence[str]:
     return config.advice.pause if course.config.pause is None else course.config.pause

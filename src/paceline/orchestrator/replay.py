@@ -12,14 +12,14 @@ A checkpoint keeps the memory, so a resumed run replays what an unbroken one wou
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.config import Replay as Config
+from paceline.config import ReplayConfig as Config
 from paceline.data import Ticket
-from paceline.orchestrator.staleness import fresh_enough
+from paceline.orchestrator.gate import fresh_enough
 from paceline.rollout import Group
 
 
 @dataclass(slots=True, kw_only=True)
-class Replayed(Group):
+class ReplayedGroup(Group):
     """A group that has trained before."""
 
     first: Ticket
@@ -27,7 +27,7 @@ class Replayed(Group):
 
 
 @dataclass(slots=True)
-class Kept:
+class ReplayEntry:
     """A group in the memory, and how often it may still be replayed."""
 
     group: Group
@@ -41,11 +41,11 @@ class Replay:
         self._size = config.groups if config.share else 0
         self._times = config.times
         self._staleness = staleness
-        self._kept: dict[Ticket, Kept] = {}
+        self._kept: dict[Ticket, ReplayEntry] = {}
 
     def remember(self, batch: Sequence[Group]) -> None:
         """A batch was trained. What it replayed is remembered by its first ticket, if at all."""
-        new = {group.ticket: Kept(group, self._times) for group in batch if not isinstance(group, Replayed)}
+        new = {group.ticket: ReplayEntry(group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
         newest = sorted((self._kept | new).items(), reverse=True)
         self._kept = dict(newest[: self._size])
 
@@ -59,14 +59,14 @@ class Replay:
                 room -= kept.group.places
         return chosen
 
-    def again(self, group: Group, number: int) -> Replayed:
+    def again(self, group: Group, number: int) -> ReplayedGroup:
         """The group under a new ticket: a copy, so that whatever becomes of one leaves the other alone."""
         self._kept[group.ticket].left -= 1
         ticket = group.ticket._replace(number=number)
         rollouts = [
             replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
         ]
-        return Replayed(ticket=ticket, rollouts=rollouts, places=group.places, first=group.ticket)
+        return ReplayedGroup(ticket=ticket, rollouts=rollouts, places=group.places, first=group.ticket)
 
     def state(self) -> list[tuple[Group, int]]:
         """The memory, newest first, with how often each group may still be replayed."""
@@ -74,7 +74,7 @@ class Replay:
 
     def load(self, state: Sequence[tuple[Group, int]]) -> None:
         """Back to a checkpoint's memory, as far as the run file leaves room for it."""
-        self._kept = {group.ticket: Kept(group, left) for group, left in state[: self._size]}
+        self._kept = {group.ticket: ReplayEntry(group, left) for group, left in state[: self._size]}
 
     def still(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
         """Of groups chosen before a restart, those that may train now."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.orchestrator.replay import Replayed
+from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group
 
 
@@ -30,7 +30,7 @@ class Tally:
         """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Whoever asks
         again gets the same answer; a straggler that has landed since is the next batch's."""
         if self.past is None:
-            last = max(group.ticket.number for group in batch if not isinstance(group, Replayed))
+            last = max(group.ticket.number for group in batch if not isinstance(group, ReplayedGroup))
             past = [group for group in self.resolved if group.ticket.number <= last]
             self.past = sorted(past, key=lambda group: group.ticket.number)
         return self.past

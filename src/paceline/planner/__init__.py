@@ -2,6 +2,6 @@
 
 from paceline.planner.compare import Comparison, compare
 from paceline.planner.hardware import Hardware, found, parse, with_memory
-from paceline.planner.plan import Plan, keep_plan, predict
+from paceline.planner.plan import ResourcePlan, keep_plan, predict
 
-__all__ = ["Comparison", "Hardware", "Plan", "compare", "found", "keep_plan", "parse", "predict", "with_memory"]
+__all__ = ["Comparison", "Hardware", "ResourcePlan", "compare", "found", "keep_plan", "parse", "predict", "with_memory"]

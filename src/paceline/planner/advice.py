@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
-from paceline.planner.layout import Layout
-from paceline.planner.memory import Memory
+from paceline.planner.layout import PlannedLayout
+from paceline.planner.memory import MemoryPlan
 
-Look = Callable[[RunConfig], Memory]
-"""Memory of a run file, on hardware that stays."""
+Look = Callable[[RunConfig], MemoryPlan]
+"""MemoryPlan of a run file, on hardware that stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
     return 0
 
 
-def _single(config: RunConfig, knob: list[dict[str, Any]], before: Memory, look: Look) -> Advice | None:
+def _single(config: RunConfig, knob: list[dict[str, Any]], before: MemoryPlan, look: Look) -> Advice | None:
     """The gentlest setting of a knob that is enough by itself."""
     for overrides in knob:
         after = _tried(config, overrides, look)
@@ -79,7 +79,7 @@ def _single(config: RunConfig, knob: list[dict[str, Any]], before: Memory, look:
     return None
 
 
-def _together(config: RunConfig, hardware: Hardware, before: Memory, look: Look) -> Advice:
+def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
     """All knobs at their strongest, then each taken back that is not needed."""
     chosen: dict[str, Any] = {}
     after = before
@@ -96,7 +96,7 @@ def _together(config: RunConfig, hardware: Hardware, before: Memory, look: Look)
     return Advice(chosen, _used(before) - _used(after))
 
 
-def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> Memory | None:
+def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
     """None where the run file does not allow it."""
     try:
         return look(applied(config, overrides))
@@ -104,7 +104,7 @@ def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> Memor
         return None
 
 
-def _knobs(config: RunConfig, hardware: Hardware, before: Memory) -> Iterator[list[dict[str, Any]]]:
+def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
     """The knobs that apply, those that cost least first; of each its settings, the gentlest first."""
     trainer, engine = config.trainer, config.engine
     on_gpu = hardware.kind == "cuda"
@@ -134,7 +134,7 @@ def _knobs(config: RunConfig, hardware: Hardware, before: Memory) -> Iterator[li
         yield [{"model.lora": {"rank": 16}}]
 
 
-def _ranks(config: RunConfig, hardware: Hardware, before: Memory) -> Iterator[list[dict[str, Any]]]:
+def _ranks(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
     """Fewer ranks than there are GPUs for, or a model cut up between more of them."""
     room = hardware.count - config.cluster.engines
     if before.lacking and room >= 1:
@@ -145,7 +145,7 @@ def _ranks(config: RunConfig, hardware: Hardware, before: Memory) -> Iterator[li
         yield [cut | {"trainer.parallel.ranks": ranks} for ranks in more]
 
 
-def _cache(before: Memory) -> Iterator[list[dict[str, Any]]]:
+def _cache(before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
     """Less for keys and values, in quarters of a GiB: just enough less, then ever less."""
     for place in before.places:
         if "KV pages" in place.parts:
@@ -164,7 +164,7 @@ def _halves(start: int, least: int) -> list[int]:
     return out
 
 
-def split(sample: float, train: float, layout: Layout, hardware: Hardware) -> str:
+def split(sample: float, train: float, layout: PlannedLayout, hardware: Hardware) -> str:
     """How many of the devices should sample, by the work on either side."""
     if hardware.count < 2:
         return ""
@@ -179,7 +179,7 @@ def split(sample: float, train: float, layout: Layout, hardware: Hardware) -> st
     )
 
 
-def _used(memory: Memory) -> float:
+def _used(memory: MemoryPlan) -> float:
     return max(place.used for place in memory.places)
 
 

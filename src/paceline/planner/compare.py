@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.config import load
 from paceline.errors import PacelineError
-from paceline.planner.plan import FILE, Plan, kept_hardware, predict
+from paceline.planner.plan import FILE, ResourcePlan, kept_hardware, predict
 from paceline.planner.shape import shape_of
 from paceline.planner.work import Work, assumed
 from paceline.record.folder import Columns, open_run
@@ -19,7 +19,7 @@ WARM = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ComparedFigure:
     """One figure: as planned, as planned had the lengths been known, as measured."""
 
     what: str
@@ -44,7 +44,7 @@ class Comparison:
 
     directory: Path
     steps: int
-    lines: list[Line]
+    lines: list[ComparedFigure]
     busy: str = ""
     """What else the machine was doing when the run began, if it was."""
     problems: list[str] = field(default_factory=list)
@@ -118,24 +118,24 @@ def measured_work(work: Work, steps: Sequence[dict[str, Any]]) -> Work:
     )
 
 
-def _peak(planned: float, informed: float, steps: Sequence[dict[str, Any]]) -> Line | None:
+def _peak(planned: float, informed: float, steps: Sequence[dict[str, Any]]) -> ComparedFigure | None:
     """Memory of the trainer's process: a peak is no mean."""
     found = [entry["memory/trainer"] for entry in steps if entry.get("memory/trainer")]
     return (
-        Line("memory of the trainer's process", "GB", planned / 1e9, informed / 1e9, max(found) / 1e9)
+        ComparedFigure("memory of the trainer's process", "GB", planned / 1e9, informed / 1e9, max(found) / 1e9)
         if found
         else None
     )
 
 
-def _lines(table: dict[str, Any], informed: Plan, steps: Sequence[dict[str, Any]]) -> list[Line]:
+def _lines(table: dict[str, Any], informed: ResourcePlan, steps: Sequence[dict[str, Any]]) -> list[ComparedFigure]:
     planned, times = table.get("times"), informed.times
     if planned is None or times is None:
         raise PacelineError("the plan says nothing about time, because the hardware's speed is not known")
 
-    def line(what: str, unit: str, then: float, now: float, key: str) -> Line | None:
+    def line(what: str, unit: str, then: float, now: float, key: str) -> ComparedFigure | None:
         values = [entry[key] for entry in steps if entry.get(key)]
-        return Line(what, unit, then, now, fmean(values)) if values and then > 0 and now > 0 else None
+        return ComparedFigure(what, unit, then, now, fmean(values)) if values and then > 0 and now > 0 else None
 
     work, step = table["work"], planned["step"]
     sampled = work["rollouts"] * work["played"] / work["kept"] * work["reply"]

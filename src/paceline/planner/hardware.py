@@ -5,18 +5,60 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from paceline.config.apple import on_mlx
 from paceline.errors import PacelineError
-from paceline.planner.calibrate import calibrated
+
+SIDE = 48
+"""So small that no library spreads it over threads, which on busy cores would wait for one another for ever."""
+SMALL = 0.67
+"""What so small a product reaches of a large one's speed: 23.6 of 35.6 Gflop/s on a Neoverse N1."""
+COPIED = 1 << 24
+"""Elements of a copy, beyond every cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One core's float32 flops, and bytes read plus written, per second."""
+
+    flops: float
+    bandwidth: float
+
+
+@cache
+def calibrated(seconds: float) -> Speed:
+    """Measured once a process. numpy's products are as fast as torch's, and torch takes seconds to import."""
+    import numpy as np
+
+    a, b, product = (np.full((SIDE, SIDE), 0.5, np.float32) for _ in range(3))
+    source = np.ones(COPIED, np.float32)
+    target = np.zeros_like(source)
+    return Speed(
+        flops=2 * SIDE**3 / SMALL / _best(lambda: np.matmul(a, b, out=product), seconds / 2),
+        bandwidth=2 * source.nbytes / _best(lambda: np.copyto(target, source), seconds / 2),
+    )
+
+
+def _best(work: Callable[[], object], seconds: float) -> float:
+    """The quickest of as many calls as fit: threads that wake up and neighbours only ever add."""
+    work()
+    end, best = time.perf_counter() + seconds, float("inf")
+    while (start := time.perf_counter()) < end or best == float("inf"):
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
 
 ASKING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class HardwareSpec:
     """One GPU by its vendor's data sheet, or one CPU as measured: bytes, dense flops, bytes per second."""
 
     name: str
@@ -30,8 +72,8 @@ class Card:
     """To another GPU of the machine, one way: NVLink or Infinity Fabric where there is one, else PCIe."""
 
 
-def _card(name: str, gb: float, tflops: float, tflops32: float, tb_s: float, link_gb_s: float) -> Card:
-    return Card(name, gb * 1e9, tflops * 1e12, tflops32 * 1e12, tb_s * 1e12, link_gb_s * 1e9)
+def _card(name: str, gb: float, tflops: float, tflops32: float, tb_s: float, link_gb_s: float) -> HardwareSpec:
+    return HardwareSpec(name, gb * 1e9, tflops * 1e12, tflops32 * 1e12, tb_s * 1e12, link_gb_s * 1e9)
 
 
 CARDS = {
@@ -61,7 +103,7 @@ CARDS = {
 class Hardware:
     """Equal devices, and the host they are in."""
 
-    card: Card
+    card: HardwareSpec
     count: int = 1
     kind: str = "cuda"
     """`cuda`, `cpu`, or `mlx` for a Mac, whose GPU computes in the machine's own memory."""
@@ -97,7 +139,7 @@ def mac(memory: float, origin: str = "given") -> Hardware:
     """A Mac with so much unified memory. macOS lets its GPU hold two thirds of it, of 64 GB and more three quarters;
     the rest is for everything else. How fast it is nobody has measured here."""
     share = 3 / 4 if memory >= 64e9 else 2 / 3
-    return Hardware(Card("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
+    return Hardware(HardwareSpec("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
 
 
 def parse(text: str, memory: str | None = None) -> Hardware:
@@ -144,7 +186,7 @@ def found(device: str = "auto", seconds: float = 0.3, backend: str = "torch") ->
     speed = calibrated(seconds)
     unified = " (unified)" if sys.platform == "darwin" else ""
     flops = cores * speed.flops
-    card = Card(f"cpu{unified}", host, flops, flops, speed.bandwidth, speed.bandwidth)
+    card = HardwareSpec(f"cpu{unified}", host, flops, flops, speed.bandwidth, speed.bandwidth)
     return Hardware(card, 1, "cpu", host, cores, load, "found and measured")
 
 
@@ -165,14 +207,14 @@ def _gpus() -> list[tuple[str, float]]:
     return [(name, float(mib) * 2**20) for name, mib in rows]
 
 
-def _known(name: str) -> Card:
+def _known(name: str) -> HardwareSpec:
     """The data sheet that belongs to a name such as `NVIDIA H200`; one without speeds if there is none."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     for key, card in CARDS.items():
         words = key.split("-")
         if all(word in plain for word in words):
             return card
-    return Card(name, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return HardwareSpec(name, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _host_memory() -> float:

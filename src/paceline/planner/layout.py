@@ -1,14 +1,38 @@
 """Which part of a run is on which device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.planner.hardware import Hardware
 
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGITS = 1 << 25
+"""Most logits held at once."""
+
+
+@dataclass(slots=True)
+class DevicePlace:
+    """One device, or several that hold the same."""
+
+    name: str
+    capacity: float | None
+    """Bytes that can be used; None where nobody knows."""
+    count: int = 1
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def used(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def missing(self) -> float:
+        """Bytes that do not fit."""
+        return 0.0 if self.capacity is None else max(0.0, self.used - self.capacity)
+
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PlannedLayout:
     """How many of each part there are, and what they share."""
 
     engines: int = 1
@@ -33,11 +57,11 @@ class Layout:
         return self.engines + self.ranks + self.scorers if self.apart else self.ranks
 
 
-def layout_of(config: RunConfig, hardware: Hardware) -> Layout:
+def layout_of(config: RunConfig, hardware: Hardware) -> PlannedLayout:
     parallel, on_ray = config.trainer.parallel, config.placement == "ray"
     colocated, left = config.placement == "colocated", max(1, parallel.ranks // parallel.tensor)
     shards = {"none": 1, "full": left, "hybrid": max(1, left // parallel.replicas)}
-    return Layout(
+    return PlannedLayout(
         engines=config.cluster.engines if on_ray else parallel.ranks if colocated else 1,
         ranks=parallel.ranks,
         shards=shards[parallel.shard],

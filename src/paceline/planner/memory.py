@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
-from paceline.planner.layout import Layout
-from paceline.planner.places import BYTES, LOGITS, Place
-from paceline.planner.shape import Shape
-from paceline.planner.teachers import scorer_places
+from paceline.planner.layout import BYTES, LOGITS, DevicePlace, PlannedLayout
+from paceline.planner.shape import ModelShape
+from paceline.planner.work import scorer_places
 
 PAGE = 16
 FIRST_SLOTS = 256
@@ -29,10 +28,10 @@ EAGER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryPlan:
     """Where everything lies."""
 
-    places: list[Place]
+    places: list[DevicePlace]
     requests: int
     """Requests of full length that the KV cache holds."""
     micro_batch_tokens: int
@@ -55,7 +54,7 @@ class Memory:
 class _Sizes:
     """The arithmetic, part by part."""
 
-    def __init__(self, config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) -> None:
+    def __init__(self, config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> None:
         self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
         self.item = BYTES[config.model.dtype]
         self.weights = float(shape.parameters * (shape.packed or self.item))
@@ -180,7 +179,7 @@ def _moved(name: str, size: float, host: dict[str, float] | None) -> Iterator[tu
         yield name, size
 
 
-def memory(config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) -> Memory:
+def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> MemoryPlan:
     """All parts, on all devices."""
     sizes = _Sizes(config, shape, hardware, layout)
     device = USABLE * hardware.card.memory if hardware.card.memory else None
@@ -213,31 +212,34 @@ def memory(config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) 
         for name, size in scorers.parts.items():  # one memory for everybody
             places[0].parts[name] = places[0].parts.get(name, 0.0) + scorers.count * size
     if host:
-        places.append(Place("host", USABLE * hardware.host_memory if hardware.host_memory else None, 1, host))
+        places.append(DevicePlace("host", USABLE * hardware.host_memory if hardware.host_memory else None, 1, host))
         for name in host:
             host[name] *= layout.ranks
     lacking = layout.devices - hardware.count if hardware.kind == "cuda" else 0
-    return Memory(places, requests, micro, max(0, lacking), process)
+    return MemoryPlan(places, requests, micro, max(0, lacking), process)
 
 
 def _places(
-    layout: Layout,
+    layout: PlannedLayout,
     hardware: Hardware,
     device: float | None,
     alone: dict[str, float],
     shared: dict[str, float],
     rank: dict[str, float],
-) -> list[Place]:
+) -> list[DevicePlace]:
     if hardware.kind != "cuda":  # one memory for everybody
         parts = dict(shared)
         for name, size in (shared if layout.colocated else rank).items():
             parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
-        return [Place("memory", device, 1, parts)]
+        return [DevicePlace("memory", device, 1, parts)]
     if layout.colocated:
-        return [Place("GPU of engine and trainer", device, layout.ranks, shared)]
+        return [DevicePlace("GPU of engine and trainer", device, layout.ranks, shared)]
     if layout.apart:
-        return [Place("engine GPU", device, layout.engines, alone), Place("trainer GPU", device, layout.ranks, rank)]
-    places = [Place("GPU of engine and trainer", device, 1, shared)]
+        return [
+            DevicePlace("engine GPU", device, layout.engines, alone),
+            DevicePlace("trainer GPU", device, layout.ranks, rank),
+        ]
+    places = [DevicePlace("GPU of engine and trainer", device, 1, shared)]
     if layout.ranks > 1:
-        places.append(Place("trainer GPU", device, layout.ranks - 1, rank))
+        places.append(DevicePlace("trainer GPU", device, layout.ranks - 1, rank))
     return places

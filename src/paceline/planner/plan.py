@@ -11,11 +11,11 @@ from paceline.errors import PacelineError
 from paceline.monitor.files import plain, replace_file
 from paceline.planner.advice import Advice, advise, split, token_budget
 from paceline.planner.dtypes import with_planned_dtype
-from paceline.planner.hardware import Card, Hardware, found
-from paceline.planner.layout import Layout, layout_of
+from paceline.planner.hardware import Hardware, HardwareSpec, found
+from paceline.planner.layout import PlannedLayout, layout_of
 from paceline.planner.measured import reach
-from paceline.planner.memory import Memory, memory
-from paceline.planner.shape import Shape, shape_of
+from paceline.planner.memory import MemoryPlan, memory
+from paceline.planner.shape import ModelShape, shape_of
 from paceline.planner.speed import Speeds, Times
 from paceline.planner.weights import Way, ways
 from paceline.planner.work import Work, assumed
@@ -28,14 +28,14 @@ CLOSE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ResourcePlan:
     """All that is said of a run before it runs."""
 
     hardware: Hardware
-    layout: Layout
+    layout: PlannedLayout
     parameters: int
     work: Work
-    memory: Memory
+    memory: MemoryPlan
     advice: list[Advice]
     ways: list[Way]
     times: Times | None
@@ -54,7 +54,9 @@ class Plan:
         return out
 
 
-def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, shape: Shape | None = None) -> Plan:
+def predict(
+    config: RunConfig, hardware: Hardware, work: Work | None = None, shape: ModelShape | None = None
+) -> ResourcePlan:
     """The plan of a run file on given hardware, for given lengths or assumed ones."""
     shape = shape or shape_of(config.model.name)
     config = with_planned_dtype(config, hardware)
@@ -63,7 +65,7 @@ def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, sha
     work = work or assumed(config, shape)
     layout = layout_of(config, hardware)
 
-    def look(changed: RunConfig) -> Memory:
+    def look(changed: RunConfig) -> MemoryPlan:
         return memory(changed, shape, hardware, layout_of(changed, hardware))
 
     there = look(config)
@@ -77,7 +79,7 @@ def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, sha
         way = next(way for way in routes if way.used)
         times = Speeds(config, shape, hardware, layout).times(work, there, way)
         verdict = _verdict(config, times, layout, hardware)
-    return Plan(
+    return ResourcePlan(
         hardware=hardware,
         layout=layout,
         parameters=shape.parameters,
@@ -91,7 +93,7 @@ def predict(config: RunConfig, hardware: Hardware, work: Work | None = None, sha
     )
 
 
-def _verdict(config: RunConfig, times: Times, layout: Layout, hardware: Hardware) -> str:
+def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: Hardware) -> str:
     """Who waits for whom, and what would change that."""
     rest = times.score + times.train + times.publish
     parts = []
@@ -127,4 +129,4 @@ def keep_plan(config: RunConfig, directory: Path) -> None:
 def kept_hardware(table: dict[str, Any]) -> Hardware:
     """The hardware that a kept plan was made for."""
     fields = dict(table["hardware"])
-    return replace(Hardware(**fields), card=Card(**fields["card"]))
+    return replace(Hardware(**fields), card=HardwareSpec(**fields["card"]))

@@ -5,11 +5,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.planner.compare import Comparison
-from paceline.planner.places import Place
-from paceline.planner.plan import Plan
+from paceline.planner.layout import DevicePlace
+from paceline.planner.plan import ResourcePlan
 
 
-def plan_report(plan: Plan) -> Group:
+def plan_report(plan: ResourcePlan) -> Group:
     """Memory, time, and what to do about either."""
     shown: list[Table | Text] = [Text(_head(plan)), _memory_table(plan)]
     if plan.memory.fits:
@@ -28,7 +28,7 @@ def plan_report(plan: Plan) -> Group:
     return Group(*shown)
 
 
-def _trouble(plan: Plan) -> str:
+def _trouble(plan: ResourcePlan) -> str:
     if plan.memory.lacking:
         return f"the run wants {plan.layout.devices} GPUs and there are {plan.hardware.count}"
     if plan.memory.missing:
@@ -36,7 +36,7 @@ def _trouble(plan: Plan) -> str:
     return "no room for the keys and values of one request of full length"
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: ResourcePlan) -> str:
     work = plan.work
     how = "assumed" if work.assumed else "given"
     return (
@@ -45,7 +45,7 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _memory_table(plan: Plan) -> Table:
+def _memory_table(plan: ResourcePlan) -> Table:
     table = Table(title="memory, GB", title_justify="left")
     table.add_column("")
     for place in plan.memory.places:
@@ -59,7 +59,7 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _time_table(plan: Plan) -> Table:
+def _time_table(plan: ResourcePlan) -> Table:
     times = plan.times
     assert times is not None
     table = Table(title="one batch", title_justify="left")
@@ -80,7 +80,7 @@ def _time_table(plan: Plan) -> Table:
     return table
 
 
-def _ways_line(plan: Plan) -> Text:
+def _ways_line(plan: ResourcePlan) -> Text:
     others = ", ".join(f"{way.name} {_s(way.seconds)} s" for way in plan.ways if not way.used)
     return Text(f"publishing otherwise would take: {others}")
 
@@ -110,7 +110,7 @@ def _gb(size: float | None) -> str:
     return f"{size / 1e9:.2f}" if size >= 5e6 or not size else "< 0.01"
 
 
-def _room(place: Place) -> str:
+def _room(place: DevicePlace) -> str:
     return "?" if place.capacity is None else _gb(place.capacity)
 
 

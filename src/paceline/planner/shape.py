@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.model import QUICKSTART, Lora
+from paceline.config.model import QUICKSTART, LoRAConfig
 from paceline.errors import PacelineError
 
 TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "bloom", "falcon", "mpt")
@@ -23,7 +23,7 @@ class UnknownShape(PacelineError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """A transformer's sizes, in elements."""
 
     layers: int
@@ -69,7 +69,7 @@ class Shape:
         """Elements a rank holds whole while a sharded model computes: embeddings, head, and two layers."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + 2 * self._layer(self.experts)
 
-    def adapters(self, lora: Lora) -> int:
+    def adapters(self, lora: LoRAConfig) -> int:
         """Parameters of the low-rank adapters."""
         sides = self._sides()
         names = sides.keys() if lora.targets == "all-linear" else [n for n in sides if n in lora.targets]
@@ -91,7 +91,7 @@ class Shape:
         return attention + mlp + router + 2 * self.hidden
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> ModelShape:
     """The shape of the model a run file names: the package's own, a folder's, or one in the hub's local cache."""
     file = config_file(name)
     try:
@@ -101,7 +101,7 @@ def shape_of(name: str) -> Shape:
     return read_shape(config, name)
 
 
-def read_shape(config: Mapping[str, Any], name: str = "the model") -> Shape:
+def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape:
     """From a parsed `config.json`, in any of the spellings that families use."""
     table = config.get("text_config") or config
 
@@ -116,7 +116,7 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> Shape:
     experts = first("num_experts", "num_local_experts", "n_routed_experts") or 1
     plain = first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
     mlp = (first("moe_intermediate_size") if experts > 1 else None) or plain
-    return Shape(
+    return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
-from paceline.planner.layout import Layout
+from paceline.planner.layout import BYTES, PlannedLayout
 from paceline.planner.measured import ADAPTED, CONDUCTED, DETERMINISTIC, OVER_HTTP, RANKS, Reach, reach
-from paceline.planner.memory import Memory
-from paceline.planner.places import BYTES
-from paceline.planner.shape import Shape
-from paceline.planner.teachers import teachers
+from paceline.planner.memory import MemoryPlan
+from paceline.planner.shape import ModelShape
 from paceline.planner.weights import Way
-from paceline.planner.work import Work
+from paceline.planner.work import Work, teachers
 
 SMALL_MODEL = 20_000_000
 """Parameters below which the engine decodes on one core."""
@@ -41,7 +39,7 @@ class Times:
 class Speeds:
     """One run's rooflines."""
 
-    def __init__(self, config: RunConfig, shape: Shape, hardware: Hardware, layout: Layout) -> None:
+    def __init__(self, config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> None:
         self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
         self.r: Reach = reach(hardware.kind)
         self.item = BYTES[config.model.dtype]
@@ -87,7 +85,7 @@ class Speeds:
         steady = DETERMINISTIC if self.c.deterministic and self.on_gpu else 1.0
         return adapted * steady * (OVER_HTTP if self.c.placement not in ("local", "colocated") else 1.0)
 
-    def sample(self, work: Work, memory: Memory) -> tuple[float, float, float]:
+    def sample(self, work: Work, memory: MemoryPlan) -> tuple[float, float, float]:
         """Seconds to sample a batch, seconds of it that the device computes, and requests at once in one engine.
 
         Beyond staleness 0 the engines are kept full; at 0 a batch is sampled alone and ends with its longest reply.
@@ -106,7 +104,7 @@ class Speeds:
         seconds = max(decode + prompts + host, work.sampled / CONDUCTED)
         return seconds, seconds - steps * self.launches(), running
 
-    def room(self, memory: Memory, work: Work) -> float:
+    def room(self, memory: MemoryPlan, work: Work) -> float:
         """Requests of the expected length that the cache holds."""
         longest = min(self.c.engine.max_context or self.shape.max_context, self.shape.max_context)
         return memory.requests * max(1.0, longest / (work.prompt + work.reply))
@@ -153,7 +151,7 @@ class Speeds:
         """Until all teachers have said what they think of a batch; they are asked at once."""
         return max((self._scored(work, teacher.share, teacher.shape) for teacher in teachers(self.c)), default=0.0)
 
-    def _scored(self, work: Work, share: float, shape: Shape | None) -> float:
+    def _scored(self, work: Work, share: float, shape: ModelShape | None) -> float:
         length = work.prompt + work.reply
         tokens = share * work.rollouts * length
         if shape is None:
@@ -175,7 +173,7 @@ class Speeds:
 
     # -- all of it --------------------------------------------------------------------------------------------------
 
-    def times(self, work: Work, memory: Memory, way: Way) -> Times:
+    def times(self, work: Work, memory: MemoryPlan, way: Way) -> Times:
         sample, busy, running = self.sample(work, memory)
         train, score = self.train_seconds(work), self.score_seconds(work)
         rest = score + train + way.seconds

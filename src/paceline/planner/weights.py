@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
+from paceline.planner.layout import BYTES
 from paceline.planner.measured import reach
-from paceline.planner.places import BYTES
-from paceline.planner.shape import Shape
+from paceline.planner.shape import ModelShape
 
 DISK = 2e9
 """Bytes a second to and from a local drive. Assumed, not measured."""
@@ -32,7 +32,7 @@ class Way:
     used: bool = False
 
 
-def ways(config: RunConfig, shape: Shape, hardware: Hardware) -> list[Way]:
+def ways(config: RunConfig, shape: ModelShape, hardware: Hardware) -> list[Way]:
     """All of them, the run's own marked."""
     lora = config.model.lora
     size = float(BYTES[config.model.dtype] * (shape.adapters(lora) if lora else shape.parameters))

@@ -1,10 +1,59 @@
 """What one batch asks for: how many tokens come in, go out and are trained."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
+from paceline.config.cluster import scored_here
 from paceline.config.env import EnvConfig
-from paceline.planner.shape import Shape
+from paceline.config.model import ModelRef
+from paceline.planner.layout import BYTES, LOGITS, DevicePlace
+from paceline.planner.shape import ModelShape, shape_of
+
+SCORED_AT_ONCE = 32_768
+"""Tokens of a scorer's micro-batch where the run file leaves them to be found."""
+
+POLICY = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Whoever is asked about a share of the rollouts."""
+
+    share: float
+    shape: ModelShape | None
+    """Of a model on scorers of the run; None for the policy, which its own engines serve."""
+
+
+def teachers(config: RunConfig) -> Iterator[Teacher]:
+    """Those whose speed can be planned: an endpoint is somebody else's."""
+    total = sum(env.weight for env in config.env)
+    shares: dict[str, float] = {}
+    for env in config.env:
+        asked = [getattr(algo, "teacher", None) for _, algo in env.credits]
+        names = {ref.name for ref in asked if isinstance(ref, ModelRef) and ref.base_url is None}
+        for name in names | ({POLICY} if "policy" in asked else set()):
+            shares[name] = shares.get(name, 0.0) + env.weight / total
+    for name, share in shares.items():
+        yield Teacher(share, None if name == POLICY else shape_of(name))
+
+
+def scorer_places(config: RunConfig, device: float | None, runtime: float) -> list[DevicePlace]:
+    """Each scorer holds its model and one micro-batch, of which nothing is kept for a backward pass."""
+    item, places = BYTES[config.model.dtype], []
+    budget = config.trainer.micro_batch_tokens
+    tokens = SCORED_AT_ONCE if budget == "auto" else budget
+    for name in scored_here(config):
+        shape = shape_of(name)
+        wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
+        parts = {
+            "teacher weights": float(shape.parameters * item),
+            "teacher activations": float(tokens * wide * item + LOGITS * 8),
+            "runtime": runtime,
+        }
+        places.append(DevicePlace(f"scorer GPU, {name}", device, config.cluster.scorers, parts))
+    return places
+
 
 PROMPT = 128
 """Tokens of a prompt where nobody said."""
@@ -43,7 +92,7 @@ class Work:
         return prompts * self.prompt + self.rollouts * self.reply
 
 
-def assumed(config: RunConfig, shape: Shape, prompt: int | None = None, reply: int | None = None) -> Work:
+def assumed(config: RunConfig, shape: ModelShape, prompt: int | None = None, reply: int | None = None) -> Work:
     """Prompts of 128 tokens and replies of half the allowed length, where nobody knows better."""
     limit = min(config.engine.max_context or shape.max_context, shape.max_context)
     most = config.sampling.max_tokens

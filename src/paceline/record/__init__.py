@@ -1,26 +1,26 @@
 """Everything a run did, written off its hot path and read from its directory alone. Imports neither torch nor
 transformers."""
 
+from paceline.record.decode import ToldTurn
 from paceline.record.folder import RunFolder, find_runs, open_run
-from paceline.record.keeper import Keeper
-from paceline.record.lanes import Span
+from paceline.record.pulse import TimelineSpan
+from paceline.record.rollout_recorder import RolloutRecorder
 from paceline.record.rows import Found, Gone, Query, Row, Told
 from paceline.record.settings import Changed
-from paceline.record.status import Status
+from paceline.record.status import RunStatus
 from paceline.record.tickets import FoundTickets
-from paceline.record.told import ToldTurn
 
 __all__ = [
     "Changed",
     "Found",
     "FoundTickets",
     "Gone",
-    "Keeper",
     "Query",
+    "RolloutRecorder",
     "Row",
     "RunFolder",
-    "Span",
-    "Status",
+    "RunStatus",
+    "TimelineSpan",
     "Told",
     "ToldTurn",
     "find_runs",

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample, Ticket
-from paceline.record.odd import REFUSED, encoder, tamed
+from paceline.record.sanitize import REFUSED, encoder, tamed
 from paceline.record.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
 
 LOOK_BACK = 8
@@ -100,7 +100,7 @@ class _Sample(msgspec.Struct, array_like=True):
     ticketed: bool
 
 
-class Body(msgspec.Struct, array_like=True, tag=1):
+class RolloutRecord(msgspec.Struct, array_like=True, tag=1):
     """What `rollouts.data` holds of a rollout. New fields come last, with a default."""
 
     ticket: tuple[int, str, int, int, int]
@@ -124,7 +124,7 @@ class Body(msgspec.Struct, array_like=True, tag=1):
             turn.text, turn.weights = tamed(turn.text), tamed(turn.weights)
 
 
-class Heard(NamedTuple):
+class TurnTokens(NamedTuple):
     """Of a turn what its sample repeats, four bytes a token."""
 
     logprobs: bytes
@@ -138,10 +138,10 @@ class Written:
     def __init__(self, rollout: RolloutLike) -> None:
         self.new: list[Any] = []
         self._full: list[bytes] = []
-        self._heard: list[Heard] = []
+        self._heard: list[TurnTokens] = []
         turns: list[TurnLike] = rollout.turns
         self._only = turns[0].packed if len(turns) == 1 else None
-        self.body = Body(
+        self.body = RolloutRecord(
             tuple(rollout.ticket),
             rollout.member,
             rollout.actor,
@@ -175,7 +175,7 @@ class Written:
         if messages:
             self.new += messages
         self._full.append(full)
-        self._heard.append(Heard(logprobs, versions, turn.temperature))
+        self._heard.append(TurnTokens(logprobs, versions, turn.temperature))
         return _Turn(
             like,
             shared,
@@ -295,7 +295,7 @@ def spoken(spans: Sequence[tuple[int, int]], turns: Sequence[Any], turn: int) ->
 
 
 def as_said(
-    length: int, spans: Sequence[tuple[int, int]], turns: Sequence[Heard]
+    length: int, spans: Sequence[tuple[int, int]], turns: Sequence[TurnTokens]
 ) -> tuple[bytes, bytes, bytes, bytes] | None:
     """The streams of `SAID` as the assembly of a sample makes them of its turns; None where the turns do not fit."""
     if len(spans) == len(turns) == 1:  # most are: the long way round would be half of all that writing costs

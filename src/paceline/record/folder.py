@@ -8,12 +8,12 @@ from typing import Any
 from paceline.data import Sample, WireError, decode
 from paceline.errors import PacelineError
 from paceline.monitor.directory import RunDirectory
-from paceline.record.lanes import Lanes, Span
-from paceline.record.layout import Places
+from paceline.record.layout import RecordFiles
 from paceline.record.lines import Lines
+from paceline.record.pulse import Lanes, TimelineSpan
 from paceline.record.rollouts import Rollouts
 from paceline.record.settings import Changed, changed, understood
-from paceline.record.status import Status, status
+from paceline.record.status import RunStatus, status
 from paceline.record.tickets import Tickets
 
 Columns = dict[str, list[float | None]]
@@ -62,13 +62,13 @@ class RunFolder:
         self._metrics, self._events = Lines(run.metrics_file), Lines(run.events_file)
         self.rollouts = Rollouts(run)
         self.tickets = Tickets(run)
-        self._lanes = Lanes(Places(run.root))
+        self._lanes = Lanes(RecordFiles(run.root))
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         lines = self._metrics.read()
         return status(self._run, self._events.read(), _step(lines[-1]) if lines else 0)
 
@@ -109,7 +109,7 @@ class RunFolder:
         except (OSError, WireError) as error:
             raise PacelineError(f"{path} cannot be read: {error}") from error
 
-    def lanes(self, start: float | None = None, end: float | None = None) -> list[Span]:
+    def lanes(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
         """Who did what in this time, in seconds since 1970."""
         return self._lanes.find(start, end)
 

@@ -50,7 +50,7 @@ class _Line(msgspec.Struct, gc=False):
 _decoder = msgspec.json.Decoder(_Line)
 
 
-class Names:
+class NameTable:
     """Every name once, by the number that columns have for it. Numbers stay as they are while names are added."""
 
     def __init__(self, names: Sequence[str] = ("",)) -> None:
@@ -75,7 +75,7 @@ class Names:
         return self._numbers[name]
 
 
-def parsed(data: bytes, names: Names) -> tuple[NDArray[Any], list[int]]:
+def parsed(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]:
     """Whole lines as columns, and which of them (counted from 0) are no ticket's and left out."""
     lines, strange = _decoded(data)
     columns = np.empty(len(lines), LINE)
@@ -87,7 +87,7 @@ def parsed(data: bytes, names: Names) -> tuple[NDArray[Any], list[int]]:
     return columns, strange
 
 
-def told(line: np.void, names: Names) -> dict[str, Any]:
+def told(line: np.void, names: NameTable) -> dict[str, Any]:
     """A line as it was written."""
     found: dict[str, Any] = {key: int(line[key]) for key in ("number", "epoch", "draw", "row")}
     found |= {key: names.all[line[key]] for key in ("env", "state")}

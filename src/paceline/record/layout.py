@@ -29,7 +29,7 @@ BODY, IMAGES, CUT_TEXT = 1, 2, 4
 """Flags: the body was kept; a message holds an image or another part that is not text; not all text is searchable."""
 
 
-class Columns(NamedTuple):
+class IndexRow(NamedTuple):
     """One row of `rollouts.index`."""
 
     step: int
@@ -72,10 +72,10 @@ _KINDS = {
     **dict.fromkeys(("offset", "text_offset"), ("<u8", "Q")),
     **dict.fromkeys(("size", "text_size"), ("<u4", "I")),
 }
-ROW: Final[np.dtype[Any]] = np.dtype([(name, _KINDS[name][0]) for name in Columns._fields])
-PACK_ROW: Final = struct.Struct("<" + "".join(_KINDS[name][1] for name in Columns._fields))
+ROW: Final[np.dtype[Any]] = np.dtype([(name, _KINDS[name][0]) for name in IndexRow._fields])
+PACK_ROW: Final = struct.Struct("<" + "".join(_KINDS[name][1] for name in IndexRow._fields))
 NAMED: Final = ("env", "actor", "kind", "state", "finish", "error")
-"""Columns that hold numbers of names."""
+"""IndexRow that hold numbers of names."""
 
 LANE: Final[np.dtype[Any]] = np.dtype(
     [
@@ -94,7 +94,7 @@ assert PACK_ROW.size == ROW.itemsize
 assert PACK_LANE.size == LANE.itemsize
 
 
-class Places:
+class RecordFiles:
     """The record's files below a run directory."""
 
     def __init__(self, run: Path) -> None:

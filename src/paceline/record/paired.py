@@ -1,6 +1,7 @@
 """What two runs got for the same draws. Runs of one seed draw the same rows with the same noise, so the luck of the
 draw is in both and cancels."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,40 @@ from numpy.typing import NDArray
 
 from paceline.record.folder import RunFolder
 from paceline.record.layout import TRAINING
-from paceline.record.sequential import ALPHA, Course, course
+
+ALPHA = 0.05
+TIGHTEST = 200
+"""Differences after which the band is narrowest for its confidence."""
+FEWEST, MOVED = 80, 10
+"""Nothing is said before so many differences, so many of them not zero: the spread must be known first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceSequence:
+    """The mean of the first n differences, n = 1, 2, ..., and between what it is at all times at once."""
+
+    mean: NDArray[np.float64]
+    radius: NDArray[np.float64]
+    """Infinite as long as too little was seen."""
+
+    @property
+    def real(self) -> int | None:
+        """How many differences it took until nothing was left to doubt; None if there is doubt still."""
+        found = np.flatnonzero(np.abs(self.mean) > self.radius)
+        return int(found[0]) + 1 if len(found) else None
+
+
+def course(differences: NDArray[np.float64], alpha: float = ALPHA) -> ConfidenceSequence:
+    """What is known of the mean difference, each time one more was seen."""
+    n = np.arange(1, len(differences) + 1, dtype=np.float64)
+    mean = np.cumsum(differences) / n
+    spread = np.sqrt(np.maximum(np.cumsum(np.square(differences)) / n - np.square(mean), 0.0))
+    wide = -2.0 * math.log(alpha)
+    r = (wide + math.log(wide) + 1.0) / TIGHTEST
+    radius = spread * np.sqrt(2.0 * (n * r + 1.0) / (np.square(n) * r) * np.log(np.sqrt(n * r + 1.0) / alpha))
+    early = (n < FEWEST) | (np.cumsum(differences != 0.0) < MOVED)
+    return ConfidenceSequence(mean, np.where(early, np.inf, radius))
+
 
 TICKETS = 1 << 40
 """More draws than any environment makes."""
@@ -37,7 +71,7 @@ class Pairs:
     def differences(self) -> NDArray[np.float64]:
         return self.b - self.a
 
-    def course(self, alpha: float = ALPHA) -> Course:
+    def course(self, alpha: float = ALPHA) -> ConfidenceSequence:
         return course(self.differences, alpha)
 
 
@@ -68,7 +102,7 @@ class Verdict:
     """What can be said of two runs by now."""
 
     pairs: Pairs
-    course: Course
+    course: ConfidenceSequence
 
     @property
     def mean(self) -> float:

@@ -2,9 +2,57 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline.monitor.base import Gauges
+from paceline.record.layout import LANE, RecordFiles
+from paceline.record.lines import Lines
+from paceline.record.record_writer import mapped
+from paceline.record.stored import strange_schema
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """Somebody did something, from when to when, in seconds since 1970."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    step: int
+    value: float
+    detail: str = ""
+
+
+class Lanes:
+    """Spans by time."""
+
+    def __init__(self, at: RecordFiles) -> None:
+        self._at, self._names = at, Lines(at.names)
+
+    def find(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
+        """Spans that touch this time, as they were written: those of one lane in the order of time."""
+        if strange_schema(self._at) is not None:
+            return []
+        rows = mapped(self._at.lanes, LANE)
+        names = ["", *(str(line.get("name", "")) for line in self._names.read())]
+        fits = np.ones(len(rows), bool)
+        for column in ("lane", "kind", "detail"):
+            fits &= rows[column] < len(names)
+        for column in ("start", "end", "value"):
+            fits &= np.isfinite(rows[column])  # a damaged file has times that nobody can draw
+        if start is not None:
+            fits &= rows["end"] >= start
+        if end is not None:
+            fits &= rows["start"] <= end
+        return [
+            TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
+            for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
+        ]
+
 
 WINDOW = 0.5
 LANES = 8

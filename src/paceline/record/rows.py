@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from paceline.data.sample import Sample, Ticket
+from paceline.record.decode import ToldTurn
 from paceline.record.layout import BODY, DOMAINS, IMAGES, NAMED
-from paceline.record.told import ToldTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

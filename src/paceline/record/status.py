@@ -19,7 +19,7 @@ _ELSEWHERE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunStatus:
     """Where a run stands."""
 
     state: State
@@ -35,7 +35,7 @@ class Status:
     alive: bool
 
 
-def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> Status:
+def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
     """Read from the events, and from whether somebody holds the run's lock."""
     living = alive(run)
     marks = [event for event in events if event.get("event") in ("begin", "end")]
@@ -50,7 +50,7 @@ def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) 
         state = "running" if begin and end is None else "starting"
     else:
         state = "crashed"
-    return Status(
+    return RunStatus(
         state=state,
         step=last_step if over is None else max(last_step, _whole(over.get("step")) or 0),
         total_steps=_whole(begin.get("total_steps")),

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Ticket
-from paceline.record.layout import BODY, ROW, SCHEMA, Places
+from paceline.record.decode import decode, told_samples, told_turns
+from paceline.record.layout import BODY, ROW, SCHEMA, RecordFiles
 from paceline.record.lines import Lines
+from paceline.record.record_writer import mapped, whole_rows
 from paceline.record.rows import Gone, Told, row_of
-from paceline.record.shelf import mapped, whole_rows
-from paceline.record.told import decode, told_samples, told_turns
 
 _BLOCK = 16 << 20
 
 
-def strange_schema(at: Places) -> str | None:
+def strange_schema(at: RecordFiles) -> str | None:
     """Why a record cannot be read, if it is another version's."""
     try:
         schema = json.loads(at.schema.read_text())["schema"]
@@ -33,10 +33,10 @@ def strange_schema(at: Places) -> str | None:
     return None
 
 
-class Stored:
+class RecordView:
     """A view of the record that does not change. Whoever finds it old makes another."""
 
-    def __init__(self, at: Places, names: Lines, before: "Stored | None" = None) -> None:
+    def __init__(self, at: RecordFiles, names: Lines, before: "RecordView | None" = None) -> None:
         """With a view from `before`, only what came since is looked at."""
         self._at = at
         self._data = self._text = None

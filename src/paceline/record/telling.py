@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.record.parting import Compared, Parting
+from paceline.record.first_difference import Compared, FirstDifference
 
 MOST = 20
 """Settings that are listed."""
@@ -34,7 +34,7 @@ def told(compared: Compared, one: str, other: str) -> RenderableType:
     return Group(*parts)
 
 
-def _one(first: Parting, one: str, other: str) -> Table:
+def _one(first: FirstDifference, one: str, other: str) -> Table:
     table = Table(show_header=False)
     rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
     if any(index is not None for index in first.indices):

@@ -5,15 +5,15 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
+from paceline.errors import PacelineError
+from paceline.monitor.files import replace_file
 from paceline.monitor.text import count
-from paceline.record import RunFolder
+from paceline.record import RunFolder, open_run
 from paceline.record.advice import advise, sight_of
 from paceline.record.advice.telling import silence
 from paceline.report.curves import curves
 from paceline.report.markup import Element, joined, tag
-from paceline.report.sections import advisories, commands, dropped, events, settings
-from paceline.report.story import summary, tiles
-from paceline.report.talk import conversations
+from paceline.report.sections import advisories, commands, conversations, dropped, events, settings, summary, tiles
 from paceline.top.signs import Signs, signs
 from paceline.top.words import line, moment
 
@@ -93,3 +93,16 @@ def _unread(problems: list[str]) -> Element | None:
         tag("ul", *(tag("li", one) for one in problems)),
         class_="notice",
     )
+
+
+def write_report(directory: Path, file: Path | None, rollouts: int) -> Path:
+    """Write the report of a run and say where it is; whoever reads an older one meanwhile sees that one whole."""
+    if rollouts < 0:
+        raise PacelineError(f"--rollouts {rollouts}: write how many, 0 or more")
+    run = open_run(directory)
+    file = Path(f"{run.name}-report.html") if file is None else file
+    try:
+        replace_file(file, [page(run, rollouts).encode("utf-8")], durable=False)
+    except OSError as error:
+        raise PacelineError(f"{file} cannot be written: {error.strerror}; name another place with -o") from None
+    return file

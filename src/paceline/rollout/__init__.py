@@ -1,25 +1,24 @@
 """Conversations recorded as exact tokens."""
 
 from paceline.rollout.assemble import assemble, threads
-from paceline.rollout.recording import Recorder
+from paceline.rollout.recording import RecordingServer
 from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.seat import Reply, Seat, SeatLeft, Voice
-from paceline.rollout.table import Table
+from paceline.rollout.seat import Reply, SamplingClient, Seat, SeatLeft, SessionMap
 from paceline.rollout.types import Group, Message, Rollout, Turn
 
 __all__ = [
     "Group",
     "Message",
-    "Recorder",
+    "RecordingServer",
     "RenderError",
     "Renderer",
     "Reply",
     "Rollout",
+    "SamplingClient",
     "Seat",
     "SeatLeft",
-    "Table",
+    "SessionMap",
     "Turn",
-    "Voice",
     "assemble",
     "threads",
 ]

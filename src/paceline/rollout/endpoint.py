@@ -10,11 +10,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, Finish, RequestError, Unreachable
-from paceline.rollout.seat import Lodge, Reply, Seat, SeatLeft
-from paceline.rollout.table import Guests, Table
+from paceline.rollout.seat import Guests, Reply, Seat, SeatLeft, SessionAddress, SessionMap
 from paceline.rollout.types import Message, Turn
 
 CONNECT_SECONDS = 10.0
@@ -27,11 +26,11 @@ class Endpoint:
     def __init__(
         self,
         url: str,
-        sampling: Sampling,
+        sampling: SamplingConfig,
         *,
         model: str | None = None,
         api_key: str | None = None,
-        lodge: Lodge | None = None,
+        lodge: SessionAddress | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
@@ -101,7 +100,7 @@ class Endpoint:
 class WordSeat(Seat):
     """A seat that is answered in words. Turns hold what was said but no tokens."""
 
-    def __init__(self, sampling: Sampling, lodge: Lodge | None, actor: str = "policy") -> None:
+    def __init__(self, sampling: SamplingConfig, lodge: SessionAddress | None, actor: str = "policy") -> None:
         # Not the parent's: that one is about tokens, which nobody sees here.
         self.actor, self.trained = actor, True
         self.parent, self.kind = "", ""
@@ -186,7 +185,7 @@ class EndpointSeat(WordSeat):
         )
 
 
-class EndpointTable(Table):
+class EndpointTable(SessionMap):
     """The seats of one episode at an endpoint. A seat's `model` is then the endpoint's name of it."""
 
     def __init__(self, endpoint: Endpoint, actors: Sequence[str], guests: Guests | None = None) -> None:

@@ -23,14 +23,14 @@ LONGEST_KNOWN = 1024
 
 
 @dataclass(slots=True)
-class Past:
+class RecordedTurn:
     """A turn, and the text of its prompt while that is kept."""
 
     turn: Turn
     opening: str | None
 
 
-class History:
+class TurnIndex:
     """Finds turns by what was said up to their end: the longest beginning of a conversation that was recorded.
 
     Messages are equal when they say the same: missing and empty content, JSON text and parsed tool arguments, and the
@@ -39,8 +39,8 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._turns: dict[bytes, Past] = {}
-        self._with_text: deque[Past] = deque()
+        self._turns: dict[bytes, RecordedTurn] = {}
+        self._with_text: deque[RecordedTurn] = deque()
 
     def add(self, turn: Turn, opening: str | None = None, so_far: "Chain | None" = None) -> None:
         """Remember a turn, and for a while the text of its prompt: most conversations go on from where they are.
@@ -50,12 +50,12 @@ class History:
         if turn.messages is None:
             return
         chain = so_far or Chain(turn.messages, turn.tools)
-        self._turns[chain.then(turn.message)] = past = Past(turn, opening)
+        self._turns[chain.then(turn.message)] = past = RecordedTurn(turn, opening)
         self._with_text.append(past)
         if len(self._with_text) > TEXTS:
             self._with_text.popleft().opening = None
 
-    def find(self, messages: Sequence[Message], tools: Tools | None) -> tuple[Past | None, "Chain"]:
+    def find(self, messages: Sequence[Message], tools: Tools | None) -> tuple[RecordedTurn | None, "Chain"]:
         """The turn to go on from, if there is one, and the conversation as it was read."""
         chain = Chain(messages, tools)
         known = (self._turns[digest] for digest in reversed(chain.digests) if digest in self._turns)

@@ -17,18 +17,18 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from paceline.browsers import why_foreign
-from paceline.connections import BoundedProtocol
+from paceline.inference.server.answers import heading
 from paceline.inference.server.bodies import ChatBody
 from paceline.inference.server.errors import Refusal, bad, error_response, install_error_handlers
 from paceline.inference.server.fields import PROMPT_FIELDS, ignored_fields
-from paceline.inference.server.http import DONE, EventStream, Json, event, read_body, unless_gone
+from paceline.inference.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
 from paceline.inference.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
 from paceline.inference.server.run import BACKLOG, allow_many_connections, listen
-from paceline.inference.server.usage import heading
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.rollout.types import Message
+from paceline.util.browser_requests import why_foreign
+from paceline.util.connections import BoundedProtocol
 
 MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0
@@ -93,7 +93,7 @@ class AgentResponseBody(ResponseBody):
 
 
 @dataclass(eq=False, slots=True)
-class Lodging:
+class RecordingSession:
     """A seat's address, and the calls under way there."""
 
     seat: Seat
@@ -119,14 +119,14 @@ class Lodging:
             task.cancel()
 
 
-class Recorder:
+class RecordingServer:
     """The server behind all seats' addresses. It starts when the first is asked for, in the run's own event loop."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
         self._host, self._port = host, port
         self._told = advertise or reachable(host)
-        self._by_seat: dict[Seat, Lodging] = {}
-        self._by_key: dict[str, Lodging] = {}
+        self._by_seat: dict[Seat, RecordingSession] = {}
+        self._by_key: dict[str, RecordingSession] = {}
         self._starting: asyncio.Task[int] | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -141,7 +141,7 @@ class Recorder:
             self._starting = None
             raise
         if seat not in self._by_seat:
-            self._by_seat[seat] = lodging = Lodging(seat)
+            self._by_seat[seat] = lodging = RecordingSession(seat)
             self._by_key[lodging.key] = lodging
         host = f"[{self._told}]" if ":" in self._told else self._told
         return f"http://{host}:{port}/{self._by_seat[seat].key}/v1"
@@ -199,7 +199,7 @@ class Recorder:
         app.add_exception_handler(HTTPException, _not_here)
         return app
 
-    def _lodging(self, request: Request) -> Lodging:
+    def _lodging(self, request: Request) -> RecordingSession:
         if why := why_foreign(request.scope["headers"], has_key=True):  # the path is the key
             raise Refusal(403, why, code="foreign_caller")
         lodging = self._by_key.get(request.path_params["key"])
@@ -209,7 +209,7 @@ class Recorder:
 
     async def _models(self, request: Request) -> Response:
         self._lodging(request)
-        return Json(
+        return FastJsonResponse(
             {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "paceline"}]}
         )
 
@@ -220,7 +220,9 @@ class Recorder:
         if body.stream:
             return await EventStream.begin(request, _events(replies, body))
         head = heading("chat.completion", "chatcmpl", body.model or MODEL)
-        return Json(head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)})
+        return FastJsonResponse(
+            head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)}
+        )
 
     async def _responses(self, request: Request) -> Response:
         lodging = self._lodging(request)
@@ -231,9 +233,9 @@ class Recorder:
         writer = ResponseWriter(body, body.model or MODEL, **_in_effect(lodging.seat, body))
         if body.stream:
             return await EventStream.begin(request, _response_events(writer, reply))
-        return Json(writer.whole(reply.message, _finish(reply), _usage(replies)))
+        return FastJsonResponse(writer.whole(reply.message, _finish(reply), _usage(replies)))
 
-    async def _replies(self, request: Request, lodging: Lodging, body: AgentBody) -> list[Reply]:
+    async def _replies(self, request: Request, lodging: RecordingSession, body: AgentBody) -> list[Reply]:
         """What the policy says. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
         _check(body)

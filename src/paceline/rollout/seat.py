@@ -1,19 +1,20 @@
 """A seat in an episode: a client that speaks for the policy and records every token."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol
 
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.errors import PacelineError
 from paceline.inference import Completion, GenerateRequest, Pool, noise_key
-from paceline.rollout.history import History
+from paceline.rollout.history import TurnIndex
 from paceline.rollout.render import Renderer
 from paceline.rollout.types import Message, Turn, copied
 
 
-class Lodge(Protocol):
+class SessionAddress(Protocol):
     """Gives a seat an address of its own (`recording.py`)."""
 
     async def address(self, seat: "Seat") -> str: ...
@@ -24,14 +25,14 @@ class Lodge(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class SamplingClient:
     """How a seat speaks: through which pool, in which template, sampled how. Shared by all seats of a run."""
 
     pool: Pool
     renderer: Renderer
-    sampling: Sampling
+    sampling: SamplingConfig
     end_tokens: frozenset[int]
-    lodge: Lodge | None = None
+    lodge: SessionAddress | None = None
 
     async def close(self) -> None:
         if self.lodge is not None:
@@ -79,7 +80,7 @@ class Seat:
 
     def __init__(
         self,
-        voice: Voice,
+        voice: SamplingClient,
         noise: Sequence[int],
         order: int,
         actor: str = "policy",
@@ -99,14 +100,14 @@ class Seat:
         self._noise = tuple(noise)
         self._order = order
         self._calls = 0
-        self._history: History | None = None
+        self._history: TurnIndex | None = None
         self._left = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
         renderer = self._voice.renderer
         messages = [copied(message) for message in messages]
-        history = self._history = self._history or History()
+        history = self._history = self._history or TurnIndex()
         past, so_far = history.find(messages, tools)
         prompt = renderer.open(messages, tools) if past is None else renderer.go_on(past.turn, messages, past.opening)
         completion = await self._sample(prompt.ids)
@@ -199,3 +200,68 @@ class Seat:
             tokens=len(completion.token_ids),
             prompt_tokens=len(prompt),
         )
+
+
+Guests = Mapping[str, Callable[[str], Seat]]
+"""Actors whose words are not the policy's, and what makes their seats, by name."""
+
+
+class SessionMap(Mapping[str, Seat]):
+    """Seats by name: one for each actor of the environment, and whatever an episode opens besides.
+
+    An episode that starts others (a proposer whose question several solvers try) opens a seat for each of their actors.
+    `parent` and `kind` say where in that tree a seat belongs, so that credit can compare like with like. A seat that
+    does not train is played all the same: a judge, or an opponent from the past.
+    """
+
+    def __init__(
+        self,
+        voice: SamplingClient,
+        noise: Sequence[int],
+        order: int,
+        actors: Sequence[str],
+        guests: Guests | None = None,
+    ) -> None:
+        self._voice, self._noise, self._order = voice, tuple(noise), order
+        self._lay(actors, guests)
+
+    def _lay(self, actors: Sequence[str], guests: Guests | None) -> None:
+        self._seats: dict[str, Seat] = {}
+        self._guests = guests or {}
+        self._left = False
+        for actor in actors:
+            self.open(actor)
+
+    def open(self, actor: str, *, parent: str = "", kind: str = "", model: str = "", trained: bool = True) -> str:
+        """Another seat; answers with its name. `model` is an adapter's name; the policy when left out."""
+        if self._left:
+            raise SeatLeft("the episode is over: no seat can be opened any more")
+        place = len(self._seats)
+        name = actor
+        if name in self._seats:
+            name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self._seats)
+        guest = self._guests.get(actor)
+        seat = guest(name) if guest else self._seat(place, actor, model)
+        seat.parent, seat.kind, seat.trained = parent, kind, trained
+        self._seats[name] = seat
+        return name
+
+    def _seat(self, place: int, actor: str, model: str) -> Seat:
+        # The first seat draws the noise a one-player task has always drawn.
+        noise = (*self._noise, place) if place else self._noise
+        return Seat(self._voice, noise, self._order, actor=actor, model=model)
+
+    def leave(self) -> None:
+        """The episode is over."""
+        self._left = True
+        for seat in self._seats.values():
+            seat.leave()
+
+    def __getitem__(self, name: str) -> Seat:
+        return self._seats[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seats)
+
+    def __len__(self) -> int:
+        return len(self._seats)

@@ -1,24 +1,22 @@
 """Runs that take no time: the real orchestrator in front of simulated GPUs, under a clock that leaps."""
 
 from paceline.simulate.clock import NothingLeft, VirtualClock, VirtualLoop, leap
-from paceline.simulate.cost import CARDS, Card, Decoder, Learner, Model
+from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulatedGpu, TrainingGpus
 from paceline.simulate.engine import SimulatedEngine
-from paceline.simulate.lengths import Lengths
-from paceline.simulate.plan import Plan
-from paceline.simulate.run import Report, simulate
-from paceline.simulate.split import best, sweep
+from paceline.simulate.plan import SimulationPlan
+from paceline.simulate.run import SimulationReport, best, simulate, sweep
 
 __all__ = [
     "CARDS",
-    "Card",
     "Decoder",
-    "Learner",
     "Lengths",
     "Model",
     "NothingLeft",
-    "Plan",
-    "Report",
     "SimulatedEngine",
+    "SimulatedGpu",
+    "SimulationPlan",
+    "SimulationReport",
+    "TrainingGpus",
     "VirtualClock",
     "VirtualLoop",
     "best",

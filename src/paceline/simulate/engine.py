@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from paceline.inference import Completion, EngineStats, GenerateRequest
-from paceline.inference.base import Limits
-from paceline.model.weights import Policy, WeightUpdate
-from paceline.simulate.lengths import Lengths
+from paceline.inference.base import EngineLimits
+from paceline.model.weights import ServedPolicy, WeightUpdate
+from paceline.simulate.cost import Lengths
 
 
 @dataclass(order=True, slots=True)
@@ -81,11 +81,11 @@ class SimulatedEngine:
         self._stand(False)
         return self._pause
 
-    async def policy(self) -> Policy:
-        return Policy(self.version, "")
+    async def policy(self) -> ServedPolicy:
+        return ServedPolicy(self.version, "")
 
-    async def limits(self) -> Limits:
-        return Limits(max_context=1 << 40, vocabulary=1 << 40)
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(max_context=1 << 40, vocabulary=1 << 40)
 
     async def stats(self) -> EngineStats:
         return EngineStats(

@@ -4,19 +4,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from paceline.config import Checkpoint, Eval, Record, RunConfig
-from paceline.config.algorithm import GRPO, Reward
-from paceline.config.env import CustomEnv
-from paceline.config.inference import Sampling
+from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
+from paceline.config.algorithm import GRPOConfig, RewardConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.config.inference import SamplingConfig
 from paceline.errors import PacelineError
-from paceline.simulate.cost import CARDS, Card, Decoder, Learner, Model
-from paceline.simulate.lengths import Lengths
+from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulatedGpu, TrainingGpus
 
 NAME = "simulated"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SimulationPlan:
     """One simulated run.
 
     `bundle` rollouts of the plan are one rollout of the simulation: all of them are equally long and are in different
@@ -24,7 +23,7 @@ class Plan:
     """
 
     model: Model = field(default_factory=lambda: Model(7e9))
-    card: Card = CARDS["h100"]
+    card: SimulatedGpu = CARDS["h100"]
     gpus: int = 1000
     sampling_gpus: int = 700
     cards_per_engine: int = 1
@@ -74,8 +73,8 @@ class Plan:
         return Decoder(model=self.model, card=self.card, cards=self.cards_per_engine)
 
     @cached_property
-    def learner(self) -> Learner:
-        return Learner(model=self.model, card=self.card, cards=self.gpus - self.sampling_gpus, mfu=self.mfu)
+    def learner(self) -> TrainingGpus:
+        return TrainingGpus(model=self.model, card=self.card, cards=self.gpus - self.sampling_gpus, mfu=self.mfu)
 
     @cached_property
     def replicas(self) -> float:
@@ -106,12 +105,12 @@ class Plan:
             steps=1_000_000,
             batch_size=self.batch // self.bundle,
             group_size=self.group,
-            algo=GRPO() if self.group > 1 else Reward(),
+            algo=GRPOConfig() if self.group > 1 else RewardConfig(),
             staleness=self.staleness,
             max_inflight=None if self.max_inflight is None else self.max_inflight // self.bundle,
-            sampling=Sampling(max_tokens=self.lengths.longest),
-            env=[CustomEnv(name=NAME, import_path="simulated:nobody", timeout=1e9)],
-            eval=Eval(every=0),
-            checkpoint=Checkpoint(every=0),
-            record=Record(rollouts=0),
+            sampling=SamplingConfig(max_tokens=self.lengths.longest),
+            env=[CustomEnvConfig(name=NAME, import_path="simulated:nobody", timeout=1e9)],
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=0),
+            record=RecordConfig(rollouts=0),
         )

@@ -5,22 +5,83 @@ credit, filters and metrics are those of every run.
 """
 
 import asyncio
+import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from paceline.data import Row, Sample
+from paceline.envs import Environment, Outcome
+from paceline.envs.base import Split
 from paceline.inference import Pool
+from paceline.model.weights import WeightUpdate
 from paceline.monitor import Monitor
-from paceline.orchestrator import Checkpoints, Conductor, Parts, lay_out
-from paceline.private_folder import PrivateFolder
-from paceline.rollout import Voice
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, lay_out
+from paceline.rollout import SamplingClient, Seat
 from paceline.simulate.clock import VirtualClock, leap
+from paceline.simulate.cost import TrainingGpus
 from paceline.simulate.engine import SimulatedEngine
-from paceline.simulate.parts import Mute, SimulatedTrainer, Task
-from paceline.simulate.plan import NAME, Plan
+from paceline.simulate.plan import NAME, SimulationPlan
+from paceline.trainer import StepReport
+from paceline.util.private_folder import PrivateFolder
+
+
+class SimulatedTask(Environment):
+    """Rows that are solved with a probability of their own, from 0 to 1. So the real filter has something to do: of
+    groups of eight, two in nine are all right or all wrong, and are dropped."""
+
+    def __init__(self, prompt: int, rows: int = 4096, seed: int = 0) -> None:
+        self._prompt, self._rows = prompt, rows
+        self._dice = random.Random(seed)
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        rows = self._rows if split == "train" else 0
+        return [{"prompt": self._prompt, "solved": (row + 0.5) / rows} for row in range(rows)]
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome:
+        # One token whose id says how many it stands for, as in the replies.
+        await seats["policy"].complete([example["prompt"]])
+        return Outcome.solo(float(self._dice.random() < example["solved"]))
+
+
+class Mute:
+    """A renderer: token ids that are counts have no text."""
+
+    def reply(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+
+class SimulatedTrainer:
+    """Takes as long for a batch as the tokens that its ids stand for would."""
+
+    def __init__(self, learner: TrainingGpus, bundle: int) -> None:
+        self.version = 0
+        self.tokens = 0
+        self._learner, self._bundle = learner, bundle
+
+    async def feed(self, samples: Sequence[Sample]) -> None: ...
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        tokens = self._bundle * sum(int(sample.token_ids.sum()) for sample in batch)
+        await asyncio.sleep(self._learner.step_seconds(tokens))
+        self.version += 1
+        self.tokens += tokens
+        return StepReport({"simulated/tokens": float(tokens)})
+
+    async def weights(self) -> WeightUpdate:
+        return WeightUpdate(self.version, {})
+
+    async def save(self, folder: Path) -> None: ...
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def export(self, folder: Path, tokenizer: object = None) -> None: ...
+
+    def close(self) -> None: ...
+
 
 WARM = 0.2
 """The part of a run that is left out of its averages: the pipeline fills."""
@@ -28,10 +89,10 @@ KEPT = ("time/step", "time/sample", "time/train", "time/publish", "staleness/mea
 
 
 @dataclass(slots=True)
-class Report:
+class SimulationReport:
     """What a simulated run came to. All sums are over the time after the pipeline has filled."""
 
-    plan: Plan
+    plan: SimulationPlan
     hours: float
     """Simulated, all in all."""
     steps: list[dict[str, float]] = field(default_factory=list)
@@ -94,8 +155,8 @@ class Report:
 class _Watch(Monitor):
     """Writes the report's lines, and ends the run when its time has come."""
 
-    def __init__(self, report: Report, clock: VirtualClock) -> None:
-        self.conductor: Conductor | None = None
+    def __init__(self, report: SimulationReport, clock: VirtualClock) -> None:
+        self.conductor: Orchestrator | None = None
         self._report, self._clock = report, clock
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -108,36 +169,36 @@ class _Watch(Monitor):
             self.conductor.stop()
 
 
-def simulate(plan: Plan, hours: float) -> Report:
+def simulate(plan: SimulationPlan, hours: float) -> SimulationReport:
     """Run the plan for so many simulated hours."""
     start = time.perf_counter()
-    report = Report(plan, hours)
+    report = SimulationReport(plan, hours)
     with PrivateFolder() as folder:
         leap(_lead(plan, report, folder))
     report.wall_seconds = time.perf_counter() - start
     return report
 
 
-async def _lead(plan: Plan, report: Report, folder: Path) -> None:
+async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) -> None:
     config, clock = plan.config(), VirtualClock(asyncio.get_running_loop())
     engines = [
         SimulatedEngine(plan.bundled_slots, plan.step_seconds, plan.lengths, plan.transfer, plan.pause)
         for _ in range(plan.engines)
     ]
     pool = Pool(engines)  # ty: ignore[invalid-argument-type]
-    voice = Voice(pool, Mute(), config.sampling, frozenset())  # ty: ignore[invalid-argument-type]
+    voice = SamplingClient(pool, Mute(), config.sampling, frozenset())  # ty: ignore[invalid-argument-type]
     monitor = _Watch(report, clock)
-    parts = Parts(
+    parts = OrchestratorParts(
         pool=pool,
         trainer=SimulatedTrainer(plan.learner, plan.bundle),
         voice=voice,
         eval_voice=voice,
-        courses=lay_out(config, {NAME: Task(plan.prompt, seed=plan.seed)}),
+        courses=lay_out(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
         monitor=monitor,
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=clock,
     )
-    monitor.conductor = conductor = Conductor(config, parts)
+    monitor.conductor = conductor = Orchestrator(config, parts)
     # Also where no batch is ever full.
     asyncio.get_running_loop().call_later(2 * 3600 * report.hours, conductor.stop)
     try:
@@ -154,3 +215,42 @@ def resident_bytes() -> float:
     except (OSError, ValueError, IndexError):
         return 0.0
     return pages * 4096.0
+
+
+WAIT = 0.05
+"""Most of its time that the trainer should wait in a plan."""
+
+
+def sweep(
+    plan: SimulationPlan,
+    hours: float,
+    splits: int = 9,
+    closer: int = 4,
+    tell: Callable[[SimulationReport], None] = lambda report: None,
+) -> list[SimulationReport]:
+    """Reports by sampling GPUs: equal steps first, then `closer` more towards the place where waiting begins.
+
+    Throughput rises with sampling GPUs while the trainer waits for them, and falls once it does not: there every GPU
+    that samples is one that does not train. So the peak is where the trainer has just stopped waiting.
+    """
+    reports: dict[int, SimulationReport] = {}
+
+    def look(gpus: int) -> None:
+        reports[gpus] = simulate(plan.split(gpus), hours)
+        tell(reports[gpus])
+
+    for index in range(1, splits + 1):
+        look(min(plan.gpus - 1, max(plan.cards_per_engine, round(plan.gpus * index / (splits + 1)))))
+    for _ in range(closer):
+        calm = min((gpus for gpus in reports if reports[gpus].waiting < WAIT), default=plan.gpus)
+        hungry = max((gpus for gpus in reports if gpus < calm), default=0)
+        if calm - hungry < 2:
+            break
+        look((calm + hungry) // 2)
+    return [reports[gpus] for gpus in sorted(reports)]
+
+
+def best(reports: Sequence[SimulationReport]) -> SimulationReport:
+    """The most tokens trained, among splits whose trainer hardly waits; among all, if none is such."""
+    calm = [report for report in reports if report.waiting < WAIT]
+    return max(calm or reports, key=lambda report: report.tokens_per_second)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.record import RunFolder, Span
+from paceline.record import RunFolder, TimelineSpan
 from paceline.ui.lanes import Stretch, binned, from_metrics, recorded
 
 MINUTE = 60.0
@@ -56,7 +56,7 @@ def _share(stretches: Sequence[Stretch], start: float, end: float) -> float:
     return min(1.0, sum(part.share for part in binned(stretches, (start, end), 1)))
 
 
-def _episodes(spans: Sequence[Span], lane: str, start: float, end: float) -> str:
+def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:
     playing = [span for span in spans if span.lane == lane and span.kind == "playing"]
     if not playing or end <= start:
         return ""

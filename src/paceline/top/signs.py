@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.monitor.directory import RunDirectory
 from paceline.monitor.summary import way_on
-from paceline.record import RunFolder, Status
+from paceline.record import RunFolder, RunStatus
 from paceline.top.busy import Busyness, busyness
 from paceline.ui.vitals import Curve, curves, ends, mean_curve, tags
 
@@ -35,7 +35,7 @@ Columns = Mapping[str, Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class MetricTrend:
     """How a measure went: where it began, where it is, and the curve between."""
 
     curve: Curve
@@ -54,7 +54,7 @@ class Signs:
     name: str
     path: Path
     now: float
-    status: Status
+    status: RunStatus
     tags: list[str]
     allowed: int | None
     """The staleness that the run file allows."""
@@ -63,9 +63,9 @@ class Signs:
     pace: float | None
     """Seconds a step, evaluations between them included."""
     left: float | None
-    rewards: dict[str, Course]
+    rewards: dict[str, MetricTrend]
     """By environment; `""` is their mean."""
-    held_out: dict[str, Course]
+    held_out: dict[str, MetricTrend]
     kind: str
     """What `held_out` measures: `exact` or `reward`."""
     recent: dict[str, float]
@@ -135,9 +135,11 @@ def signs(run: RunFolder, now: float | None = None, before: Signs | None = None)
     )
 
 
-def _courses(by_env: dict[str, Curve]) -> dict[str, Course]:
+def _courses(by_env: dict[str, Curve]) -> dict[str, MetricTrend]:
     found = {"": mean_curve(list(by_env.values())), **by_env} if by_env else {}
-    return {env: Course(curve, told["first"], told["last"]) for env, curve in found.items() if (told := ends(curve))}
+    return {
+        env: MetricTrend(curve, told["first"], told["last"]) for env, curve in found.items() if (told := ends(curve))
+    }
 
 
 def _pace(times: Sequence[float], began: float | None) -> float | None:
@@ -146,7 +148,7 @@ def _pace(times: Sequence[float], began: float | None) -> float | None:
     return (lived[-1] - lived[0]) / (len(lived) - 1) if len(lived) > 2 else None
 
 
-def _left(status: Status, pace: float | None, now: float, times: Sequence[float]) -> float | None:
+def _left(status: RunStatus, pace: float | None, now: float, times: Sequence[float]) -> float | None:
     if status.state != "running" or pace is None or status.total_steps is None:
         return None
     return max(0.0, pace * (status.total_steps - status.step) - max(0.0, now - times[-1]))

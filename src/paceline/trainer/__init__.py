@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.lazily import lazily
 from paceline.trainer.base import StepReport, Trainer, TrainerError, TrainerLost
+from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
     from paceline.trainer.torch_trainer import TorchTrainer

@@ -4,15 +4,30 @@ normalisers, cut the optimizer steps and deal out micro-batches by itself, and t
 What travels is small beside the weights: some 25 bytes a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from paceline.config import trainer as config
-from paceline.data import Cost, Cut, Sample, Scales, cuts, fold
-from paceline.data.cutting import held
+from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay, pack
+from paceline.data.balance import Bins, held
+
+BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
+"""What a rank without samples runs, so that every rank runs something. Nothing in it trains."""
+(BLANK_PACK,) = pack([BLANK], fold([BLANK]), len(BLANK))
+
+
+def packed(
+    samples: Sequence[Sample], scales: Mapping[int, Scales], bins: Bins, prox: Mapping[int, NDArray]
+) -> list[MicroBatch]:
+    """A rank's micro-batches as all have agreed on them; where it has nothing, a blank one. Nothing is dropped, and
+    every rank runs equally many."""
+    return [lay(sorted(members), samples, scales, prox) if members else BLANK_PACK for members in bins]
+
 
 BUDGET = 4096
 """Tokens of a micro-batch where the run file leaves it open and nobody tries how many fit."""
@@ -28,7 +43,7 @@ class Batch:
     rank: int
 
     @classmethod
-    def alone(cls, samples: Sequence[Sample], c: config.Trainer, budget: int) -> Self:
+    def alone(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
         """A batch that no other rank has a part in."""
         return cls(list(samples), cuts(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
 
@@ -39,7 +54,7 @@ class Batch:
 
 
 def scales_of(
-    samples: Sequence[Sample], members: Sequence[int], own: Sequence[int], c: config.Trainer
+    samples: Sequence[Sample], members: Sequence[int], own: Sequence[int], c: config.TrainerConfig
 ) -> dict[int, Scales]:
     """The scales of `own` samples in an optimizer step on all `members`."""
     place = {index: at for at, index in enumerate(members)}

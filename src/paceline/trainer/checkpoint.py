@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paceline.model.loading import trainable
-from paceline.model.saving import write_tensors, writing
+from paceline.model.tensors import write_tensors, writing
 from paceline.trainer.base import TrainerError
 from paceline.trainer.files import (
     FILE,
@@ -32,7 +32,7 @@ from paceline.trainer.files import (
     reading,
     write_state,
 )
-from paceline.trainer.layout import local
+from paceline.trainer.world import local
 
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]
 """Memory for this rank's part of a tensor, by its name and what the checkpoint says of it."""

@@ -13,17 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.data import MicroBatch
-from paceline.model import PLAN, Head, PackedPlan, token_logprobs
-from paceline.model.attention import Plan
-from paceline.model.compiling import compile_blocks
+from paceline.model import PLAN, LMHead, PackedPlan, token_logprobs
+from paceline.model.attention import AttentionPlan
+from paceline.model.background_compile import compile_blocks
 from paceline.model.varlen import VarlenPlan, can_varlen
 from paceline.trainer.context import Cut, SlicedPlan, SlicedVarlenPlan
-from paceline.trainer.layout import Layout
 from paceline.trainer.prefix import TreePlan, share_prefixes
-from paceline.trainer.world import World
+from paceline.trainer.world import RankLayout, World
 
 
-class Forward:
+class ForwardPass:
     """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type and may
     first bring it to its device."""
 
@@ -41,8 +40,8 @@ class Forward:
         self._varlen = can_varlen(model, self._device)
         self.is_compiled, self._compile, self._again = compiled, compiled, again
         self._context = context if context is not None and context.size > 1 else None
-        self.head = Head(model, fp32_head)
-        self.layout = Layout(model.dtype)
+        self.head = LMHead(model, fp32_head)
+        self.layout = RankLayout(model.dtype)
 
     def compile(self) -> None:
         """Run compiled layers from the next micro-batch on."""
@@ -74,7 +73,7 @@ class Forward:
             compile_blocks(self._decoder, again=self._again)
             self._compile = False
         if cut is not None:
-            plan: Plan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(cut, self._device)
+            plan: AttentionPlan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(cut, self._device)
             streams = (micro_batch.token_ids[cut.places], micro_batch.positions[cut.places], cut.where)
         elif self._varlen:
             plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
@@ -85,7 +84,7 @@ class Forward:
         out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
         return out.last_hidden_state[0], where
 
-    def _trees(self, micro_batch: MicroBatch) -> tuple[Plan, tuple[NDArray, NDArray, NDArray]]:
+    def _trees(self, micro_batch: MicroBatch) -> tuple[AttentionPlan, tuple[NDArray, NDArray, NDArray]]:
         """Common prompts computed once, where padding costs less than computing them again."""
         shared = share_prefixes(micro_batch)
         branched = any(len(tree.branches) > 1 for tree in shared.trees)

@@ -14,14 +14,13 @@ import numpy as np
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, count, fold, lay
-from paceline.data.cutting import everyone, held
+from paceline.data.balance import everyone, held
 from paceline.model.weights import Array, Canary
-from paceline.trainer.batch import Batch, scales_of
-from paceline.trainer.blank import BLANK_PACK, packed
+from paceline.trainer.batch import BLANK_PACK, Batch, packed, scales_of
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import metrics
-from paceline.trainer.norms import Outcome
 from paceline.trainer.preparing import Preparation, Prepared
+from paceline.trainer.stepping import StepOutcome
 from paceline.trainer.stream import Stream
 
 
@@ -29,7 +28,7 @@ from paceline.trainer.stream import Stream
 class Steps:
     """What became of a batch."""
 
-    outcomes: list[Outcome]
+    outcomes: list[StepOutcome]
     report: dict[str, float] = field(default_factory=dict)
     """What the critic says of the batch."""
     lessons: list[dict[str, float]] = field(default_factory=list)
@@ -47,7 +46,7 @@ class Learner(ABC):
     _reference: Any | None = None
     _critic: Critic | None = None
 
-    def __init__(self, c: config.Trainer) -> None:
+    def __init__(self, c: config.TrainerConfig) -> None:
         self._config = c
         self._stream: Stream | None = None
 
@@ -152,7 +151,7 @@ class Learner(ABC):
         self.feed(samples, version)
         return Steps([self._finish(version)])
 
-    def _finish(self, version: int) -> Outcome:
+    def _finish(self, version: int) -> StepOutcome:
         """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
         assert self._stream is not None
         stream, self._stream = self._stream, None
@@ -180,7 +179,7 @@ class Learner(ABC):
             report |= {name: fmean(one[name] for one in taken.lessons) for name in taken.lessons[0]}
         return taken
 
-    def _step(self, work: Prepared, number: int, version: int) -> Outcome | None:
+    def _step(self, work: Prepared, number: int, version: int) -> StepOutcome | None:
         """One optimizer step on all ranks' samples; None for one of several that has none."""
         batch, cut = work.batch, work.batch.cuts[number]
         members, bins = everyone(cut), cut[batch.rank]

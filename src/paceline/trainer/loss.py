@@ -16,7 +16,7 @@ from paceline.config import trainer as config
 from paceline.model.weights import Array
 from paceline.trainer.ops import isnan, ones_like, quiet, stack, take, total, where, zeros, zeros_like
 from paceline.trainer.terms import KL_TERMS, importance, k3, ref_kl_term, rl_term
-from paceline.trainer.tokens import Ratio, Tokens
+from paceline.trainer.tokens import Ratio, TrainedTokens
 
 SKIP_RANGE = (0.8, 1.2)
 
@@ -24,27 +24,27 @@ SKIP_RANGE = (0.8, 1.2)
 class Loss:
     """Adds the components up and keeps the sums that the step's metrics are made of."""
 
-    def __init__(self, c: config.Trainer) -> None:
+    def __init__(self, c: config.TrainerConfig) -> None:
         self._config = c
         self._rl = rl_term(c.loss)
         self._kl = KL_TERMS[c.kl.kind] if c.kl is not None and c.kl.how == "loss" else None
 
-    def __call__(self, tokens: Tokens, version: int, first: bool = True) -> tuple[Array, "Sums"]:
+    def __call__(self, tokens: TrainedTokens, version: int, first: bool = True) -> tuple[Array, "LossStats"]:
         """The scaled loss of these tokens, and unscaled sums for the report. `first`: no step was taken yet since
         `version`, so that engine and trainer can be compared."""
         parts, sums = self.parts(tokens, version, first)
         return stack(list(parts.values())).sum(), sums
 
-    def parts(self, tokens: Tokens, version: int, first: bool = True) -> tuple[dict[str, Array], "Sums"]:
+    def parts(self, tokens: TrainedTokens, version: int, first: bool = True) -> tuple[dict[str, Array], "LossStats"]:
         """The same, term by term."""
         judged = self.judge(tokens)
         parts = {name: values.sum() for name, values in judged.scaled().items()}
         with quiet(tokens.logprobs):
-            sums = Sums.of(tokens, judged.moved, parts, judged.left, version, first)
+            sums = LossStats.of(tokens, judged.moved, parts, judged.left, version, first)
             sums.values["skipped"] = total(judged.skipped)
         return parts, sums
 
-    def judge(self, tokens: Tokens) -> "Judged":
+    def judge(self, tokens: TrainedTokens) -> "TokenLosses":
         """What each token alone says, before anything is added up."""
         moved, sampled = self._ratios(tokens)
         rl, rl_left = self._rl(moved, tokens)
@@ -60,14 +60,14 @@ class Loss:
         skipped = self._skipped(sampled, tokens)
         kept = ~take(skipped, tokens.segments)
         scales |= {name: tokens.policy_scale for name in terms if name not in scales}
-        return Judged(terms, scales, {"rl": rl_left, "ref_kl": ref_left}, moved, skipped, kept)
+        return TokenLosses(terms, scales, {"rl": rl_left, "ref_kl": ref_left}, moved, skipped, kept)
 
-    def _ratios(self, tokens: Tokens) -> tuple[Ratio, Ratio]:
+    def _ratios(self, tokens: TrainedTokens) -> tuple[Ratio, Ratio]:
         """How far tokens have moved from where the rl term measures, and from the sampler."""
         sampled = Ratio.of(tokens.logprobs, tokens.sampler)
         return (sampled if self._config.proximal is None else Ratio.of(tokens.logprobs, tokens.start)), sampled
 
-    def _skipped(self, sampled: Ratio, tokens: Tokens) -> Array:
+    def _skipped(self, sampled: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
         sequence, so that it does not depend on the cut; N counts them all the same."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
@@ -80,7 +80,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class TokenLosses:
     """A loss token by token."""
 
     terms: dict[str, Array]
@@ -93,7 +93,7 @@ class Judged:
     skipped: Array
     """Sequences that are left out as a whole."""
     kept: Array
-    """Tokens of the others."""
+    """TrainedTokens of the others."""
 
     def scaled(self) -> dict[str, Array]:
         """Each token's share of the loss. Where a scale is zero its term may be infinite or NaN (an absent stream), and
@@ -110,7 +110,7 @@ NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class LossStats:
     """Sums over tokens, added over micro-batches and ranks, and divided once."""
 
     values: dict[str, Array]
@@ -118,13 +118,13 @@ class Sums:
     @classmethod
     def of(
         cls,
-        tokens: Tokens,
+        tokens: TrainedTokens,
         moved: Ratio,
         parts: Mapping[str, Array],
         left: Mapping[str, Array],
         version: int,
         first: bool,
-    ) -> "Sums":
+    ) -> "LossStats":
         rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
         based = rl & ~isnan(tokens.base_logprobs)
         started = rl & (~isnan(tokens.prox_logprobs) | first)
@@ -153,7 +153,7 @@ class Sums:
         return cls(values)
 
     @staticmethod
-    def total(sums: Sequence["Sums"]) -> Array:
+    def total(sums: Sequence["LossStats"]) -> Array:
         """All of them in one vector, in the order of `NAMES`."""
         zero = zeros_like(next(iter(sums[0].values.values())))
         return stack([stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)

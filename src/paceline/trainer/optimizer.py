@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.config import trainer as config
-from paceline.trainer.layout import Layout, local
 from paceline.trainer.schedule import LossScale, rate
+from paceline.trainer.world import RankLayout, local
 
 
 class MasterAdamW:
@@ -23,13 +23,13 @@ class MasterAdamW:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        c: config.Optimizer,
+        c: config.OptimizerConfig,
         total_steps: int | None,
-        layout: Layout | None = None,
+        layout: RankLayout | None = None,
     ) -> None:
         self._config = c
         self._total = total_steps
-        self._layout = layout or Layout(torch.float32)
+        self._layout = layout or RankLayout(torch.float32)
         self._parameters = dict(parameters)
         self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
         pairs = [(self.masters[name], p) for name, p in self._parameters.items()]

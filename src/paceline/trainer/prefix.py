@@ -107,7 +107,7 @@ class TreePlan:
 
     def __init__(self, trees: Sequence[Tree], device: torch.device | str) -> None:
         lengths = [len(tree) for tree in trees]
-        self._buckets = [_Bucket([trees[i] for i in group], device) for group in similar_lengths(lengths)]
+        self._buckets = [_TreeBucket([trees[i] for i in group], device) for group in similar_lengths(lengths)]
         starts = np.cumsum([0, *lengths])
         order = np.concatenate([np.arange(starts[i], starts[i + 1]) for g in similar_lengths(lengths) for i in g])
         self._order = torch.from_numpy(order).to(device)
@@ -122,7 +122,7 @@ class TreePlan:
         return torch.cat(out).index_select(0, self._restore)
 
 
-class _Bucket:
+class _TreeBucket:
     """Trees padded to the largest, with the mask that keeps branches apart."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device | str) -> None:

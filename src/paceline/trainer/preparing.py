@@ -1,24 +1,66 @@
-"""What a batch gets before its first step, and no step may change: all of them aim at fixed targets.
+"""What a batch gets before its first step: log probabilities, references, shaped advantages."""
 
-    credit (a critic, if rewards come without advantages) -> batch's start -> KL reference -> shaping by it
-
-Each rank does this for its own samples, in the micro-batches it will train them in.
-"""
-
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import Sample
-from paceline.data.cutting import everyone, only
+from paceline.data import MicroBatch, Sample, fold
+from paceline.data.balance import Bins, everyone, held, only
 from paceline.trainer.base import TrainerError
-from paceline.trainer.batch import Batch
+from paceline.trainer.batch import BLANK_PACK, Batch, packed
 from paceline.trainer.critic import Critic, Lesson
-from paceline.trainer.scoring import Scoring, score
-from paceline.trainer.shaping import shaped
+
+
+class Scoring(Protocol):
+    """A model's forward pass."""
+
+    def scores(self, micro_batch: MicroBatch) -> NDArray:
+        """What the model gives the sampled tokens at their temperatures, in float32."""
+        ...
+
+
+def score(forward: Scoring, samples: Sequence[Sample], bins: Bins) -> dict[int, NDArray]:
+    """What a model gives the sampled tokens of each sample in `bins` at their temperatures; 0.0 elsewhere. An empty one
+    is a pass too: other ranks may wait for it."""
+    scores: dict[int, NDArray] = {}
+    own = held(bins)
+    scales = dict(zip(own, fold([samples[i] for i in own]), strict=True))
+    for micro_batch in packed(samples, scales, bins, {}):
+        stream = np.zeros(len(micro_batch), np.float32)
+        stream[micro_batch.loss_mask] = forward.scores(micro_batch)
+        if micro_batch is not BLANK_PACK:
+            parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
+            scores |= zip(micro_batch.members, parts, strict=True)
+    return scores
+
+
+def shaped(samples: Sequence[Sample], policy: Sequence[NDArray], c: config.KLConfig) -> list[Sample]:
+    """K1 shaping: from each sample's advantages, coef times the mean over its sampled tokens of log pi - log ref,
+    clipped to +-kl_max. The policy here is what it was when the batch began, so nothing flows back through it."""
+    out = []
+    for sample, pi in zip(samples, policy, strict=True):
+        mask, base = sample.loss_mask, sample.base_logprobs
+        if sample.advantages is None or base is None or not mask.any():
+            out.append(sample)
+            continue
+        k1 = float(np.mean(pi[mask].astype(np.float64) - base[mask]))
+        penalty = np.float32(c.coef * np.clip(k1, -c.kl_max, c.kl_max))
+        out.append(sample.with_streams(advantages=sample.advantages - penalty * mask))
+    return out
+
+
+def check_base(saved: str, now: str) -> None:
+    """Refuse a base that is not the one a checkpoint was held near; one written without a reference names none."""
+    if saved and saved != now:
+        raise TrainerError(
+            "the KL reference is the model this run started from, but model.name now holds other weights: "
+            "put the first ones back, or choose another trainer.kl.reference"
+        )
 
 
 class Stand(Protocol):
@@ -43,7 +85,9 @@ class Prepared:
 class Preparation:
     """A policy's forward pass, with the reference and the critic if the settings ask for them."""
 
-    def __init__(self, c: config.Trainer, forward: Scoring, reference: Stand | None, critic: Critic | None) -> None:
+    def __init__(
+        self, c: config.TrainerConfig, forward: Scoring, reference: Stand | None, critic: Critic | None
+    ) -> None:
         self._config, self._forward, self._reference, self._critic = c, forward, reference, critic
 
     def credit(self, batch: Batch) -> tuple[Prepared, dict[str, float]]:

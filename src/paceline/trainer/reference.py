@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.model import trainable
-from paceline.trainer.layout import Layout, local
 from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.shaping import check_base
+from paceline.trainer.preparing import check_base
+from paceline.trainer.world import RankLayout, local
 
 
-class Reference:
+class KLReference:
     """The reference's values of the trainable tensors, put into the model for a forward pass and taken out again.
 
     The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept. Everything else is one
@@ -22,7 +22,7 @@ class Reference:
     sharded model all of this is this rank's part.
     """
 
-    def __init__(self, model: PreTrainedModel, c: config.KL, layout: Layout) -> None:
+    def __init__(self, model: PreTrainedModel, c: config.KLConfig, layout: RankLayout) -> None:
         self._config, self._layout = c, layout
         self._parameters = {name: local(p.detach()) for name, p in trainable(model).items()}
         self._adapters = hasattr(model, "peft_config")

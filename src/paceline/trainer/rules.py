@@ -35,16 +35,16 @@ def held_back(c: config.LossConfig, moved: Moved, left: Mapping[str, NDArray]) -
 def _rl_rule(c: config.LossConfig, moved: Moved, at: int) -> str:
     ratio, apart, up = float(moved.ratio[at]), float(moved.difference[at]), moved.advantages[at] > 0
     match c:
-        case config.DPPO():
+        case config.DPPOConfig():
             return _dropped(apart, "high" if up else "low", c.high if up else c.low)
-        case config.PPO():
+        case config.PPOConfig():
             return _clipped("the ratio", ratio, up, c.clip_low, c.clip_high, c.dual_clip)
-        case config.GSPO():
+        case config.GSPOConfig():
             return _clipped("the sequence's ratio", moved.sequence_ratio(), up, c.clip_low, c.clip_high)
-        case config.CISPO():
+        case config.CISPOConfig():
             name = "max_ratio" if ratio > c.max_ratio else "min_ratio"
             return f"the ratio {ratio:.4g} is weighed as {name} = {getattr(c, name):g}; its gradient stays"
-        case config.Reinforce():
+        case config.ReinforceConfig():
             return f"the ratio {ratio:.4g} is weighed as max_ratio = {c.max_ratio:g}; its gradient stays"
     return "held back by the run's own loss"
 

@@ -9,7 +9,7 @@ PATIENCE = 100
 """Steps until a scale that was too large is tried again."""
 
 
-def rate(c: config.Optimizer, step: int, total: int | None) -> float:
+def rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
     """Learning rate of the step after `step` others, of `total`."""
     if step < c.warmup_steps:
         return c.lr * (step + 1) / c.warmup_steps
@@ -20,7 +20,7 @@ def rate(c: config.Optimizer, step: int, total: int | None) -> float:
     return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
 
 
-def lengths(c: config.Trainer, batches: int | None) -> tuple[int | None, int | None]:
+def lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, int | None]:
     """Optimizer steps of the policy and of the critic in a run of so many batches. The policy takes none while the
     critic warms up."""
     if not batches:

@@ -13,13 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import PreTrainedModel
 
-from paceline.config.parallel import Parallel
-from paceline.model import Head, trainable
+from paceline.config.cluster import ParallelConfig
+from paceline.model import LMHead, trainable
 from paceline.model.canary import make_canary
 from paceline.trainer.base import TrainerError
-from paceline.trainer.layout import Layout, T, local
-from paceline.trainer.tensor import Plan, check_same
-from paceline.trainer.world import Ranks
+from paceline.trainer.tensor import TensorParallelPlan, check_same
+from paceline.trainer.world import RankLayout, Ranks, T, local
 
 
 def make_mesh(ranks: Ranks) -> DeviceMesh:
@@ -42,7 +41,7 @@ class Whole(nn.Module):
         return work()
 
 
-class Sharded(Layout):
+class Sharded(RankLayout):
     """A model cut up by `shard`.
 
     Under FSDP what trains lies on the ranks in float32 and is rounded to the compute type on its way into a layer, so a
@@ -140,15 +139,15 @@ class Sharded(Layout):
         return out if keep else {}
 
 
-def shard(model: PreTrainedModel, ranks: Ranks, settings: Parallel) -> Layout:
+def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> RankLayout:
     """Cut a model up in place, layer by layer and then the rest. Each rank comes with the whole model; without tensor
     parallelism it may still lie on the host, and of each layer only this rank's part stays on the device."""
     if settings.shard == "none" and settings.tensor == 1:
-        return Layout(model.dtype)
+        return RankLayout(model.dtype)
     if settings.tensor == 1:
         return _cut(model, ranks, settings, None)
-    head = Head(model)
-    plan = Plan(model, settings.tensor)
+    head = LMHead(model)
+    plan = TensorParallelPlan(model, settings.tensor)
     before = make_canary(model, head, quiet=torch.no_grad)
     layout = _cut(model, ranks, settings, plan)
     with torch.no_grad():
@@ -157,7 +156,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: Parallel) -> Layout:
     return layout
 
 
-def _cut(model: PreTrainedModel, ranks: Ranks, settings: Parallel, plan: Plan | None) -> Sharded:
+def _cut(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: TensorParallelPlan | None) -> Sharded:
     dtype, mesh = model.dtype, make_mesh(ranks)
     if others := {p.dtype for p in model.parameters()} - {dtype}:
         raise TrainerError(
@@ -182,7 +181,7 @@ def _cut(model: PreTrainedModel, ranks: Ranks, settings: Parallel, plan: Plan | 
 
 
 def _fully_shard(
-    module: nn.Module, mesh: DeviceMesh, settings: Parallel, dtype: torch.dtype, adapters: set[nn.Parameter]
+    module: nn.Module, mesh: DeviceMesh, settings: ParallelConfig, dtype: torch.dtype, adapters: set[nn.Parameter]
 ) -> None:
     offload = settings.cpu_offload and mesh.device_type != "cpu"
     cut = fully_shard(

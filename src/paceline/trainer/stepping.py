@@ -1,9 +1,12 @@
-"""One optimizer step of the policy: a gradient, and a verdict on it."""
+"""One optimizer step of the policy: a gradient, its norm, and whether it can be trusted."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import isfinite
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,10 +15,78 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, count
 from paceline.model.weights import Array
-from paceline.trainer.loss import NAMES, Judged, Loss, Sums
-from paceline.trainer.norms import Norms, Outcome
+from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses
 from paceline.trainer.stream import Stream
-from paceline.trainer.tokens import Tokens
+from paceline.trainer.tokens import TrainedTokens
+
+KEPT = 32
+"""Steps the median is of: enough to be calm, few enough to follow a run whose gradients shrink."""
+WARM_UP = 8
+"""Steps before anything is judged: a run's first gradients say little about the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """One optimizer step."""
+
+    sums: NDArray
+    """Of all its tokens, in the order of `loss.NAMES`."""
+    grad_norm: float
+    micro_batches: int
+    trouble: str = ""
+    """Why it was left out; empty if it was taken."""
+
+    @property
+    def finite(self) -> bool:
+        return isfinite(self.grad_norm) and self.sound
+
+    @property
+    def sound(self) -> bool:
+        """Nothing is wrong with the loss; the gradient may still have overflown."""
+        return bool(np.isfinite(self.sums).all())
+
+
+class Norms:
+    """The norms, before clipping, of the last gradients that were stepped on.
+
+    A gradient whose norm is above `spike` times their median is a spike. The median and not the mean, and spikes are
+    never kept, so that one cannot make room for the next. `summed` adds a number up over the ranks.
+    """
+
+    def __init__(self, spike: float | None, summed: Callable[[float], float] = float) -> None:
+        self._spike, self._summed = spike, summed
+        self._last: deque[float] = deque(maxlen=KEPT)
+
+    def add(self, norm: float) -> None:
+        """A step was taken. One without a gradient is no measure."""
+        if norm > 0:
+            self._last.append(norm)
+
+    def trouble(self, outcome: StepOutcome) -> str:
+        """What is wrong with a gradient; empty if nothing is."""
+        if not outcome.finite:
+            return "the gradient was not finite"
+        if self._spike is None:
+            return ""
+        trouble = self._spiked(outcome.grad_norm, self._spike)
+        # All ranks have the same gradient; should one round its norm differently, still all step or none does.
+        votes = self._summed(float(bool(trouble)))
+        return trouble or ("another rank saw the gradient's norm jump" if votes else "")
+
+    def _spiked(self, norm: float, spike: float) -> str:
+        if len(self._last) < WARM_UP or norm <= spike * (usual := median(self._last)):
+            return ""
+        return (
+            f"the gradient's norm was {norm:.3g}, {norm / usual:.3g} times the median of the last {len(self._last)} "
+            f"steps (trainer.spike allows {spike:g})"
+        )
+
+    def state(self) -> list[float]:
+        return list(self._last)
+
+    def load(self, norms: Iterable[float]) -> None:
+        self._last = deque(norms, maxlen=KEPT)
+
 
 STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs", "kv_kept")
 SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
@@ -27,7 +98,7 @@ def trained(micro_batch: MicroBatch) -> NDArray:
 
 
 def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
-    """What `Tokens` has of the tokens that train, but for what the policy says of them."""
+    """What `TrainedTokens` has of the tokens that train, but for what the policy says of them."""
     places = trained(micro_batch)
     owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
     streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
@@ -47,15 +118,15 @@ class Stepper(ABC):
     """Turns micro-batches into a step, which is taken or left out."""
 
     def __init__(
-        self, c: config.Trainer, model: Any, optimizer: Optimizer, summed: Callable[[float], float] = float
+        self, c: config.TrainerConfig, model: Any, optimizer: Optimizer, summed: Callable[[float], float] = float
     ) -> None:
         self._config, self._model, self._taker = c, model, optimizer
         self._loss = Loss(c)
         self.norms = Norms(c.spike, summed)
-        self.watch: Callable[[MicroBatch, Tokens, Judged], None] | None = None
+        self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
         """Told of every micro-batch of a step what each of its tokens says; `paceline replay` looks on."""
 
-    def step(self, packs: Sequence[MicroBatch], version: int, first: bool, trains: bool) -> Outcome:
+    def step(self, packs: Sequence[MicroBatch], version: int, first: bool, trains: bool) -> StepOutcome:
         """From scratch. `trains` says whether any token of any rank does."""
         outcome = self._gradient(packs, version, first)
         while not outcome.finite and self._taker.retreat(outcome.sound):
@@ -67,7 +138,7 @@ class Stepper(ABC):
         with self._training():
             stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
 
-    def finish(self, stream: Stream) -> Outcome | None:
+    def finish(self, stream: Stream) -> StepOutcome | None:
         """The step of a batch that was fed; None where its gradient is not finite, and gone."""
         counts = count(stream.samples)
         totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
@@ -78,11 +149,11 @@ class Stepper(ABC):
         return None
 
     @abstractmethod
-    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> Sums:
+    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
         """Add one micro-batch's gradient."""
 
     @abstractmethod
-    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> Sums:
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
 
     @abstractmethod
@@ -98,24 +169,24 @@ class Stepper(ABC):
         finally:
             self._model.eval()
 
-    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> Outcome:
+    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> StepOutcome:
         """Of all these, clipped."""
         with self._training():
             sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
         return self._outcome(sums)
 
-    def _outcome(self, sums: Sequence[Sums], shares: NDArray | float = 1.0) -> Outcome:
+    def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
         """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
         on its way. A micro-batch in which nothing trains may have no sums."""
         norm, held = self._clip(), [one for one in sums if one.values]
-        totals = self._over_ranks(Sums.total(held) if held else np.zeros(len(NAMES)))
-        return Outcome(totals * shares, float(norm), len(sums))
+        totals = self._over_ranks(LossStats.total(held) if held else np.zeros(len(NAMES)))
+        return StepOutcome(totals * shares, float(norm), len(sums))
 
     @abstractmethod
     def _over_ranks(self, values: Array | NDArray) -> NDArray:
         """Summed, as float64 numbers of the host."""
 
-    def _taken(self, outcome: Outcome, trains: bool) -> Outcome:
+    def _taken(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
         its last one again."""
         trouble = self.norms.trouble(outcome)

@@ -19,7 +19,7 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, first_fit_decreasing, fold, pack
 from paceline.data.scales import COMPONENTS
 from paceline.model.weights import Array
-from paceline.trainer.loss import NAMES, Sums
+from paceline.trainer.loss import NAMES, LossStats
 from paceline.trainer.ops import stack
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
@@ -49,12 +49,12 @@ def component(parts: Mapping[str, Array], name: str) -> Array:
 class Stream:
     """Takes samples as they come and runs them in whole micro-batches."""
 
-    def __init__(self, c: config.Trainer, optimizer: Summing) -> None:
+    def __init__(self, c: config.TrainerConfig, optimizer: Summing) -> None:
         self._config = c
         self._optimizer = optimizer
         self._waiting: list[tuple[Sample, Scales]] = []
         self._gradients: dict[str, Mapping[str, Array]] = {}
-        self.sums: list[Sums] = []
+        self.sums: list[LossStats] = []
         """Of the micro-batches that ran."""
         self.samples: list[Sample] = []
 

@@ -29,7 +29,7 @@ WHOLE = ("embed_tokens", "norm", "lm_head")
 """Outside the layers, and kept whole: a plan for them would only move logits about."""
 
 
-class Plan:
+class TensorParallelPlan:
     """Which module of a model is cut in which way, and which whole ones see only a rank's own part of the features."""
 
     def __init__(self, model: PreTrainedModel, ranks: int) -> None:

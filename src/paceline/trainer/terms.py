@@ -12,7 +12,6 @@ from math import inf
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
-from paceline.importing import import_object
 from paceline.model.weights import Array
 from paceline.trainer.base import TrainerError
 from paceline.trainer.ops import (
@@ -29,13 +28,14 @@ from paceline.trainer.ops import (
     where,
     zeros_like,
 )
-from paceline.trainer.tokens import Ratio, Tokens
-from paceline.user_code import user_code
+from paceline.trainer.tokens import Ratio, TrainedTokens
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code
 
-RLTerm = Callable[[Ratio, Tokens], tuple[Array, Array]]
+RLTerm = Callable[[Ratio, TrainedTokens], tuple[Array, Array]]
 
 
-def dppo(c: config.DPPO) -> RLTerm:
+def dppo(c: config.DPPOConfig) -> RLTerm:
     """Policy gradient with a trust region on the difference of probabilities d: -keep * A * r + tau * (log r)^2.
 
     A token is dropped once its probability has already moved far enough the way its advantage pushes. Rare tokens have
@@ -43,7 +43,7 @@ def dppo(c: config.DPPO) -> RLTerm:
     exploratory ones. The square holds all rl tokens near the sampler, dropped ones too.
     """
 
-    def term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
         a, d = tokens.advantages, ratio.difference
         left = ((a > 0) & (d > c.high)) | ((a < 0) & (d < -c.low))
         return -a * ratio.value * ~left + c.kl_tau * ratio.log.square(), left
@@ -51,11 +51,11 @@ def dppo(c: config.DPPO) -> RLTerm:
     return term
 
 
-def ppo(c: config.PPO) -> RLTerm:
+def ppo(c: config.PPOConfig) -> RLTerm:
     """The clipped surrogate -min(r A, clip(r) A) (arXiv 1707.06347); its two bounds may differ, as in DAPO (arXiv
     2503.14476). The dual clip (arXiv 1912.09729) also bounds what one token of negative advantage can cost."""
 
-    def term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
         a = tokens.advantages
         loss, left = _clipped(ratio.value, a, c.clip_low, c.clip_high)
         if c.dual_clip is not None:
@@ -66,14 +66,14 @@ def ppo(c: config.PPO) -> RLTerm:
     return term
 
 
-def gspo(c: config.GSPO) -> RLTerm:
+def gspo(c: config.GSPOConfig) -> RLTerm:
     """PPO's clip on the sequence's ratio s = exp(mean of log r over its rl tokens) (arXiv 2507.18071).
 
     The reward judges the whole sequence, so the whole sequence is inside the trust region or outside. Written per token
     as sg[s] * pi / sg[pi]: the same value everywhere in the sequence, and the gradient reaches each token.
     """
 
-    def term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
         s = tokens.sequence_mean(stop(ratio.log)).exp()
         here = (tokens.logprobs - stop(tokens.logprobs)).exp()
         return _clipped(s * here, tokens.advantages, c.clip_low, c.clip_high)
@@ -81,11 +81,11 @@ def gspo(c: config.GSPO) -> RLTerm:
     return term
 
 
-def cispo(c: config.CISPO) -> RLTerm:
+def cispo(c: config.CISPOConfig) -> RLTerm:
     """-sg[clip(r)] * A * log pi (arXiv 2506.13585): the weight is clipped and not the update, so the rare tokens that
     turn a line of thought, whose ratios leave every range first, still learn."""
 
-    def term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
         r = stop(ratio.value)
         bounded = clip(r, c.min_ratio, c.max_ratio)
         return -bounded * tokens.advantages * tokens.logprobs, bounded != r
@@ -93,14 +93,14 @@ def cispo(c: config.CISPO) -> RLTerm:
     return term
 
 
-def reinforce(c: config.Reinforce) -> RLTerm:
+def reinforce(c: config.ReinforceConfig) -> RLTerm:
     """-A log pi (Williams 1992): right when the policy itself has just sampled.
 
     For older samples `max_ratio` weighs tokens by sg[min(r, max_ratio)], a truncated importance weight: unbiased up to
     the cap, which bounds the variance.
     """
 
-    def term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
         r = stop(ratio.value)
         weight = ones_like(r) if c.max_ratio is None else clip(r, high=c.max_ratio)
         return -weight * tokens.advantages * tokens.logprobs, (weight != r) & (c.max_ratio is not None)
@@ -125,11 +125,11 @@ class Streams:
     versions: Array
 
 
-def custom(c: config.CustomLoss) -> RLTerm:
+def custom(c: config.CustomLossConfig) -> RLTerm:
     """The user's `fn(streams, **kwargs)`, called once per sequence; it gives one loss per rl token."""
     fn = import_object(c.import_path)
 
-    def term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
         loss = zeros_like(tokens.logprobs)
         columns = (tokens.logprobs, tokens.sampler, ratio.log, tokens.advantages, tokens.ref_logprobs, tokens.base)
         for number, name in enumerate(tokens.names):
@@ -156,17 +156,17 @@ def _aligned(given: Array, at: Array, name: str, path: str) -> Array:
 def rl_term(c: config.LossConfig) -> RLTerm:
     """The configured rl term, picked once."""
     match c:
-        case config.DPPO():
+        case config.DPPOConfig():
             return dppo(c)
-        case config.PPO():
+        case config.PPOConfig():
             return ppo(c)
-        case config.GSPO():
+        case config.GSPOConfig():
             return gspo(c)
-        case config.CISPO():
+        case config.CISPOConfig():
             return cispo(c)
-        case config.Reinforce():
+        case config.ReinforceConfig():
             return reinforce(c)
-        case config.CustomLoss():
+        case config.CustomLossConfig():
             return custom(c)
 
 
@@ -175,7 +175,7 @@ def _clipped(r: Array, advantages: Array, low: float, high: float) -> tuple[Arra
     return maximum(plain, bounded), bounded > plain
 
 
-def ref_kl_term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
+def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
     """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * r, in the same trust region as dppo.
     The ratio is to the sampler."""
     pull = stop(tokens.ref_logprobs - tokens.logprobs)
@@ -183,7 +183,7 @@ def ref_kl_term(ratio: Ratio, tokens: Tokens) -> tuple[Array, Array]:
     return -pull * ratio.value * ~left, left
 
 
-def importance(c: config.Proximal, tokens: Tokens) -> Array:
+def importance(c: config.ProximalConfig, tokens: TrainedTokens) -> Array:
     """sg[min(rho, cap)] with rho = start / mu: the decoupled objective (arXiv 2110.00641, for language models
     2505.24298) steps from the batch's start, and this weight says who really sampled.
 

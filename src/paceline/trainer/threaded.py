@@ -14,13 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
-from paceline.model.saving import writing
+from paceline.model.tensors import writing
 from paceline.model.weights import WeightUpdate
 from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.critic import cut
 from paceline.trainer.files import another_model
-from paceline.trainer.gae import cut
 from paceline.trainer.learner import Learner
-from paceline.trainer.loss import Sums
+from paceline.trainer.loss import LossStats
 
 L = TypeVar("L", bound=Learner)
 
@@ -31,7 +31,7 @@ class ThreadedTrainer(ABC, Generic[L]):
     All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains.
     """
 
-    def __init__(self, learner: L, c: config.Trainer, model: PreTrainedConfig, dumps: Path | None) -> None:
+    def __init__(self, learner: L, c: config.TrainerConfig, model: PreTrainedConfig, dumps: Path | None) -> None:
         self.learner = learner
         self._config = c
         self._dumps = dumps
@@ -104,7 +104,7 @@ class ThreadedTrainer(ABC, Generic[L]):
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
         return StepReport(metrics, bool(trouble), trouble, roll_back, self.learner.peak_bytes())
 
-    def backward(self, micro_batch: MicroBatch) -> Sums:
+    def backward(self, micro_batch: MicroBatch) -> LossStats:
         """Add one micro-batch's gradient."""
         return self.learner.stepper.backward(micro_batch, self.version)
 

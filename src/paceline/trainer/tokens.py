@@ -27,7 +27,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TrainedTokens:
     """Parallel one-dimensional arrays over the trained tokens of several sequences laid end to end."""
 
     logprobs: Array

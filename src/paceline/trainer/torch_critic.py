@@ -12,10 +12,9 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.model import trainable, twin
 from paceline.trainer.critic import Critic, Lesson, value_loss
-from paceline.trainer.forward import Forward
-from paceline.trainer.layout import Layout
+from paceline.trainer.forward import ForwardPass
 from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.world import Ranks, World
+from paceline.trainer.world import RankLayout, Ranks, World
 
 
 class ValueModel(nn.Module):
@@ -33,7 +32,7 @@ class ValueModel(nn.Module):
         self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
-        self.forwards = Forward(self.body, compiled=compiled, context=context)
+        self.forwards = ForwardPass(self.body, compiled=compiled, context=context)
 
     def forward(self, micro_batch: MicroBatch, places: Tensor) -> tuple[Tensor, Tensor]:
         """Values of choosing at `places`, read off the token before; and a zero that reaches every parameter."""
@@ -48,14 +47,14 @@ class TorchCritic(Critic):
     _model: ValueModel
     _optimizer: MasterAdamW | None
 
-    def __init__(self, policy: PreTrainedModel, c: config.Trainer, total_steps: int | None, ranks: Ranks) -> None:
+    def __init__(self, policy: PreTrainedModel, c: config.TrainerConfig, total_steps: int | None, ranks: Ranks) -> None:
         super().__init__(c, total_steps)
         self._policy, self._ranks, self._device = policy, ranks, policy.device
 
-    def _build(self, c: config.Optimizer) -> MasterAdamW:
+    def _build(self, c: config.OptimizerConfig) -> MasterAdamW:
         compiled = self._trainer.compile is True and self._device.type == "cuda"
         self._model = ValueModel(self._policy, compiled, self._ranks.context).eval()
-        return MasterAdamW(trainable(self._model), c, self._total, Layout(self._policy.dtype))
+        return MasterAdamW(trainable(self._model), c, self._total, RankLayout(self._policy.dtype))
 
     @torch.no_grad()
     def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:

@@ -3,29 +3,87 @@
 from collections.abc import Sequence
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.config.parallel import Parallel
-from paceline.data import Sample, cuts
+from paceline.config.cluster import ParallelConfig
+from paceline.data import MicroBatch, Sample, cuts
 from paceline.model import Canary, trainable
-from paceline.model.canary import Songbook, make_canary
-from paceline.model.song import canary_ids, signed
+from paceline.model.canary import CanaryScorer, make_canary
+from paceline.model.canary_prompts import canary_ids, signed
 from paceline.trainer.batch import Batch, cost_of
-from paceline.trainer.forward import Forward
+from paceline.trainer.forward import ForwardPass
 from paceline.trainer.learner import Learner
+from paceline.trainer.loss import LossStats
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.peak import peak_bytes
 from paceline.trainer.preparing import Preparation
-from paceline.trainer.reference import Reference
+from paceline.trainer.reference import KLReference
 from paceline.trainer.schedule import lengths
 from paceline.trainer.sharding import shard
+from paceline.trainer.stepping import Stepper, streams_of, trained
+from paceline.trainer.stream import Stream, component, components
+from paceline.trainer.tokens import TrainedTokens
 from paceline.trainer.torch_critic import TorchCritic
-from paceline.trainer.torch_stepping import TorchStepper
 from paceline.trainer.tuning import tuned
 from paceline.trainer.world import Ranks, together
+
+
+class TorchStepper(Stepper):
+    """Of several ranks each has micro-batches of its own, and all take the same step."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        c: config.TrainerConfig,
+        forward: ForwardPass,
+        optimizer: MasterAdamW,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(c, model, optimizer, ranks.all.total)
+        self._forward, self._optimizer, self._ranks = forward, optimizer, ranks
+
+    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
+        """Add one micro-batch's gradient."""
+        tokens, anchor = self.tokens(micro_batch)
+        loss, sums = self._loss(tokens, version, first)
+        if self.watch is not None:
+            with torch.no_grad():
+                self.watch(micro_batch, tokens, self._loss.judge(tokens))
+        self._optimizer.backward(loss, anchor)
+        return sums
+
+    def tokens(self, micro_batch: MicroBatch) -> tuple[TrainedTokens, Tensor]:
+        """The tokens that train, as the policy sees them now; and the forward pass's zero."""
+        streams = {name: self._forward.send(stream) for name, stream in streams_of(micro_batch).items()}
+        logprobs, entropy, anchor = self._forward.logprobs(
+            micro_batch,
+            self._forward.send(trained(micro_batch)),
+            entropy=True,
+            entropy_grad=bool(self._config.entropy_coef),
+        )
+        assert entropy is not None
+        return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams), anchor
+
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
+        tokens, anchor = self.tokens(micro_batch)
+        parts, sums = self._loss.parts(tokens, version)
+        held = components(micro_batch)
+        for name in held:
+            with stream.summing(name):
+                self._optimizer.backward(component(parts, name), anchor, again=name != held[-1])
+        return sums
+
+    def _clip(self) -> Tensor:
+        self._ranks.tokens.sum_gradients(self._optimizer.unsummed)
+        self._forward.layout.settle(self._optimizer.masters)
+        return self._optimizer.clip()
+
+    def _over_ranks(self, values: Tensor | NDArray) -> NDArray:
+        return self._ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
 
 
 class TorchLearner(Learner):
@@ -37,7 +95,7 @@ class TorchLearner(Learner):
     def __init__(
         self,
         model: PreTrainedModel,
-        c: config.Trainer,
+        c: config.TrainerConfig,
         total_steps: int | None = None,
         fp32_head: bool = False,
         group: ProcessGroup | None = None,
@@ -50,18 +108,20 @@ class TorchLearner(Learner):
         # The compiler is not asked to see through matrices that lie on several ranks.
         compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
         self.ranks = Ranks(group, self.device, c.parallel)
-        self.forward = Forward(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
-        self.layout = self.forward.layout = shard(model, self.ranks, c.parallel if group is not None else Parallel())
+        self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
+        self.layout = self.forward.layout = shard(
+            model, self.ranks, c.parallel if group is not None else ParallelConfig()
+        )
         self._found: int | None = None
         self._cost = cost_of(model.config)
         own, critics = lengths(c, total_steps)
         self.optimizer = MasterAdamW(trainable(model), c.optimizer, own, self.layout)
         self.stepper = TorchStepper(model, c, self.forward, self.optimizer, self.ranks)
         self.world = self.ranks.data
-        self._reference = Reference(model, c.kl, self.layout) if c.kl is not None else None
+        self._reference = KLReference(model, c.kl, self.layout) if c.kl is not None else None
         self._critic = TorchCritic(model, c, critics, self.ranks) if c.critic is not None else None
         self._preparation = Preparation(c, self.forward, self._reference, self._critic)
-        self._songbook = Songbook(model, self.forward.head)
+        self._songbook = CanaryScorer(model, self.forward.head)
 
     @property
     def rank(self) -> int:

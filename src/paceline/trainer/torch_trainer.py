@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import Sample
-from paceline.garbage import freeze_more
 from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.background_compile import BackgroundCompile
@@ -20,11 +19,35 @@ from paceline.model.bits import MASK
 from paceline.trainer import checkpoint
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.export import export
-from paceline.trainer.layout import local
-from paceline.trainer.noise import noise, restore_noise
 from paceline.trainer.threaded import ThreadedTrainer
 from paceline.trainer.torch_learner import TorchLearner
 from paceline.trainer.tuning import rehearse
+from paceline.trainer.world import local
+from paceline.util.gc_tuning import freeze_more
+
+CPU, GPU = "rng", "rng_cuda"
+
+
+def noise(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
+    """Their states; of one rank among several under its number."""
+    end = "" if rank is None else f"/{rank}"
+    on_gpu = {f"{GPU}{end}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {f"{CPU}{end}": torch.get_rng_state()} | on_gpu
+
+
+def restore_noise(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
+    """Back to a rank's states. A rank the checkpoint does not know draws from where another was, but not the same; one
+    that another backend wrote has none."""
+    known = [CPU] if CPU in tensors else [f"{CPU}/{i}" for i in range(sum(n.startswith(f"{CPU}/") for n in tensors))]
+    if not known:
+        return
+    end = known[rank % len(known)].removeprefix(CPU)
+    torch.set_rng_state(tensors[f"{CPU}{end}"].cpu())
+    if device.type == "cuda" and f"{GPU}{end}" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{GPU}{end}"].cpu(), device)
+    if rank >= len(known):
+        torch.manual_seed(int(torch.randint(1 << 62, ())) + rank)
+
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +65,7 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
     def __init__(
         self,
         model: PreTrainedModel,
-        c: config.Trainer,
+        c: config.TrainerConfig,
         *,
         total_steps: int | None = None,
         fp32_head: bool = False,

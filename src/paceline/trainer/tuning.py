@@ -10,7 +10,7 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, fold, pack
 from paceline.model import trainable
 from paceline.trainer.batch import BUDGET
-from paceline.trainer.forward import Forward
+from paceline.trainer.forward import ForwardPass
 
 SMALLEST = 4096
 LARGEST = 1 << 17
@@ -20,7 +20,7 @@ SHARE = 0.85
 SEQUENCE = 1024
 
 
-def tuned(forward: Forward, model: PreTrainedModel, c: config.Trainer) -> int:
+def tuned(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig) -> int:
     """The largest safe budget for this model, beside whatever else already lives on its device."""
     if model.device.type != "cuda":
         return BUDGET
@@ -45,7 +45,7 @@ def tuned(forward: Forward, model: PreTrainedModel, c: config.Trainer) -> int:
     return found
 
 
-def rehearse(forward: Forward, model: PreTrainedModel, c: config.Trainer, tokens: int) -> None:
+def rehearse(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig, tokens: int) -> None:
     """One forward and backward pass over blank samples; the gradients are thrown away."""
     model.train()
     try:

@@ -1,16 +1,20 @@
-"""The ranks that train one batch together, each on its own samples or with others on the same ones."""
+"""The ranks that train one batch together, and how a model's weights lie on them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from paceline.config.parallel import Parallel
+from paceline.config.cluster import ParallelConfig
 from paceline.data import Sample, decode, encode
-from paceline.trainer.joining import SECONDS
+from paceline.model.bits import MASK
+from paceline.model.weights import fingerprint
+from paceline.trainer.init_distributed import SECONDS
 
 DIMENSIONS = ("replica", "shard", "context", "tensor")
 
@@ -100,7 +104,7 @@ class Ranks:
     Ranks of one `context` and `tensor` group are one data rank: they get the same samples and report the same sums.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, settings: Parallel) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, settings: ParallelConfig) -> None:
         self._group, self.device = group, device
         members = [0] if group is None else dist.get_process_group_ranks(group)
         sizes = (settings.replicas, -1, settings.context, settings.tensor) if group is not None else (1, 1, 1, 1)
@@ -128,3 +132,69 @@ class Ranks:
             made = dist.new_group(row, timeout=timedelta(seconds=SECONDS))
             own = made if dist.get_rank() in row else own
         return World(own, self.device)
+
+
+T = TypeVar("T")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory; all of it where it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+class RankLayout:
+    """Every rank, or the only one, holds all weights. Ranks need not keep step with each other."""
+
+    lockstep = False
+    """Each forward and backward pass is a meeting of all ranks: all must run equally many."""
+    shards: World | None = None
+    """The ranks that share one model between them, where one is shared."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        """What the model computes in and publishes."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do work that needs the model's own weights: a forward pass and the head after it."""
+        return work()
+
+    def summed(self, name: str) -> bool:
+        """Whether a parameter's gradient comes as the sum over all ranks."""
+        return False
+
+    def copies(self, name: str) -> int:
+        """How many of `shards` hold the same part of a parameter."""
+        return 1
+
+    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Make gradients one where ranks have the same parameter and saw parts of a token. Every rank must ask, once
+        for all micro-batches of a step."""
+
+    def narrow(self, parameter: Tensor) -> torch.dtype:
+        """The type a parameter is computed with, which it may be kept wider than."""
+        return parameter.dtype
+
+    def like(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of something shaped like a parameter, as a tensor that knows where it belongs."""
+        return tensor
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All ranks' parts of something shaped like a parameter; every rank must ask."""
+        return tensor
+
+    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's part of a tensor that a checkpoint holds under a parameter's name."""
+        return torch.empty(shape, dtype=dtype)
+
+    def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
+        """Of the whole tensors, one at a time: fingerprints add up."""
+        parts = (fingerprint([(name, self.whole(name, tensor))]) for name, tensor in tensors.items())
+        return f"{sum(int(part, 16) for part in parts) & MASK:016x}"
+
+    def state(self, model: nn.Module, keep: bool) -> dict[str, Tensor]:
+        """The model's state dict with whole tensors in the type it computes in, for a rank that keeps it. Every rank
+        must ask. One tensor at a time: all at once would not fit beside the model."""
+        return dict(model.state_dict()) if keep else {}

@@ -1,7 +1,6 @@
 """The local web app over run directories: `paceline ui [RUNS]`. Imports neither torch nor transformers."""
 
 from paceline.ui.app import build_app
-from paceline.ui.options import KEY_VARIABLE, UiOptions, load_options
-from paceline.ui.serving import serve_ui
+from paceline.ui.serving import KEY_VARIABLE, UiOptions, load_options, serve_ui
 
 __all__ = ["KEY_VARIABLE", "UiOptions", "build_app", "load_options", "serve_ui"]

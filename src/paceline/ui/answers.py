@@ -6,7 +6,7 @@ import orjson
 from fastapi import HTTPException, Response
 
 
-class Json(Response):
+class FiniteJsonResponse(Response):
     """A value as JSON; what is not finite becomes null."""
 
     media_type = "application/json"

@@ -11,9 +11,9 @@ from starlette.responses import FileResponse, JSONResponse
 
 from paceline.errors import PacelineError
 from paceline.ui.diffing import Comparisons
-from paceline.ui.guard import Guard
+from paceline.ui.guard import UiGuard
 from paceline.ui.places import STATIC
-from paceline.ui.replay.desk import Desk
+from paceline.ui.replay.runner import ReplayRunner
 from paceline.ui.routes import GROUPS
 from paceline.ui.runs import Runs
 
@@ -24,7 +24,7 @@ def build_app(folder: Path, key: str | None = None) -> FastAPI:
     """The app over a folder of runs, or over one run."""
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.runs = Runs(folder)
-    app.state.comparisons, app.state.replays = Comparisons(), Desk()
+    app.state.comparisons, app.state.replays = Comparisons(), ReplayRunner()
     for group in GROUPS:
         app.include_router(group.router, prefix="/api")
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
@@ -33,7 +33,7 @@ def build_app(folder: Path, key: str | None = None) -> FastAPI:
     app.add_exception_handler(PacelineError, _unreadable)
     app.add_exception_handler(RequestValidationError, _misasked)
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Guard, key=key)
+    app.add_middleware(UiGuard, key=key)
     return app
 
 

@@ -13,8 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.browsers import why_foreign
 from paceline.ui.places import STATIC
+from paceline.util.browser_requests import why_foreign
 
 COOKIE = "paceline_ui"
 HEADERS = {
@@ -32,7 +32,7 @@ OPEN_PATHS = ("/static/css/", "/static/icon.svg")
 """What the page that asks for the key needs itself."""
 
 
-class Guard:
+class UiGuard:
     """Plain ASGI, since a middleware that wraps bodies would hold back server-sent events."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.record import RunFolder, Span
+from paceline.record import RunFolder, TimelineSpan
 
 PHASES = {"eval": "evaluation", "publish": "publish", "train": "trainer", "score": "trainer"}
 """The parts of a step, last first, and whose lane they stand in. Before them the trainer waits for its batch."""
@@ -52,7 +52,7 @@ def lanes_of(run: RunFolder, start: float | None, end: float | None, bins: int) 
     return {"source": source, "extent": extent, "lanes": lanes}
 
 
-def recorded(spans: Sequence[Span]) -> list[Stretch]:
+def recorded(spans: Sequence[TimelineSpan]) -> list[Stretch]:
     """Spans as they were written down. What environments have is a number of episodes, shown beside the most."""
     most: dict[str, float] = defaultdict(float)
     for span in spans:

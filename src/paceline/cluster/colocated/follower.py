@@ -11,17 +11,17 @@ import sys
 import threading
 from pathlib import Path
 
-from paceline.cluster.colocated.doors import Doors, knock, told
-from paceline.cluster.colocated.resident import Resident, ResidentDesk, meet, move_in
-from paceline.cluster.colocated.seat import Seat
+from paceline.cluster.colocated.rank_info import RankInfo
+from paceline.cluster.colocated.rank_sockets import Doors, knock, told
+from paceline.cluster.colocated.worker import ColocatedRpcHandler, ColocatedWorker, meet, move_in
 from paceline.cluster.processes.frames import decode_call, framed
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
-from paceline.inference.frames import FromEngine, Hello, frame, opened, read_frame
+from paceline.inference.frames import EngineHello, FromEngine, frame, opened, read_frame
 from paceline.inference.host import EngineHost
 from paceline.inference.link import received
 from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
-from paceline.trainer.joining import leave
+from paceline.trainer.init_distributed import leave
 
 ORPHANED = 125
 """Exit code of a rank that rank 0 has left without a word."""
@@ -29,7 +29,7 @@ END = b"end"
 """Rank 0's last word to a rank that did its work."""
 
 
-def follow(config: RunConfig, seat: Seat) -> None:
+def follow(config: RunConfig, seat: RankInfo) -> None:
     """Be a rank until rank 0 ends the run, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
     group = meet(seat, config)
@@ -44,10 +44,10 @@ def follow(config: RunConfig, seat: Seat) -> None:
     try:
         resident = move_in(config, seat, group, Path(config.runs) / config.name / "dumps")
     except PacelineError as error:
-        doors.engine.sendall(b"".join(frame(FromEngine([Hello(0, (), f"rank {seat.rank}: {error}")]))))
+        doors.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {seat.rank}: {error}")]))))
         raise
     with small_products(resident.model.dtype), quick_handover(resident.device):
-        desk = ResidentDesk(resident, tokenizer)
+        desk = ColocatedRpcHandler(resident, tokenizer)
         asyncio.run(_obey(doors, desk, resident, end_tokens(tokenizer, resident.model)))
     lifeline.rest()
     resident.close()
@@ -55,7 +55,7 @@ def follow(config: RunConfig, seat: Seat) -> None:
     doors.close()
 
 
-async def _obey(doors: Doors, desk: ResidentDesk, resident: Resident, ends: tuple[int, ...]) -> None:
+async def _obey(doors: Doors, desk: ColocatedRpcHandler, resident: ColocatedWorker, ends: tuple[int, ...]) -> None:
     """Train and sample until rank 0 hangs up."""
     sampling = asyncio.ensure_future(EngineHost(resident.engine, ends).serve(doors.engine))
     reader, writer = await opened(doors.trainer)
@@ -99,7 +99,7 @@ def _first_frame(door: socket.socket) -> bytes:
 def main() -> int:
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_until_parent_ends, name="parent", daemon=True).start()
-    seat = Seat.found()
+    seat = RankInfo.found()
     assert seat is not None
     try:
         follow(config, seat)

@@ -2,39 +2,112 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.cluster.colocated.doors import Doors, admit, listening, tell
 from paceline.cluster.colocated.follower import END
-from paceline.cluster.colocated.launch import Followers
-from paceline.cluster.colocated.resident import HomeLink, InPlace, Resident, ResidentDesk, meet, move_in
-from paceline.cluster.colocated.seat import Seat
-from paceline.cluster.crew import Crew
+from paceline.cluster.colocated.rank_info import RankInfo
+from paceline.cluster.colocated.rank_sockets import Doors, admit, listening, tell
+from paceline.cluster.colocated.worker import ColocatedRpcHandler, ColocatedWorker, HomeLink, InPlace, meet, move_in
 from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of
-from paceline.cluster.processes.frames import Call, Done, Failed, decode_answer, framed
-from paceline.cluster.ranks import cost_of
+from paceline.cluster.processes.frames import RpcCall, RpcFailure, RpcResult, decode_answer, framed
+from paceline.cluster.rank_group import RankGroup, cost_of
 from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
 from paceline.inference.frames import HEAD, opened, read_frame
-from paceline.inference.past import PoolWithPast
+from paceline.inference.pool import LeaguePool
 from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
 from paceline.model.weights import WeightUpdate
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.past import members
-from paceline.rollout import Recorder, Voice
+from paceline.orchestrator.league_checkpoints import members
+from paceline.rollout import RecordingServer, SamplingClient
 from paceline.trainer import TrainerError
-from paceline.trainer.joining import call_off, leave
+from paceline.trainer.init_distributed import call_off, leave
+
+CLOSE_SECONDS = 20.0
+WORD_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class Followers:
+    """The processes of ranks 1 and up, by rank; none where torchrun started them."""
+
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    logs: dict[int, Path] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, config: RunConfig, seat: RankInfo, live: Path) -> "Followers":
+        """Each in a session of its own: a Ctrl-C is for rank 0 to hear."""
+        started = cls()
+        try:
+            for rank in range(1, seat.world):
+                path = started.logs[rank] = live / f"rank-{rank}.log"
+                with path.open("wb") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "paceline.cluster.colocated.follower"],
+                        env={**os.environ, **seat.of(rank).variables},
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                started.processes[rank] = process
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # dead already: whoever looks next will see it
+                    process.stdin.write(config.model_dump_json().encode() + b"\n")
+                    process.stdin.flush()
+        except BaseException:
+            started.end(0.0)
+            raise
+        return started
+
+    def dead(self) -> int | None:
+        """A rank whose process has ended."""
+        return next((rank for rank, process in self.processes.items() if process.poll() is not None), None)
+
+    def cause(self, rank: int) -> str:
+        """Why a rank is gone, as the end of a sentence."""
+        process = self.processes.get(rank)
+        if process is None:
+            return "its connection was closed"
+        try:
+            code = process.wait(WORD_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"its connection was closed (see {self.logs[rank]})"
+        if code < 0:
+            return f"it was killed by {signal.Signals(-code).name}"
+        lines = [line for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
+        said = lines[-1].strip().removeprefix("paceline: ") if lines else "it said nothing"
+        return f"it ended with code {code}: {said} (all of it is in {self.logs[rank]})"
+
+    def end(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Give them time to end by themselves, then end them."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()  # it leaves signals to rank 0, which is what says so here
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(CLOSE_SECONDS)
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+
 
 LOOK_SECONDS = 0.2
 T = TypeVar("T")
@@ -51,13 +124,13 @@ class RankLink:
         self._door = door
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, call: Call) -> Done | Failed:
+    async def ask(self, call: RpcCall) -> RpcResult | RpcFailure:
         self._streams = reader, writer = self._streams or await opened(self._door)
         writer.write(framed(call))
         if (body := await read_frame(reader)) is None:
             raise RankGone
         answer = decode_answer(body)
-        assert isinstance(answer, Done | Failed)
+        assert isinstance(answer, RpcResult | RpcFailure)
         return answer
 
     def close(self) -> None:
@@ -66,15 +139,15 @@ class RankLink:
         self._door.close()
 
 
-class ColocatedTrainer(Crew):
+class ColocatedTrainer(RankGroup):
     """The rank of this process and all others as one trainer. They share this process's fate, so a lost one ends the
     run."""
 
     def __init__(
         self,
         config: RunConfig,
-        resident: Resident,
-        desk: ResidentDesk,
+        resident: ColocatedWorker,
+        desk: ColocatedRpcHandler,
         others: Sequence[RankLink],
         why: Callable[[int], str],
     ) -> None:
@@ -104,7 +177,7 @@ class ColocatedTrainer(Crew):
     def _size(self) -> int:
         return 1 + len(self._others)
 
-    async def _ask(self, rank: int, call: Call) -> Done | Failed:
+    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
         if rank == 0:
             return await self._desk.answer(call)
         return await self._others[rank - 1].ask(call)
@@ -121,7 +194,7 @@ class ColocatedTrainer(Crew):
 
 @asynccontextmanager
 async def in_place(
-    seat: Seat, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+    seat: RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[Placed]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
@@ -140,7 +213,7 @@ async def in_place(
 
         phase(f"loading {config.model.name} on {seat.world} ranks")
         resident, doors = await _beside(followers, lambda: _gather(seat, config, dumps))
-        desk = ResidentDesk(resident, tokenizer, live / "rank-0.log")
+        desk = ColocatedRpcHandler(resident, tokenizer, live / "rank-0.log")
         trainer = ColocatedTrainer(
             config, resident, desk, [RankLink(other.trainer) for other in doors], followers.cause
         )
@@ -156,22 +229,22 @@ async def in_place(
             return engine_for(model.requires_grad_(False), config)
 
         engines = [resident.engine, *links]
-        with_past = PoolWithPast(engines, twin) if past else None
+        with_past = LeaguePool(engines, twin) if past else None
         pool = with_past or Pool(engines)
         stack.callback(pool.close)
         ends = end_tokens(tokenizer, resident.model)
         renderer = renderer_of(tokenizer, ends, config.model)
-        recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+        recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
 
-        def voice(sampling: Sampling) -> Voice:
-            return Voice(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
+        def voice(sampling: SamplingConfig) -> SamplingClient:
+            return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
 
         stack.callback(_hear_no_more, seat)
         with small_products(resident.model.dtype), quick_handover(resident.device):
             yield Placed(pool, trainer, tokenizer, courses, voice, resident.device, resident.parameters, with_past)
 
 
-def _gather(seat: Seat, config: RunConfig, dumps: Path) -> tuple[Resident, list[Doors]]:
+def _gather(seat: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[Doors]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
     doors: list[Doors] = []
     group = meet(seat, config)
@@ -222,13 +295,13 @@ async def _beside(followers: Followers, work: Callable[[], T]) -> T:
     return done.result()  # bounded: it is done
 
 
-def _hear_no_more(seat: Seat) -> None:
+def _hear_no_more(seat: RankInfo) -> None:
     """A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first."""
     if seat.given and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _part(trainer: ColocatedTrainer, resident: Resident, doors: Sequence[Doors]) -> None:
+def _part(trainer: ColocatedTrainer, resident: ColocatedWorker, doors: Sequence[Doors]) -> None:
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken

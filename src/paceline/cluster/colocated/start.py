@@ -6,7 +6,7 @@ from typing import TextIO
 
 from paceline.cluster.colocated.follower import follow
 from paceline.cluster.colocated.place import in_place
-from paceline.cluster.colocated.seat import again, take_seat
+from paceline.cluster.colocated.rank_info import again, take_seat
 from paceline.cluster.session import Given, RunResult, conduct
 from paceline.cluster.signals import Signals
 from paceline.config import RunConfig

@@ -11,10 +11,19 @@ from pydantic import BaseModel
 from paceline.algorithms import credit_for
 from paceline.cluster.preflight.found import Preflight
 from paceline.config.base import Hook
-from paceline.config.env import ArenaEnv, CustomEnv, EnvBase, ModuleEnv, Retrieval, TextArena, TokenIn, Verifiers
+from paceline.config.env import (
+    ArenaEnvConfig,
+    BaseEnvConfig,
+    CustomEnvConfig,
+    ModuleEnvConfig,
+    RetrievalConfig,
+    TextArenaConfig,
+    TokenInConfig,
+    VerifiersConfig,
+)
 from paceline.data import Row, parse_address, part_problem
-from paceline.data.hub import hub_name
 from paceline.data.import_check import check_import
+from paceline.data.sources import hub_name
 from paceline.envs import EnvError, build_environment, module, token_in
 from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS
 from paceline.envs.dataset import dataset_rows, first_rows
@@ -37,12 +46,12 @@ def hooks(*values: object) -> Iterator[str]:
             yield from hooks(*value)
 
 
-def check_environment(env: EnvBase, found: Preflight, given: bool) -> None:
+def check_environment(env: BaseEnvConfig, found: Preflight, given: bool) -> None:
     """The user code an environment names, then its rows."""
     paths = list(hooks(env.algo, env.seats) if given else hooks(env))
-    if isinstance(env, ModuleEnv) and not given:
+    if isinstance(env, ModuleEnvConfig) and not given:
         paths.append(f"{env.module}:reward_fn")
-    if isinstance(env, TextArena) and not given and env.opponent not in ("self", "random"):
+    if isinstance(env, TextArenaConfig) and not given and env.opponent not in ("self", "random"):
         paths.append(env.opponent)
     before = len(found.problems)
     for path in paths:
@@ -51,15 +60,15 @@ def check_environment(env: EnvBase, found: Preflight, given: bool) -> None:
         found.attempt(lambda: _try_environment(env, found))
 
 
-def _try_environment(env: EnvBase, found: Preflight) -> None:
+def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
     """Raise a sentence where the environment cannot be made, or its first rows are none that it can play."""
-    if isinstance(env, Verifiers):
+    if isinstance(env, VerifiersConfig):
         if importlib.util.find_spec("verifiers") is None:
             build_environment(env)  # which says so
         if env.id.endswith(".py") and not Path(env.id).is_file():
             raise EnvError(f"environment `{env.name}`: no such file `{env.id}`")
         return
-    if isinstance(env, CustomEnv):
+    if isinstance(env, CustomEnvConfig):
         _check_function(env)
     sizes = {key: min(ROWS, size) for key in SIZES if isinstance(size := getattr(env, key, None), int)}
     sources = {key: _here(getattr(env, key), found) for key in ("dataset", "eval_dataset") if hasattr(env, key)}
@@ -69,28 +78,28 @@ def _try_environment(env: EnvBase, found: Preflight) -> None:
         rows, held_out = _examples(small)
     if not rows and not away and _rows_are_known(env):
         raise EnvError(f"environment `{env.name}` has no training rows")
-    if not isinstance(env, CustomEnv):  # a user's function may read the rows' images itself
+    if not isinstance(env, CustomEnvConfig):  # a user's function may read the rows' images itself
         _check_messages(env, "training", rows)
         _check_messages(env, "held-out", held_out)
 
 
-def _rows_are_known(env: EnvBase) -> bool:
+def _rows_are_known(env: BaseEnvConfig) -> bool:
     """Whether the rows are the run file's; a user's class makes its own."""
-    return not isinstance(env, ArenaEnv) and (not isinstance(env, CustomEnv) or env.dataset is not None)
+    return not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
 
 
-def _examples(env: EnvBase) -> tuple[Sequence[Row], Sequence[Row]]:
+def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
     """The first rows of both splits. Of an environment with user code they are read without it."""
-    if isinstance(env, ArenaEnv):
+    if isinstance(env, ArenaEnvConfig):
         return [], []
-    if isinstance(env, CustomEnv):
+    if isinstance(env, CustomEnvConfig):
         return dataset_rows(env, "train", prompted=False), dataset_rows(env, "eval", prompted=False)
-    if isinstance(env, ModuleEnv) or (isinstance(env, TokenIn) and env.scorer is not None):
-        require = module.REQUIRED if isinstance(env, ModuleEnv) else token_in.REQUIRED
+    if isinstance(env, ModuleEnvConfig) or (isinstance(env, TokenInConfig) and env.scorer is not None):
+        require = module.REQUIRED if isinstance(env, ModuleEnvConfig) else token_in.REQUIRED
         return dataset_rows(env, "train", require=require), dataset_rows(env, "eval", require=require)
-    if isinstance(env, TextArena) and env.opponent != "self":
+    if isinstance(env, TextArenaConfig) and env.opponent != "self":
         env = env.model_copy(update={"opponent": "random"})
-    if isinstance(env, Retrieval) and env.corpus is not None:
+    if isinstance(env, RetrievalConfig) and env.corpus is not None:
         if not Path(env.corpus).is_file():
             load_corpus(env.corpus)
         env = env.model_copy(update={"corpus": None})  # an index of all documents takes long
@@ -100,7 +109,7 @@ def _examples(env: EnvBase) -> tuple[Sequence[Row], Sequence[Row]]:
     return environment.examples("train"), environment.examples("eval")
 
 
-def _check_function(env: CustomEnv) -> None:
+def _check_function(env: CustomEnvConfig) -> None:
     """A function must be async and needs rows, which its definition tells; a class has its own."""
     defined = check_import(env.import_path)
     if isinstance(defined, ast.FunctionDef):
@@ -109,7 +118,7 @@ def _check_function(env: CustomEnv) -> None:
         raise EnvError(NEEDS_ROWS.format(env.name))
 
 
-def _check_messages(env: EnvBase, split: str, rows: Sequence[Row]) -> None:
+def _check_messages(env: BaseEnvConfig, split: str, rows: Sequence[Row]) -> None:
     """Raise a sentence if rows show the policy something that is no text."""
     for number, row in enumerate(rows[:ROWS]):
         for place, message in enumerate(row.get("messages") or ()):

@@ -10,7 +10,7 @@ from paceline.cluster.local import renderer_of
 from paceline.cluster.preflight.found import Preflight
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model.naming import ModelError, resolve, unloadable
 from paceline.model.source import (
     config_problems,
@@ -38,13 +38,13 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
         found.attempt(lambda: _check_renderer(tokenizer, model))
 
 
-def _check_renderer(tokenizer: PreTrainedTokenizerBase, model: Model) -> None:
+def _check_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
     """Raise a sentence unless the tokenizer can write conversations: by a chat template, or known to `renderers`."""
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     renderer_of(tokenizer, ends, model)
 
 
-def check_model(model: Model, found: Preflight, *, mlx: bool) -> None:
+def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
     """A model's files and its family."""
     if (source := found.attempt(lambda: resolve(model.name))) is None:
         return
@@ -76,7 +76,7 @@ def check_model(model: Model, found: Preflight, *, mlx: bool) -> None:
             found.add(header_problems(folder, model.name))
 
 
-def _check_family(folder: Path, model: Model, found: Preflight) -> bool:
+def _check_family(folder: Path, model: ModelConfig, found: Preflight) -> bool:
     """Whether transformers knows the family and Paceline trains it; if not, the reason is among the findings."""
     if importlib.util.find_spec("torch") is None:
         found.note(f"torch is not installed here: the layers of `{model.name}` are checked when the run loads it")

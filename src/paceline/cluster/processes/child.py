@@ -11,27 +11,27 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.local import make_room_for_adapters
-from paceline.cluster.processes.brief import FATAL, Brief, Report, read_brief
-from paceline.cluster.processes.frames import Hello
+from paceline.cluster.processes.frames import RpcHello
 from paceline.cluster.processes.host import TrainerHost, life
+from paceline.cluster.processes.launch_spec import FATAL, LaunchSpec, RunEndReport, read_brief
 from paceline.cluster.serving import serve_model
 from paceline.cluster.session import conduct
 from paceline.cluster.training import build_trainer
 from paceline.config import RunConfig
-from paceline.config.env.arena import ArenaEnv as Arena
-from paceline.config.serve import Serve
+from paceline.config.env.custom import ArenaEnvConfig as Arena
+from paceline.config.serve import ServeConfig
 from paceline.errors import PacelineError
-from paceline.exiting import exit_process
 from paceline.inference import EngineError
 from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.monitor import Monitors, watching
 from paceline.monitor.plain import PlainLines
+from paceline.util.process_exit import exit_process
 
 
-def server(brief: Brief) -> int:
+def server(brief: LaunchSpec) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
     config = make_room_for_adapters(brief.run, _past(brief.run))
-    settings = Serve(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
+    settings = ServeConfig(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
     try:
         serve_model(config, settings)
     except EngineError as error:  # the engine is lost: another may live
@@ -40,21 +40,21 @@ def server(brief: Brief) -> int:
     return 0
 
 
-def trainer(brief: Brief) -> int:
+def trainer(brief: LaunchSpec) -> int:
     """One trainer, asked over a socket."""
     config = brief.run
     built = build_trainer(config)
     address = Path(brief.socket)
     address.unlink(missing_ok=True)
     tokenizer = load_tokenizer(config.model)
-    hello = Hello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
+    hello = RpcHello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
     host = TrainerHost(built.trainer, tokenizer, brief.weights, hello, config.weights.path)
     with small_products(built.model.dtype):
         asyncio.run(host.serve(address))
     return 0
 
 
-def orchestrator(brief: Brief) -> int:
+def orchestrator(brief: LaunchSpec) -> int:
     """The loop, with the other two where the brief says."""
     from paceline.cluster.processes.connected import connected
 
@@ -64,7 +64,7 @@ def orchestrator(brief: Brief) -> int:
         overwrite=brief.overwrite,
         screen=sys.stdout if brief.screen else None,
     )
-    os.write(brief.report, msgspec.json.encode(Report.of(result.outcome)))
+    os.write(brief.report, msgspec.json.encode(RunEndReport.of(result.outcome)))
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 

@@ -8,24 +8,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from paceline.cluster.local import Placed, renderer_of, share_cores
-from paceline.cluster.processes.brief import Brief
+from paceline.cluster.processes.launch_spec import LaunchSpec
 from paceline.cluster.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
 from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
 from paceline.inference import EmbeddedEngine, EngineError, HttpEngine, Pool
-from paceline.inference.past import PoolWithPast
+from paceline.inference.pool import LeaguePool
 from paceline.model import load_model, load_tokenizer
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.past import members
-from paceline.rollout import Recorder, Voice
+from paceline.orchestrator.league_checkpoints import members
+from paceline.rollout import RecordingServer, SamplingClient
 
 LOOK_SECONDS = 0.25
 log = logging.getLogger("paceline.server")
 
 
 @asynccontextmanager
-async def connected(config: RunConfig, brief: Brief, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
     """Wait for server and trainer, and let go of them at the end."""
     phase("preparing environments")
     courses = lay_out(config)
@@ -33,7 +33,7 @@ async def connected(config: RunConfig, brief: Brief, phase: Callable[[str], None
     phase(f"waiting for a server and a trainer of {config.model.name}")
     trainer = RemoteTrainer(Path(brief.trainer))
     engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
-    recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
     past = sum(member.league.size for member in members(courses))
     try:
         hello = await trainer.meet()
@@ -45,13 +45,13 @@ async def connected(config: RunConfig, brief: Brief, phase: Callable[[str], None
             model = load_model(config.model, pick_device(config.device))
             return engine_for(model.requires_grad_(False), config)
 
-        with_past = PoolWithPast([engine], twin) if past else None
+        with_past = LeaguePool([engine], twin) if past else None
         pool = with_past or Pool([engine])
         renderer = renderer_of(tokenizer, hello.ends, config.model)
 
-        def voice(sampling: Sampling) -> Voice:
+        def voice(sampling: SamplingConfig) -> SamplingClient:
             stops = frozenset((*hello.ends, *sampling.stop_token_ids))
-            return Voice(pool, renderer, sampling, stops, recorder)
+            return SamplingClient(pool, renderer, sampling, stops, recorder)
 
         try:
             yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)

@@ -1,18 +1,22 @@
 """What orchestrator and trainer say to one another: msgpack frames with raw buffers, never pickle."""
 
+import traceback
+from collections.abc import Awaitable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from paceline.errors import PacelineError
 from paceline.inference.frames import HEAD
 from paceline.model.weights import Adapter, Canary
 from paceline.trainer import StepReport, TrainerError
-from paceline.user_code import UserCodeError
+from paceline.util.user_code import UserCodeError, described, failure_traces, user_frames, whole
 
 What = Literal["feed", "step", "weights", "save", "load", "export"]
 
 
-class Hello(msgspec.Struct, array_like=True, tag=True):
+class RpcHello(msgspec.Struct, array_like=True, tag=True):
     """The trainer's first word on every connection."""
 
     life: str
@@ -24,7 +28,7 @@ class Hello(msgspec.Struct, array_like=True, tag=True):
     """Tokens that end a turn."""
 
 
-class Call(msgspec.Struct, array_like=True):
+class RpcCall(msgspec.Struct, array_like=True):
     """One thing to do. Asked again under the same name and number it is not done again."""
 
     caller: str
@@ -55,7 +59,7 @@ class Sent(msgspec.Struct, array_like=True):
     """The way here from the version before, where there is one."""
 
 
-class Done(msgspec.Struct, array_like=True, tag=True):
+class RpcResult(msgspec.Struct, array_like=True, tag=True):
     """What a call came to."""
 
     number: int
@@ -64,7 +68,7 @@ class Done(msgspec.Struct, array_like=True, tag=True):
     sent: Sent | None = None
 
 
-class Failed(msgspec.Struct, array_like=True, tag=True):
+class RpcFailure(msgspec.Struct, array_like=True, tag=True):
     """Why a call came to nothing."""
 
     number: int
@@ -82,13 +86,36 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
         return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
 
 
-FromTrainer = Hello | Alive | Done | Failed
+FromTrainer = RpcHello | Alive | RpcResult | RpcFailure
 
 _encoder = msgspec.msgpack.Encoder()
-decode_call = msgspec.msgpack.Decoder(Call).decode
+decode_call = msgspec.msgpack.Decoder(RpcCall).decode
 decode_answer = msgspec.msgpack.Decoder(FromTrainer).decode
 
 
-def framed(message: Call | FromTrainer) -> bytes:
+def framed(message: RpcCall | FromTrainer) -> bytes:
     body = _encoder.encode(message)
     return HEAD.pack(len(body)) + body
+
+
+async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcResult | RpcFailure:
+    """What the call came to. A bug keeps its name there, and its trace here: in the log, where standard error is a
+    person's screen."""
+    try:
+        return await doing  # bounded: by whoever does it
+    except OSError as error:
+        return RpcFailure(call.number, error.strerror or str(error), error.errno)
+    except PacelineError as error:
+        frames, trace = failure_traces(error)
+        return RpcFailure(call.number, str(error), None, frames, trace)
+    except Exception as error:
+        _keep_trace(log)
+        return RpcFailure(call.number, described(error), None, user_frames(error), whole(error))
+
+
+def _keep_trace(log: Path | None) -> None:
+    if log is None:
+        traceback.print_exc()
+        return
+    with log.open("a", encoding="utf-8") as file:
+        traceback.print_exc(file=file)

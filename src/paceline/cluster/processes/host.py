@@ -7,15 +7,24 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.processes.answers import answered
-from paceline.cluster.processes.frames import Alive, Call, Done, Failed, Hello, Sent, decode_call, framed
+from paceline.cluster.processes.frames import (
+    Alive,
+    RpcCall,
+    RpcFailure,
+    RpcHello,
+    RpcResult,
+    Sent,
+    answered,
+    decode_call,
+    framed,
+)
 from paceline.data import Sample, decode
-from paceline.inference.carriers import WeightPath
 from paceline.inference.frames import read_frame
-from paceline.inference.shelf import Shelf
 from paceline.inference.stored import StoredTensors
+from paceline.inference.transports import WeightPath
+from paceline.inference.weight_store import WeightStore
 from paceline.trainer import Trainer
-from paceline.waits import waiting
+from paceline.util.deadlines import waiting
 
 PULSE_SECONDS = 5.0
 """A caller that waits hears this often that we live."""
@@ -36,16 +45,16 @@ class TrainerHost:
         trainer: Trainer,
         tokenizer: PreTrainedTokenizerBase,
         weights: Path,
-        hello: Hello,
+        hello: RpcHello,
         path: WeightPath = "auto",
     ) -> None:
         self._trainer, self._tokenizer, self._hello = trainer, tokenizer, hello
-        self._shelf = Shelf(weights, KEPT_WEIGHTS, deltas=path in ("auto", "delta"))
+        self._shelf = WeightStore(weights, KEPT_WEIGHTS, deltas=path in ("auto", "delta"))
         self._shelf.adopt()
         self._fed: list[Sample] = []
         self._callers: set[asyncio.StreamWriter] = set()
         self._last = ("", 0)
-        self._answer: asyncio.Future[Done | Failed] | None = None
+        self._answer: asyncio.Future[RpcResult | RpcFailure] | None = None
 
     async def serve(self, address: Path) -> None:
         """Answer until the process ends."""
@@ -70,7 +79,7 @@ class TrainerHost:
         self._callers.discard(writer)
         writer.close()
 
-    def _once(self, call: Call) -> asyncio.Future[Done | Failed]:
+    def _once(self, call: RpcCall) -> asyncio.Future[RpcResult | RpcFailure]:
         caller, number = self._last
         if self._answer is None or caller != call.caller or call.number > number:
             self._last = (call.caller, call.number)
@@ -78,29 +87,29 @@ class TrainerHost:
         # An older question, from a wire that was cut, gets an answer that nobody waits for.
         return self._answer
 
-    async def _do(self, call: Call, before: asyncio.Future[Done | Failed] | None) -> Done | Failed:
+    async def _do(self, call: RpcCall, before: asyncio.Future[RpcResult | RpcFailure] | None) -> RpcResult | RpcFailure:
         if before is not None and not before.done():
             # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
             await asyncio.wait({before})  # bounded: as the call itself was
         with waiting(f"to {call.what}, as the orchestrator asked"):
             return await answered(call, getattr(self, f"_{call.what}")(call))
 
-    def _done(self, call: Call, **fields: object) -> Done:
-        return Done(call.number, self._trainer.version, **fields)  # ty: ignore[invalid-argument-type]
+    def _done(self, call: RpcCall, **fields: object) -> RpcResult:
+        return RpcResult(call.number, self._trainer.version, **fields)  # ty: ignore[invalid-argument-type]
 
-    async def _feed(self, call: Call) -> Done:
+    async def _feed(self, call: RpcCall) -> RpcResult:
         samples = decode(call.data)
         await self._trainer.feed(samples)
         self._fed += samples
         return self._done(call)
 
-    async def _step(self, call: Call) -> Done:
+    async def _step(self, call: RpcCall) -> RpcResult:
         new = iter(decode(call.data))
         fed, self._fed = self._fed, []
         report = await self._trainer.step([next(new) if at < 0 else fed[at] for at in call.order])
         return self._done(call, report=report)
 
-    async def _weights(self, call: Call) -> Done:
+    async def _weights(self, call: RpcCall) -> RpcResult:
         update = await self._trainer.weights()
         kept = await self._shelf.keep(update)
         expected = kept.expected or await asyncio.to_thread(update.fingerprint)
@@ -110,16 +119,16 @@ class TrainerHost:
         sent = Sent(update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta)
         return self._done(call, sent=sent)
 
-    async def _save(self, call: Call) -> Done:
+    async def _save(self, call: RpcCall) -> RpcResult:
         await self._trainer.save(Path(call.path))
         return self._done(call)
 
-    async def _load(self, call: Call) -> Done:
+    async def _load(self, call: RpcCall) -> RpcResult:
         self._fed = []
         await self._trainer.load(Path(call.path))
         return self._done(call)
 
-    async def _export(self, call: Call) -> Done:
+    async def _export(self, call: RpcCall) -> RpcResult:
         await self._trainer.export(Path(call.path), self._tokenizer)
         return self._done(call)
 

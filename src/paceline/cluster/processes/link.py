@@ -11,13 +11,22 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.processes.frames import Alive, Call, Done, Failed, Hello, What, decode_answer, framed
+from paceline.cluster.processes.frames import (
+    Alive,
+    RpcCall,
+    RpcFailure,
+    RpcHello,
+    RpcResult,
+    What,
+    decode_answer,
+    framed,
+)
 from paceline.data import Sample, encode
 from paceline.inference.frames import HEAD
 from paceline.inference.stored import StoredTensors, open_delta
 from paceline.model.weights import WeightUpdate
 from paceline.trainer import StepReport, TrainerLost
-from paceline.waits import beat
+from paceline.util.deadlines import beat
 
 SILENT_SECONDS = 60.0
 """A trainer at work says every few seconds that it lives; after this long without a word it does not."""
@@ -43,7 +52,7 @@ class RemoteTrainer:
 
     def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
         self.version = 0
-        self.hello: Hello | None = None
+        self.hello: RpcHello | None = None
         """What the trainer said of itself."""
         self._address, self._silent = address, silent
         self._name = uuid.uuid4().hex
@@ -55,7 +64,7 @@ class RemoteTrainer:
         self._fed: dict[int, tuple[int, Sample]] = {}
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
 
-    async def meet(self) -> Hello:
+    async def meet(self) -> RpcHello:
         """Wait until it is up."""
         await self._connect()
         assert self.hello is not None
@@ -101,9 +110,9 @@ class RemoteTrainer:
 
     async def _call(
         self, what: What, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
-    ) -> Done:
+    ) -> RpcResult:
         where = "" if path is None else str(path.resolve())
-        call = Call(self._name, next(self._numbers), what, where, data, list(order))
+        call = RpcCall(self._name, next(self._numbers), what, where, data, list(order))
         while True:
             try:
                 answer = await self._ask(call)
@@ -114,12 +123,12 @@ class RemoteTrainer:
             except BaseException:
                 self._hang_up()  # cancelled or failed in the middle: its answer must not meet the next question
                 raise
-        if isinstance(answer, Done):
+        if isinstance(answer, RpcResult):
             self.version = answer.version
             return answer
         raise answer.error()
 
-    async def _ask(self, call: Call) -> Done | Failed:
+    async def _ask(self, call: RpcCall) -> RpcResult | RpcFailure:
         reader, writer = self._speaking or await self._connect()
         writer.write(framed(call))
         async with asyncio.timeout(self._silent * 10):
@@ -127,12 +136,12 @@ class RemoteTrainer:
         while True:
             answer = await self._word(reader)
             beat()  # whoever works over there moves the run
-            if isinstance(answer, Done | Failed) and answer.number == call.number:
+            if isinstance(answer, RpcResult | RpcFailure) and answer.number == call.number:
                 return answer
             if not isinstance(answer, Alive):
                 raise Garbled(f"{type(answer).__name__} came for an answer")
 
-    async def _word(self, reader: asyncio.StreamReader) -> Hello | Alive | Done | Failed:
+    async def _word(self, reader: asyncio.StreamReader) -> RpcHello | Alive | RpcResult | RpcFailure:
         try:
             async with asyncio.timeout(self._silent):
                 (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -155,7 +164,7 @@ class RemoteTrainer:
                     reader, writer = await asyncio.open_unix_connection(str(self._address))
                 self._speaking = reader, writer
                 hello = await self._word(reader)
-                if not isinstance(hello, Hello):
+                if not isinstance(hello, RpcHello):
                     raise Garbled(f"{type(hello).__name__} came for a greeting")
                 break
             except (OSError, asyncio.IncompleteReadError) as error:

@@ -21,18 +21,18 @@ from typing import IO, Any, TextIO
 
 import msgspec
 
-from paceline.cluster.processes.brief import FATAL, Brief, Report
+from paceline.cluster.processes.launch_spec import FATAL, LaunchSpec, RunEndReport
 from paceline.cluster.session import RunResult, result_of
 from paceline.cluster.signals import Signals
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
-from paceline.monitor import Monitor, Recorder, RunDirectory, RunOutcome, read_sound
+from paceline.monitor import Monitor, RunDirectory, RunOutcome, RunRecorder, read_sound
 from paceline.monitor.waitgraph import chain
 from paceline.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
-from paceline.private_folder import PREFIX, PrivateFolder
-from paceline.socket_dir import socket_parent
+from paceline.util.private_folder import PREFIX, PrivateFolder
+from paceline.util.socket_dir import socket_parent
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -48,7 +48,7 @@ ENDINGS = (0, 1, FATAL, 130)
 
 
 @dataclass(slots=True)
-class Child:
+class ManagedProcess:
     """One of the three, through all its lives."""
 
     role: str
@@ -75,7 +75,7 @@ class Supervisor:
     overwrite: bool = False
     screen: TextIO | None = None
     reach: Callable[[str], str] = lambda address: address
-    children: dict[str, Child] = field(default_factory=dict)
+    children: dict[str, ManagedProcess] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)
     _stop_by: float = math.inf
     """When the orchestrator is killed, after a second signal."""
@@ -106,7 +106,7 @@ class Supervisor:
             for role in ROLES:
                 log = self.directory.live / f"{role}.log"
                 log.write_bytes(b"")
-                self.children[role] = Child(role, self._start(role, brief), log)
+                self.children[role] = ManagedProcess(role, self._start(role, brief), log)
             while True:
                 if time.monotonic() > self._stop_by:  # native code may keep it from hearing anything
                     self.children["orchestrator"].process.kill()
@@ -129,7 +129,7 @@ class Supervisor:
 
     # -- lives and deaths ---------------------------------------------------------------------------------------------
 
-    def _start(self, role: str, brief: Brief) -> subprocess.Popen[bytes]:
+    def _start(self, role: str, brief: LaunchSpec) -> subprocess.Popen[bytes]:
         spoken = role == "orchestrator"
         reader, writer = os.pipe() if spoken else (-1, -1)
         if spoken:
@@ -158,7 +158,7 @@ class Supervisor:
             threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
         return process
 
-    def _hopeless(self, child: Child, code: int) -> str:
+    def _hopeless(self, child: ManagedProcess, code: int) -> str:
         """Why starting it again would not help; empty if it may."""
         said = self._last_word(child)
         if code == FATAL and child.lives == 1:
@@ -173,7 +173,7 @@ class Supervisor:
         self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {said})" if code > 0 else ""))
         return ""
 
-    def _after_a_death(self, child: Child, brief: Brief) -> Brief:
+    def _after_a_death(self, child: ManagedProcess, brief: LaunchSpec) -> LaunchSpec:
         """An orchestrator that comes back goes on from where its run directory stands."""
         if child.role != "orchestrator" or not self._begun:
             return brief
@@ -198,17 +198,17 @@ class Supervisor:
         saved = next(reversed(Checkpoints(directory.checkpoints, 1).all()), None)
         outcome = RunOutcome("failed", self._step(), cause, saved)
         with contextlib.suppress(OSError):
-            Recorder(directory.root).end(outcome)
+            RunRecorder(directory.root).end(outcome)
         return result_of(directory, outcome)
 
-    def _report(self, child: Child, code: int) -> RunOutcome:
+    def _report(self, child: ManagedProcess, code: int) -> RunOutcome:
         """How the orchestrator says that it ended; one that was told to stop at once says nothing."""
         assert self._ending is not None
         os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
         with self._ending as pipe:
             said = pipe.read()
         if said:
-            return msgspec.json.decode(said, type=Report).outcome()
+            return msgspec.json.decode(said, type=RunEndReport).outcome()
         saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
         if self.signals:
             return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
@@ -221,7 +221,7 @@ class Supervisor:
     # -- surroundings -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _briefed(self) -> Generator[Brief]:
+    def _briefed(self) -> Generator[LaunchSpec]:
         """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
         live = self.directory.live
         weights = live / "weights"
@@ -237,7 +237,7 @@ class Supervisor:
             port, address = door.getsockname()[1], f"{private}/{SOCKET}"
             door.close()
             try:
-                yield Brief(
+                yield LaunchSpec(
                     config=self.config.model_dump_json(),
                     folder=str(live.resolve()),
                     port=port,
@@ -303,7 +303,7 @@ class Supervisor:
         lines, _ = read_sound(self.directory.metrics_file, {"step": int})
         return max((line["step"] for line in lines), default=0)
 
-    def _last_word(self, child: Child) -> str:
+    def _last_word(self, child: ManagedProcess) -> str:
         """What a child said last in this life: a sentence for the user, or else its last line and where the rest is."""
         if not child.log.exists():
             return self._last_wait(child) or "nothing"
@@ -317,7 +317,7 @@ class Supervisor:
             return said or f"{last} (all of it is in {child.log})"
         return self._last_wait(child) or f"nothing (all of it is in {child.log})"
 
-    def _last_wait(self, child: Child) -> str:
+    def _last_wait(self, child: ManagedProcess) -> str:
         """What a child that died without a word was about, by the watchdog's last snapshot. Only the orchestrator runs
         environments, so that an episode in it points to user code."""
         part = "" if child.role == "orchestrator" else child.role

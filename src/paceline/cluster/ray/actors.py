@@ -13,7 +13,7 @@ CONTROL = "control"
 """The group of calls that are answered however many requests there are; it has an event loop of its own."""
 
 
-class Actor:
+class RayActor:
     """A part of a run in a process of Ray's. What it prints goes into the run directory, which every machine of the
     cluster must see under the same path, as checkpoints do."""
 

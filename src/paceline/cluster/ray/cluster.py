@@ -16,7 +16,7 @@ from paceline.cluster.ray.actors import CONTROL
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.errors import PacelineError
-from paceline.socket_dir import shorten_ray_sockets
+from paceline.util.socket_dir import shorten_ray_sockets
 
 NAMESPACE = "paceline"
 ROOM_SECONDS = 60.0

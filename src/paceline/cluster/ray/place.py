@@ -9,28 +9,106 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from transformers import PreTrainedTokenizerBase
 
 from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of
 from paceline.cluster.ray.cluster import Needs, Room, joined
 from paceline.cluster.ray.collective import WeightsGroup, weights_group
 from paceline.cluster.ray.engines import EngineActor, RayEngine
-from paceline.cluster.ray.growth import Growth
 from paceline.cluster.ray.ranks import RankActor, RayTrainer
-from paceline.cluster.ray.scorers import RayScorer, ScorerActor, Scorers, of_teacher
 from paceline.cluster.ray.workers import RayWorkers, WorkerActor
+from paceline.cluster.serving import scoring
 from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
-from paceline.config.inference import Sampling
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelConfig, ModelRef
 from paceline.envs.workers import elsewhere
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine, Pool
-from paceline.inference.past import PoolWithPast
+from paceline.inference.frozen import SAMPLE, Frozen, FrozenPool, attach, same_words
+from paceline.inference.pool import LeaguePool
 from paceline.model import load_model, load_tokenizer
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.past import members
-from paceline.rollout import Recorder, Voice
+from paceline.orchestrator.league_checkpoints import members
+from paceline.rollout import RecordingServer, SamplingClient
+
+
+class ScorerActor(EngineActor):
+    """One scorer, which never samples. Started again after a death it is as good as before: its model is frozen."""
+
+    serves = scoring
+
+
+class RayScorer(RayEngine):
+    """A handle on one. It belongs to the placement, not to whoever asks it."""
+
+    async def aclose(self) -> None: ...
+
+
+class Scorers:
+    """Finds whoever scores for a reference: the run's own actors, which share questions by least load, or an endpoint
+    that somebody else started."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, of: dict[str, list[RayScorer]]) -> None:
+        self._config, self._tokenizer, self._of = config, tokenizer, of
+
+    async def attach(self, ref: ModelRef) -> FrozenPool:
+        if ref.base_url is not None:
+            return await attach(ref, self._tokenizer)
+        theirs = await asyncio.to_thread(load_tokenizer, of_teacher(self._config, ref.name).model)
+        same_words(f"`{ref.name}`", self._tokenizer.encode(SAMPLE), theirs.encode(SAMPLE))
+        engines: Sequence[Frozen] = self._of[ref.name]
+        return FrozenPool(engines, ref)
+
+
+def of_teacher(config: RunConfig, name: str) -> RunConfig:
+    """What a scorer of this model is told: the run's settings, with another model and no adapter."""
+    policy = config.model
+    teacher = ModelConfig(
+        name=name, dtype=policy.dtype, fp32_head=policy.fp32_head, trust_remote_code=policy.trust_remote_code
+    )
+    return config.model_copy(update={"model": teacher})
+
+
+CLOSE_SECONDS = 5.0
+
+
+class Growth:
+    """Asks Ray for room for one engine more, again and again, and lets each join the pool. It serves as soon as it has
+    the current weights.
+
+    Ray gives the room once one machine has all of it: what is free on several together would hold no engine.
+    """
+
+    def __init__(self, parts: "RayParts", pool: Pool, most: int) -> None:
+        self._parts, self._pool, self._most = parts, pool, most
+        self._more: list[tuple[Room, RayEngine]] = []
+
+    async def __aenter__(self) -> "Growth":
+        self._task = asyncio.create_task(self._grow(), name="room for more engines")
+        return self
+
+    async def __aexit__(self, *how: Any) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
+        for room, engine in self._more:
+            engine.close()
+            room.give_back()
+
+    async def _grow(self) -> None:
+        needs = self._parts.needs
+        try:
+            for number in range(needs.engines, self._most):
+                room = await Room.when_free([needs.engine])  # unbounded: as long as the run lasts
+                engine = self._parts.engine(number, room)
+                self._more.append((room, engine))
+                log.warning("there is room for %s: it joins", engine.name)
+                self._pool.add(engine)
+        except RayError as error:
+            log.warning("the run grows no further: %s", error)
+
 
 START_SECONDS = 1800.0
 """For all parts to load the model, perhaps from a slow disk, and to compile it."""
@@ -53,7 +131,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         needs = Needs.of(config, ray.cluster_resources().get("GPU", 0.0))
         room = await Room.reserve(needs)
         stack.callback(room.give_back)
-        parts = Parts(config, room, needs, RunDirectory(dumps.parent).live)
+        parts = RayParts(config, room, needs, RunDirectory(dumps.parent).live)
         trainer = RayTrainer(config, parts.ranks)
         parts.group = weights_group(config, needs, trainer.first)
 
@@ -76,15 +154,15 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
             model = load_model(config.model, pick_device(config.device))
             return engine_for(model.requires_grad_(False), config)
 
-        with_past = PoolWithPast(engines, twin) if past else None
+        with_past = LeaguePool(engines, twin) if past else None
         pool = with_past or Pool(engines)
         stack.callback(pool.close)
         renderer = renderer_of(tokenizer, hello.ends, config.model)
-        recorder = Recorder(config.recording.host, config.recording.port, config.recording.advertise)
+        recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
 
-        def voice(sampling: Sampling) -> Voice:
+        def voice(sampling: SamplingConfig) -> SamplingClient:
             stops = frozenset((*hello.ends, *sampling.stop_token_ids))
-            return Voice(pool, renderer, sampling, stops, recorder)
+            return SamplingClient(pool, renderer, sampling, stops, recorder)
 
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(Growth(parts, pool, config.cluster.most_engines))
@@ -92,7 +170,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past, find)
 
 
-class Parts:
+class RayParts:
     """Makes the actors of one run."""
 
     def __init__(self, config: RunConfig, room: Room, needs: Needs, live: Path) -> None:

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
 
-from paceline.cluster.crew import Crew, RankDesk
-from paceline.cluster.processes.frames import Call, Done, Failed, FromTrainer, Hello, Sent, decode_call
+from paceline.cluster.processes.frames import FromTrainer, RpcCall, RpcFailure, RpcHello, RpcResult, Sent, decode_call
 from paceline.cluster.processes.host import life
-from paceline.cluster.ranks import cost_of
-from paceline.cluster.ray.actors import Actor
+from paceline.cluster.rank_group import RankGroup, RankRpcHandler, cost_of
+from paceline.cluster.ray.actors import RayActor
 from paceline.cluster.ray.collective import Sending
 from paceline.cluster.ray.engines import ObjectTensors, packed
 from paceline.cluster.torch_kit import pick_device
@@ -27,7 +26,7 @@ from paceline.data.balance import Cost
 from paceline.model import end_tokens, load_tokenizer
 from paceline.model.weights import WeightUpdate
 from paceline.trainer import TrainerError, TrainerLost
-from paceline.trainer.joining import join
+from paceline.trainer.init_distributed import join
 
 START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
@@ -36,7 +35,7 @@ _answer = msgspec.msgpack.Decoder(FromTrainer).decode
 _sent = msgspec.msgpack.Decoder(Sent).decode
 
 
-class RankActor(Sending, Actor):
+class RankActor(Sending, RayActor):
     """One rank: its share of the model, of each batch, and of each checkpoint."""
 
     async def meeting_place(self) -> tuple[str, int]:
@@ -55,10 +54,10 @@ class RankActor(Sending, Actor):
         group = join(rank, world, address, backend) if world > 1 else None
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
-        self._desk = RankDesk(built.trainer, tokenizer)
+        self._desk = RankRpcHandler(built.trainer, tokenizer)
         ends = end_tokens(tokenizer, built.model)
         cost = cost_of(built.model.config)
-        return _encode(Hello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
+        return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
@@ -72,7 +71,7 @@ class RankActor(Sending, Actor):
         return _encode(Sent(update.version, "", update.adapter, expected, update.canary)), data
 
 
-class RayTrainer(Crew):
+class RayTrainer(RankGroup):
     """All ranks as one trainer. What a lost rank knew is gone, and `load` starts new ones."""
 
     def __init__(self, config: RunConfig, start: Callable[[], Sequence[Any]]) -> None:
@@ -80,7 +79,7 @@ class RayTrainer(Crew):
         self._start = start
         self._ranks: list[Any] = []
 
-    async def meet(self) -> Hello:
+    async def meet(self) -> RpcHello:
         """Start the ranks and wait until they have met."""
         self._ranks = list(self._start())
         try:
@@ -95,7 +94,7 @@ class RayTrainer(Crew):
                 "`paceline status`, then add --resume latest"
             ) from None
         hello, self._cost = _answer(greeting), Cost(*cost)
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, RpcHello)
         self.hello, self.version = hello, 0
         return hello
 
@@ -127,9 +126,9 @@ class RayTrainer(Crew):
     def _size(self) -> int:
         return len(self._ranks)
 
-    async def _ask(self, rank: int, call: Call) -> Done | Failed:
+    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
         answer = _answer(await self._ranks[rank].do.remote(_encode(call)))
-        assert isinstance(answer, Done | Failed)
+        assert isinstance(answer, RpcResult | RpcFailure)
         return answer
 
     def _there(self) -> None:

@@ -7,24 +7,24 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from paceline.cluster.ray.actors import Actor
-from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, Limits, WorkerFailed, Workers
+from paceline.cluster.ray.actors import RayActor
+from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 
 AGAIN_SECONDS = 0.5
 
 
-class WorkerActor(Actor):
+class WorkerActor(RayActor):
     """Runs calls in processes of its machine."""
 
     def __init__(self, config: str, name: str, live: str) -> None:
         super().__init__(config, name, live)
-        self._workers: dict[Limits, Workers] = {}
+        self._workers: dict[WorkerLimits, Workers] = {}
 
     async def call(
         self, function: str, args: Sequence[Any], timeout: float, limits: tuple[int, int | None, int]
     ) -> dict[str, Any]:
         """What the function returns, or how it failed."""
-        workers = self._workers.setdefault(Limits(*limits), Workers(*limits))
+        workers = self._workers.setdefault(WorkerLimits(*limits), Workers(*limits))
         try:
             return {"value": await workers.call(function, args, timeout)}
         except WorkerFailed as failed:
@@ -38,7 +38,7 @@ class RayWorkers:
         self._busy = dict.fromkeys(range(len(actors)), 0)
         self._actors = list(actors)
 
-    async def call(self, function: str, args: Sequence[Any], timeout: float, limits: Limits) -> Any:
+    async def call(self, function: str, args: Sequence[Any], timeout: float, limits: WorkerLimits) -> Any:
         lost: list[int] = []
         waited = 0.0
         while len(lost) < ATTEMPTS:

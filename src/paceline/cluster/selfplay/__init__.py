@@ -2,10 +2,10 @@
 
     model, tokenizer = load("paceline:quickstart")
     optimizer = optim.Adam(learning_rate=1e-5)
-    config = TrainerConfig(micro_batch_tokens=4096, staleness_limit=3)
+    config = SelfPlayTrainerConfig(micro_batch_tokens=4096, staleness_limit=3)
 
     client = OpenAIClient(base_url="http://localhost:8000/v1")      # paceline serve NAME --engine.adapters 1
-    trainer = Trainer(model, optimizer, config, client)
+    trainer = SelfPlayTrainer(model, optimizer, config, client)
     arena = MyArena(client, credit_assigner=GRPOCredit())
 
     await training_loop(arena=arena, trainer=trainer, num_steps=1000, episode_concurrency=8)
@@ -15,10 +15,16 @@ The parts are those of a run: seats record exact tokens, algorithms give credit,
 """
 
 from paceline.cluster.selfplay.client import Client, OpenAIClient, load
-from paceline.cluster.selfplay.credit import ConstantCredit, GRPOCredit, RAECredit
-from paceline.cluster.selfplay.loops import synchronous_training_loop, training_loop
-from paceline.cluster.selfplay.stage import Stage
-from paceline.cluster.selfplay.trainer import Trainer, TrainerConfig, TrainingBatch, optim
+from paceline.cluster.selfplay.stage import (
+    ConstantCredit,
+    GRPOCredit,
+    RAECredit,
+    Stage,
+    synchronous_training_loop,
+    training_loop,
+)
+from paceline.cluster.selfplay.trainer import SelfPlayTrainer, SelfPlayTrainerConfig, TrainingBatch, optim
+from paceline.util.renamed import renamed_names
 
 __all__ = [
     "Client",
@@ -26,12 +32,14 @@ __all__ = [
     "GRPOCredit",
     "OpenAIClient",
     "RAECredit",
+    "SelfPlayTrainer",
+    "SelfPlayTrainerConfig",
     "Stage",
-    "Trainer",
-    "TrainerConfig",
     "TrainingBatch",
     "load",
     "optim",
     "synchronous_training_loop",
     "training_loop",
 ]
+
+__getattr__ = renamed_names(__name__, {"Trainer": "SelfPlayTrainer", "TrainerConfig": "SelfPlayTrainerConfig"})

@@ -6,21 +6,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config.apple import on_mlx
-from paceline.config.inference import Sampling
-from paceline.config.model import Lora, Model
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.errors import PacelineError
 from paceline.inference import HttpEngine, Pool
 from paceline.model import end_tokens, load_tokenizer
-from paceline.rollout import Renderer, Voice
+from paceline.rollout import Renderer, SamplingClient
 
-ADAPTER = Lora()
+ADAPTER = LoRAConfig()
 
 
 def load(
-    name: str, lora: Lora | None = ADAPTER, seed: int = 0, backend: str = "auto"
+    name: str, lora: LoRAConfig | None = ADAPTER, seed: int = 0, backend: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model ready to train, of torch or of mlx, with its tokenizer; `lora = None` trains all of it."""
-    config = Model(name=name, lora=lora)
+    config = ModelConfig(name=name, lora=lora)
     if on_mlx(backend):
         from paceline.model.mlx import loading
         from paceline.model.mlx import lora as adapters
@@ -34,20 +34,20 @@ def load(
 class Client:
     """Where actors are sampled from."""
 
-    def __init__(self, pool: Pool, sampling: Sampling | None = None) -> None:
+    def __init__(self, pool: Pool, sampling: SamplingConfig | None = None) -> None:
         self.pool = pool
-        self._sampling = sampling or Sampling()
-        self._voice: Voice | None = None
+        self._sampling = sampling or SamplingConfig()
+        self._voice: SamplingClient | None = None
 
     def connect(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """From now on speak in this model's template. A `Trainer` does this for its client."""
         ends = end_tokens(tokenizer, model)
-        self._voice = Voice(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))
+        self._voice = SamplingClient(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))
 
     @property
-    def voice(self) -> Voice:
+    def voice(self) -> SamplingClient:
         if self._voice is None:
-            raise PacelineError("this client does not know the model's template yet: make the Trainer first")
+            raise PacelineError("this client does not know the model's template yet: make the SelfPlayTrainer first")
         return self._voice
 
 
@@ -61,7 +61,7 @@ class OpenAIClient(Client):
         *,
         api_key: str | None = None,
         folder: Path | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingConfig | None = None,
     ) -> None:
         self._engine = HttpEngine(base_url, api_key=api_key, folder=folder)
         super().__init__(Pool([self._engine]), sampling)

@@ -4,16 +4,36 @@ import asyncio
 from collections.abc import Sequence
 
 from paceline.algorithms import Algorithm
+from paceline.algorithms.baselines import RAE, Constant
+from paceline.algorithms.grpo import Hierarchical
 from paceline.arena import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
 from paceline.arena.together import together
-from paceline.cluster.selfplay.trainer import Trainer, TrainingBatch
-from paceline.config import Breaker as BreakerConfig
-from paceline.config.env.arena import ArenaEnv
+from paceline.cluster.selfplay.trainer import SelfPlayTrainer, TrainingBatch
+from paceline.config import BreakerConfig
+from paceline.config import algorithm as config
+from paceline.config.env.custom import ArenaEnvConfig
 from paceline.data import Cursor, Ticket
-from paceline.orchestrator import Breaker, Course, RealClock
+from paceline.orchestrator import Breaker, RealClock, TrainEnv
 from paceline.orchestrator.dispatcher import without_signal
-from paceline.orchestrator.episodes import Player
+from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import Group, Rollout, assemble
+
+
+def GRPOCredit(normalize: bool = False, positive_only: bool = False) -> Algorithm:
+    """Reward minus the mean of those who played the same thing: tries of one artifact, children of one episode."""
+    return Hierarchical(
+        config.HierarchicalConfig(std="population" if normalize else "none", positive_only=positive_only)
+    )
+
+
+def RAECredit(decay: float = 0.95) -> Algorithm:
+    """Reward minus a running mean for each actor in each kind of episode."""
+    return RAE(config.RAEConfig(decay=decay))
+
+
+def ConstantCredit(value: float = 1.0) -> Algorithm:
+    return Constant(config.ConstantConfig(value=value))
+
 
 EPISODE_SECONDS = 600.0
 
@@ -21,14 +41,14 @@ EPISODE_SECONDS = 600.0
 class Stage:
     """Plays what an arena asks for. Requests of one episode type and artifact form a group."""
 
-    def __init__(self, arena: Arena, trainer: Trainer, seed: int = 0) -> None:
+    def __init__(self, arena: Arena, trainer: SelfPlayTrainer, seed: int = 0) -> None:
         if not isinstance(arena.credit_assigner, Algorithm):
             raise ArenaError("the arena has no credit_assigner: give it GRPOCredit(), RAECredit() or ConstantCredit()")
         self._arena, self._tickets = arena, trainer.tickets
-        self._player = Player((arena.client or trainer.client).voice, RealClock(), seed)
+        self._player = RolloutRunner((arena.client or trainer.client).voice, RealClock(), seed)
         self._breaker = Breaker(BreakerConfig())
-        self._course = Course(
-            config=ArenaEnv(name="arena", import_path="paceline.arena:Arena", timeout=EPISODE_SECONDS),
+        self._course = TrainEnv(
+            config=ArenaEnvConfig(name="arena", import_path="paceline.arena:Arena", timeout=EPISODE_SECONDS),
             environment=ArenaEnvironment(arena),
             algorithm=arena.credit_assigner,
             rows=(),
@@ -77,3 +97,37 @@ class Stage:
             elif not rollout.dropped:
                 self._breaker.failure(rollout.error)
         self._course.algorithm.assign(group)
+
+
+async def training_loop(
+    arena: Arena,
+    trainer: SelfPlayTrainer,
+    num_steps: int,
+    episode_concurrency: int = 8,
+    batch_queue: "asyncio.Queue[TrainingBatch] | None" = None,
+) -> None:
+    """Generate and train at the same time. The queue gives backpressure: when it is full, generation waits."""
+    queue = batch_queue or asyncio.Queue(maxsize=1)
+    stage = Stage(arena, trainer)
+    await trainer.publish_weights()
+
+    async def generator() -> None:
+        for _ in range(num_steps):
+            batch = await stage.step(concurrency=episode_concurrency)
+            await queue.put(batch)  # unbounded: it is the trainer's turn, and its failure cancels this
+
+    async def consumer() -> None:
+        for _ in range(num_steps):
+            batch = await queue.get()  # unbounded: it is the sampler's turn, and its failure cancels this
+            await trainer.accumulate(batch.records)
+
+    await together([generator(), consumer()])
+    await trainer.flush()
+
+
+async def synchronous_training_loop(arena: Arena, trainer: SelfPlayTrainer, num_steps: int) -> None:
+    """Generate, then train, then again."""
+    stage = Stage(arena, trainer)
+    await trainer.publish_weights()
+    for _ in range(num_steps):
+        await trainer.train_step(await stage.step())

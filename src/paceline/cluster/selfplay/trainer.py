@@ -8,29 +8,29 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.cluster.kits import trainer_of
+from paceline.cluster.model_backends import trainer_of
 from paceline.cluster.selfplay.client import Client
 from paceline.config import trainer as sections
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.data import Sample
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
-from paceline.orchestrator.staleness import fresh_enough
+from paceline.orchestrator.gate import fresh_enough
 from paceline.rollout import Group
 from paceline.trainer import StepReport
 
 
-def Adam(learning_rate: float = 1e-5) -> sections.Optimizer:
+def Adam(learning_rate: float = 1e-5) -> sections.OptimizerConfig:
     """Adam with float32 masters."""
-    return sections.Optimizer(lr=learning_rate)
+    return sections.OptimizerConfig(lr=learning_rate)
 
 
 optim = SimpleNamespace(Adam=Adam)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
-    """What a `Trainer` does with records."""
+class SelfPlayTrainerConfig:
+    """What a `SelfPlayTrainer` does with records."""
 
     micro_batch_tokens: int = 4096
     min_samples_per_step: int = 16
@@ -47,10 +47,10 @@ class TrainerConfig:
         if self.use_kl_penalty:
             raise PacelineError("use_kl_penalty = True: the trainer has no KL reference yet, so leave it at False")
 
-    def section(self, optimizer: sections.Optimizer) -> sections.Trainer:
-        return sections.Trainer(
+    def section(self, optimizer: sections.OptimizerConfig) -> sections.TrainerConfig:
+        return sections.TrainerConfig(
             optimizer=optimizer,
-            loss=sections.PPO(clip_low=1 - self.ppo_clip_min, clip_high=self.ppo_clip_max - 1),
+            loss=sections.PPOConfig(clip_low=1 - self.ppo_clip_min, clip_high=self.ppo_clip_max - 1),
             normalise=self.loss_type,
             micro_batch_tokens=self.micro_batch_tokens,
         )
@@ -72,14 +72,14 @@ class TrainingBatch:
         return {actor: sum(rewards) / len(rewards) for actor, rewards in played.items()}
 
 
-class Trainer:
+class SelfPlayTrainer:
     """Takes samples, steps when there are enough, and publishes each new version to its client."""
 
     def __init__(
         self,
         model: Any,
-        optimizer: sections.Optimizer,
-        config: TrainerConfig,
+        optimizer: sections.OptimizerConfig,
+        config: SelfPlayTrainerConfig,
         client: Client,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Trainer:
         self.reports: list[StepReport] = []
         self._trainer = trainer_of(model, config.section(optimizer))
         self._waiting: list[Sample] = []
-        client.connect(model, tokenizer or load_tokenizer(Model(name=str(model.name_or_path))))
+        client.connect(model, tokenizer or load_tokenizer(ModelConfig(name=str(model.name_or_path))))
 
     @property
     def version(self) -> int:

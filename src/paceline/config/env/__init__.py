@@ -4,58 +4,68 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.config.env.arena import ArenaEnv, League
-from paceline.config.env.base import EnvBase
-from paceline.config.env.custom import CustomEnv
-from paceline.config.env.dataset import DatasetEnv
-from paceline.config.env.doors import ModuleEnv, ReasoningGym, TextArena, Verifiers
-from paceline.config.env.graded import Code, Math
-from paceline.config.env.retrieval import Retrieval
-from paceline.config.env.reward import RewardEnv
-from paceline.config.env.tasks import GSM8K, AlphabetSort, Calculator, Equality, TokenIn
-from paceline.config.env.text import Arithmetic, ReverseText
+from paceline.config.env.base import BaseEnvConfig, DatasetEnvConfig
+from paceline.config.env.custom import ArenaEnvConfig, CustomEnvConfig, LeagueConfig, RewardEnvConfig
+from paceline.config.env.integrations import ModuleEnvConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
+from paceline.config.env.tasks import (
+    AlphabetSortConfig,
+    ArithmeticConfig,
+    CalculatorConfig,
+    CodeConfig,
+    EqualityConfig,
+    GSM8KConfig,
+    MathConfig,
+    RetrievalConfig,
+    ReverseTextConfig,
+    TokenInConfig,
+)
+from paceline.util.renamed import renamed_names
 
 __all__ = [
-    "GSM8K",
-    "AlphabetSort",
-    "ArenaEnv",
-    "Arithmetic",
-    "Calculator",
-    "Code",
-    "CustomEnv",
-    "DatasetEnv",
-    "EnvBase",
+    "AlphabetSortConfig",
+    "ArenaEnvConfig",
+    "ArithmeticConfig",
+    "BaseEnvConfig",
+    "CalculatorConfig",
+    "CodeConfig",
+    "CustomEnvConfig",
+    "DatasetEnvConfig",
     "EnvConfig",
-    "Equality",
-    "League",
-    "Math",
-    "ModuleEnv",
-    "ReasoningGym",
-    "Retrieval",
-    "ReverseText",
-    "RewardEnv",
-    "TextArena",
-    "TokenIn",
-    "Verifiers",
+    "EqualityConfig",
+    "GSM8KConfig",
+    "LeagueConfig",
+    "MathConfig",
+    "ModuleEnvConfig",
+    "ReasoningGymConfig",
+    "RetrievalConfig",
+    "ReverseTextConfig",
+    "RewardEnvConfig",
+    "TextArenaConfig",
+    "TokenInConfig",
+    "VerifiersConfig",
 ]
 
 EnvConfig = Annotated[
-    ReverseText
-    | Arithmetic
-    | AlphabetSort
-    | Calculator
-    | Equality
-    | Math
-    | GSM8K
-    | Code
-    | Retrieval
-    | TokenIn
-    | ModuleEnv
-    | ReasoningGym
-    | TextArena
-    | Verifiers
-    | ArenaEnv
-    | RewardEnv
-    | CustomEnv,
+    ReverseTextConfig
+    | ArithmeticConfig
+    | AlphabetSortConfig
+    | CalculatorConfig
+    | EqualityConfig
+    | MathConfig
+    | GSM8KConfig
+    | CodeConfig
+    | RetrievalConfig
+    | TokenInConfig
+    | ModuleEnvConfig
+    | ReasoningGymConfig
+    | TextArenaConfig
+    | VerifiersConfig
+    | ArenaEnvConfig
+    | RewardEnvConfig
+    | CustomEnvConfig,
     Field(discriminator="type"),
 ]
+
+__getattr__ = renamed_names(
+    __name__, {name.removesuffix("Config"): name for name in __all__ if name.endswith("Config")}
+)

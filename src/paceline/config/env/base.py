@@ -1,13 +1,15 @@
-"""What every environment's section has."""
+"""What every environment's section has, and what those with a dataset have."""
 
-from pydantic import Field, PrivateAttr, field_validator
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
 from paceline.config.advice import AdvisoryName
 from paceline.config.algorithm import AlgorithmConfig
-from paceline.config.base import Section
+from paceline.config.base import PathKey, Section
 
 
-class Seat(Section):
+class SeatConfig(Section):
     """One actor of an environment, where it is trained otherwise than the rest."""
 
     name: str
@@ -16,7 +18,7 @@ class Seat(Section):
     """The algorithm that credits this actor, in place of the environment's `algo`."""
 
 
-class EnvBase(Section):
+class BaseEnvConfig(Section):
     """What every environment has."""
 
     name: str = ""
@@ -29,7 +31,7 @@ class EnvBase(Section):
     """Fewer surviving rollouts drop the group. 2 for group-relative algorithms, else 1."""
     algo: AlgorithmConfig | None = None
     """This environment's algorithm; the run's `algo` when left out."""
-    seats: list[Seat] = Field(default_factory=list)
+    seats: list[SeatConfig] = Field(default_factory=list)
     """Actors with an algorithm of their own; `algo` credits all others."""
     curriculum: bool = False
     """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row."""
@@ -66,3 +68,30 @@ class EnvBase(Section):
         if "/" in name or name == "all":
             raise ValueError("an environment name is used in metric keys: no '/' and not 'all'")
         return name
+
+
+def _mixable(source: str | list[str] | dict[str, float]) -> str | list[str] | dict[str, float]:
+    if not source:
+        raise ValueError("name at least one dataset")
+    if isinstance(source, list) and (twice := sorted({name for name in source if source.count(name) > 1})):
+        raise ValueError(f'`{twice[0]}` is named twice: to draw it more often write {{"{twice[0]}" = 2.0, ...}}')
+    for name, weight in source.items() if isinstance(source, dict) else ():
+        if weight <= 0:
+            raise ValueError(f"the weight of `{name}` is {weight:g}: it must be above 0")
+    return source
+
+
+Source = Annotated[str | list[str] | dict[str, float], AfterValidator(_mixable), PathKey("dataset")]
+"""A dataset by file or URI; a list of several, in equal shares; or several with weights."""
+
+
+class DatasetEnvConfig(BaseEnvConfig):
+    """An environment whose rows come from a dataset."""
+
+    dataset: Source
+    """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, `split@owner/name` of the hub, or a URI such as
+    `reasoning-gym:gcd?size=100`. A list mixes several in equal shares, `{"a.jsonl" = 3.0, "b.csv" = 1.0}` by weight."""
+    eval_dataset: Source | None = None
+    """Held-out rows; no evaluation when left out."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """What the rows call things, `{gt_answer = "answer"}`; `a.b` reaches into an object."""

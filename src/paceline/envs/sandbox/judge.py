@@ -18,8 +18,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from paceline.importing import import_object
-from paceline.private_folder import PrivateFolder
+from paceline.util.importing import import_object
+from paceline.util.private_folder import PrivateFolder
 
 HERE = Path(__file__).parent
 encode: Callable = import_object(f"{HERE / 'wire.py'}:encode")
@@ -101,7 +101,7 @@ def given(tree: ast.AST, entry_point: str | None, cell: "Cell") -> dict[str, Any
     modules = {name for name in missing & sys.stdlib_module_names if not calls(tree, name)}
     found: dict[str, Any] = {name: importlib.import_module(name) for name in modules}
     for name in {entry_point} if entry_point is not None else missing - modules:
-        found[name] = Remote(cell, ("get", None, name), holds=name[:1].isupper())
+        found[name] = SandboxObject(cell, ("get", None, name), holds=name[:1].isupper())
     return found
 
 
@@ -128,7 +128,7 @@ def calls(tree: ast.AST, name: str) -> bool:
     return any(isinstance(function, ast.Name) and function.id == name for function in found)
 
 
-class Remote:
+class SandboxObject:
     """Something in the cell. It equals nothing but itself and has no attributes, unless it is a class (by its name in
     the tests: `Stack`, not `stack`) or was made by one: else an object with a method `startswith` that says yes to
     everything would pass for text."""
@@ -151,7 +151,7 @@ class Remote:
         """Looked up when first used: a test may not come to use it, and the solution may lack it."""
         if isinstance(self.__found, tuple):
             found = self.__ask(*self.__found)
-            if not isinstance(found, Remote):
+            if not isinstance(found, SandboxObject):
                 raise TypeError("not something to call")
             self.__found = found.__found
         assert isinstance(self.__found, int)
@@ -159,11 +159,11 @@ class Remote:
 
     def __ask(self, *request: Any) -> Any:
         data = self.__cell.ask(*request)
-        return decode(data, lambda ref: Remote(self.__cell, ref, self.__holds))
+        return decode(data, lambda ref: SandboxObject(self.__cell, ref, self.__holds))
 
     @staticmethod
     def __held(value: Any) -> int:
-        if not isinstance(value, Remote):
+        if not isinstance(value, SandboxObject):
             raise TypeError(f"a test can pass plain data to a solution, not {type(value).__name__}")
         return value.__ref()
 

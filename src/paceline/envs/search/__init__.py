@@ -4,7 +4,7 @@ from paceline.envs.search.client import LocalSearch, SearchClient, Searcher
 from paceline.envs.search.corpus import Document, load_corpus
 from paceline.envs.search.dense import Dense, Embedder
 from paceline.envs.search.index import BM25, Hit, Index, tokenise
-from paceline.envs.search.options import SearchOptions, load_options
+from paceline.envs.search.server import SearchOptions, load_options
 from paceline.envs.search.store import open_index
 
 __all__ = [

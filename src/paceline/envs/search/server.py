@@ -11,26 +11,79 @@ import sys
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
+from paceline.config.base import Section
+from paceline.config.env.tasks import SEARCH_KEY_VARIABLE
+from paceline.config.errors import from_flags
+from paceline.config.secret import in_address
 from paceline.envs.base import EnvError
 from paceline.envs.search.client import MOST_QUERY
 from paceline.envs.search.dense import Dense, Embedder
 from paceline.envs.search.index import DEFAULT_TOP_K, Index
-from paceline.envs.search.options import MOST_RESULTS, SearchOptions
 from paceline.envs.search.store import open_index
-from paceline.inference.server.bodies import Body
+from paceline.inference.server.bodies import RequestBody
 from paceline.inference.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
-from paceline.inference.server.guard import Guard
-from paceline.inference.server.http import Json, read_body
-from paceline.inference.server.metrics import Meter
+from paceline.inference.server.guard import Meter, ServerGuard
+from paceline.inference.server.http import FastJsonResponse, read_body
 from paceline.inference.server.run import listen, quick_loop, serve
+from paceline.util.browser_requests import is_loopback
+
+MOST_RESULTS = 100
+
+
+class SearchOptions(Section):
+    """A search service over one corpus."""
+
+    corpus: str | None = None
+    """Documents, one JSON object with `id`, `text` and perhaps `title` per line; those of the package when left out."""
+    index: str | None = None
+    """Folder to keep the index in. What is in it is used if it was made from the same documents."""
+    top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MOST_RESULTS)
+    """Results for a query that does not say how many it wants."""
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback needs an API key."""
+    port: int = Field(default=8100, ge=0, le=65535)
+    """0 picks a free port."""
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
+    """Clients must send it as `Authorization: Bearer KEY`."""
+    embeddings_url: str | None = None
+    """Base URL of an OpenAI-compatible endpoint: search by meaning instead of BM25."""
+    embeddings_model: str | None = None
+    """Its model."""
+    embeddings_api_key: str | None = Field(default=None, repr=False)
+    """What it wants to be sent as `Authorization: Bearer KEY`."""
+
+    @model_validator(mode="after")
+    def _guarded(self) -> "SearchOptions":
+        if not self.api_key and not is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from other machines: give an API key (--api-key or "
+                f"{SEARCH_KEY_VARIABLE}), or listen on 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> "SearchOptions":
+        if (self.embeddings_url is None) != (self.embeddings_model is None):
+            raise ValueError("search by meaning needs both --embeddings-endpoint and --embeddings-model")
+        if told := in_address(self.embeddings_url or ""):
+            raise ValueError(
+                f"--embeddings-endpoint has {told}, where others may read it: give --embeddings-api-key instead"
+            )
+        return self
+
+
+def load_options(**flags: object) -> SearchOptions:
+    """The options from the command line's flags; those that are None have their defaults."""
+    return from_flags(SearchOptions, flags)
+
 
 MAX_BODY_BYTES = 1 << 20
 GRACE_SECONDS = 5.0
 
 
-class SearchBody(Body):
+class SearchBody(RequestBody):
     """What is looked for."""
 
     query: Annotated[str, Field(max_length=MOST_QUERY)]
@@ -38,7 +91,7 @@ class SearchBody(Body):
     """How many results at most; the server's --top-k when left out."""
 
 
-class Result(BaseModel):
+class SearchResult(BaseModel):
     """A document that was found."""
 
     id: str
@@ -50,7 +103,7 @@ class Result(BaseModel):
 class SearchAnswer(BaseModel):
     """The best documents, best first."""
 
-    results: list[Result]
+    results: list[SearchResult]
 
 
 class Health(BaseModel):
@@ -93,11 +146,11 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = No
             hits = await asyncio.to_thread(index.search, body.query, body.top_k or top_k)
         except EnvError as error:  # the service that embeds the query
             raise Refusal(502, str(error), code="embeddings_unavailable") from error
-        return Json({"results": [hit.as_dict() for hit in hits]})
+        return FastJsonResponse({"results": [hit.as_dict() for hit in hits]})
 
     async def health(request: Request) -> Response:
         """Whether the service answers."""
-        return Json(told.model_dump())
+        return FastJsonResponse(told.model_dump())
 
     app = FastAPI(title="Paceline search", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.max_body_bytes = MAX_BODY_BYTES
@@ -113,5 +166,5 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = No
     )
     app.add_api_route("/health", health, methods=["GET"], response_model=None, responses={200: {"model": Health}})
     install_error_handlers(app)
-    app.add_middleware(Guard, meter=Meter(), routes=["/search", "/health"], api_key=api_key)
+    app.add_middleware(ServerGuard, meter=Meter(), routes=["/search", "/health"], api_key=api_key)
     return app

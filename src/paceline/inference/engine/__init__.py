@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.lazily import lazily
+from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
     from paceline.inference.engine.embedded import EmbeddedEngine

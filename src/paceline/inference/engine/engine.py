@@ -17,23 +17,23 @@ from paceline.config import inference
 from paceline.inference.base import (
     Completion,
     EngineError,
+    EngineLimits,
     EngineStats,
     GenerateRequest,
     Grammar,
-    Limits,
     Listener,
     Mismatch,
     OtherBase,
     Overloaded,
+    PartialUpdateError,
     RequestError,
-    Torn,
 )
-from paceline.inference.engine.checks import MAX_TOP_LOGPROBS, check
-from paceline.inference.engine.herald import Herald
-from paceline.inference.engine.parts import Arrived, Flight, Parts
+from paceline.inference.engine.catalog import MAX_TOP_LOGPROBS, check
+from paceline.inference.engine.parts import EngineParts, StagedUpdate, StepInFlight
 from paceline.inference.engine.sequence import Chunk, Drawn, Guide
 from paceline.inference.engine.sequence import Sequence as Running
-from paceline.model import Policy, WeightUpdate
+from paceline.inference.engine.streaming import TokenStreamer
+from paceline.model import ServedPolicy, WeightUpdate
 
 CLOSE_SECONDS = 30.0
 WARM_SECONDS = 900.0
@@ -51,8 +51,8 @@ class DecodingEngine:
 
     def __init__(
         self,
-        parts: Parts,
-        config: inference.Engine,
+        parts: EngineParts,
+        config: inference.EngineConfig,
         grammars: Callable[[Grammar], Guide] | None = None,
     ) -> None:
         self._config = config
@@ -63,8 +63,8 @@ class DecodingEngine:
         self._vocabulary = parts.vocabulary
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
-        self._flights: deque[Flight] = deque()
-        self._herald = Herald()
+        self._flights: deque[StepInFlight] = deque()
+        self._herald = TokenStreamer()
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -146,11 +146,13 @@ class DecodingEngine:
                 raise
         return await self.load_weights(dataclasses.replace(update, delta=None))  # all of it is here too
 
-    async def policy(self) -> Policy:
+    async def policy(self) -> ServedPolicy:
         return await self._ask(self._served.policy)
 
-    async def limits(self) -> Limits:
-        return Limits(self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._served.bytes)
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(
+            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._served.bytes
+        )
 
     async def stats(self) -> EngineStats:
         if self._failure is not None:
@@ -364,7 +366,7 @@ class DecodingEngine:
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    def _swap(self, arrived: Arrived) -> float:
+    def _swap(self, arrived: StagedUpdate) -> float:
         """Nothing drains: what is in flight lands with its own version, what runs goes on with the new one."""
         update = arrived.update
         recompute = self._config.on_swap == "recompute"
@@ -374,7 +376,7 @@ class DecodingEngine:
         before = dict(self._catalog.weights)
         try:
             sent = self._served.apply(arrived)
-        except Torn as error:
+        except PartialUpdateError as error:
             self._lock(name, error)
             raise
         self._carry_over(name, before, update.version, sent)
@@ -394,7 +396,7 @@ class DecodingEngine:
 
     def _lock(self, name: str | None, error: Exception) -> None:
         """Nothing is sampled from these weights: who runs or waits is told why, and so is whoever asks from now on."""
-        kind = Torn if isinstance(error, Torn) else Mismatch
+        kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
         self._distrust[name] = kind(str(error))
         self._scheduler.swap(name, recompute=True)
         for sequence in self._scheduler.withdraw(name):

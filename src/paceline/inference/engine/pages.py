@@ -21,7 +21,7 @@ NOBODY = 0
 """The page that takes the writes of padding rows."""
 
 
-class Memory(Protocol):
+class PageMemory(Protocol):
     """Where the pages come from: plain tensors, or memory that can be lent out while its address stays."""
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
@@ -95,7 +95,7 @@ class PageCache:
     shares_at_once = True  # a step writes all its keys before it reads any
 
     def __init__(
-        self, shape: AttentionShape, slots: int, pages: int, max_length: int, dtype: torch.dtype, memory: Memory,
+        self, shape: AttentionShape, slots: int, pages: int, max_length: int, dtype: torch.dtype, memory: PageMemory,
         steady: bool = False,
     ) -> None:  # fmt: skip
         self.slots, self.pages, self.max_length = slots, pages, max_length

@@ -10,10 +10,10 @@ from paceline.inference.engine.cache import Cache
 from paceline.inference.engine.catalog import Catalog
 from paceline.inference.engine.scheduler import Scheduler
 from paceline.inference.engine.sequence import Chunk
-from paceline.model.weights import Array, Policy, WeightUpdate
+from paceline.model.weights import Array, ServedPolicy, WeightUpdate
 
 
-class Flight(Protocol):
+class StepInFlight(Protocol):
     """A launched step."""
 
     chunks: Seq[Chunk]
@@ -36,7 +36,7 @@ class Runner(Protocol):
         """Whatever must be built before the first request."""
         ...
 
-    def launch(self, chunks: Seq[Chunk]) -> Flight: ...
+    def launch(self, chunks: Seq[Chunk]) -> StepInFlight: ...
 
     def sync(self) -> None:
         """Wait until all that was launched is done."""
@@ -71,7 +71,7 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class StagedUpdate:
     """An update that was read and looked at before decoding has to pause for it. What is left to do is to copy it."""
 
     update: WeightUpdate
@@ -93,17 +93,17 @@ class Weights(Protocol):
         """Do once what an update does, where the first time takes long."""
         ...
 
-    def policy(self) -> Policy: ...
+    def policy(self) -> ServedPolicy: ...
 
     def mark(self) -> Any:
         """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
         ...
 
-    def read(self, update: WeightUpdate, check: bool = True, mark: Any = None) -> Arrived:
+    def read(self, update: WeightUpdate, check: bool = True, mark: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, look whether it fits and is whole."""
         ...
 
-    def apply(self, arrived: Arrived) -> str | None:
+    def apply(self, arrived: StagedUpdate) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
         breaks off in the middle leaves weights that have no name, and is told as `Torn`."""
         ...
@@ -114,7 +114,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """All of them, and what the engine promises."""
 
     cache: Cache

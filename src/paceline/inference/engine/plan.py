@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import PackedPlan, sdpa, window_mask
-from paceline.model.native import attention as native
+from paceline.model.native import layers as native
 
 
 class Store(Protocol):
@@ -33,7 +33,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SlotSpan:
     """`length` tokens of one slot, from position `start`."""
 
     slot: int
@@ -50,9 +50,9 @@ class CachedPlan:
     def __init__(
         self,
         cache: Store,
-        singles: Sequence[Span],
-        fresh: Sequence[Span],
-        resumed: Sequence[Span],
+        singles: Sequence[SlotSpan],
+        fresh: Sequence[SlotSpan],
+        resumed: Sequence[SlotSpan],
         fixed_shape: bool = False,
     ) -> None:
         device = cache.device
@@ -112,7 +112,7 @@ class CachedPlan:
         out = out.reshape(self._rows, heads, dim)
         return out if self._dense else out.index_select(0, slots)
 
-    def _attend_resumed(self, layer: int, q: Tensor, span: Span, scale: float, window: int | None) -> Tensor:
+    def _attend_resumed(self, layer: int, q: Tensor, span: SlotSpan, scale: float, window: int | None) -> Tensor:
         """A later piece of a long prompt looks at all that came before it in its slot."""
         end = span.start + span.length
         keys, values = self._cache.read_one(layer, span.slot, end)
@@ -121,7 +121,7 @@ class CachedPlan:
         return sdpa(q[None], keys, values, scale, mask)[0]
 
 
-def _last_positions(singles: Sequence[Span], rows: int, device: torch.device) -> Tensor:
+def _last_positions(singles: Sequence[SlotSpan], rows: int, device: torch.device) -> Tensor:
     """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
     last = torch.zeros(rows, dtype=torch.long)
     last[torch.tensor([span.slot for span in singles], dtype=torch.long)] = torch.tensor(

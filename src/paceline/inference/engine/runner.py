@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.inference.engine.parts import Landed
-from paceline.inference.engine.plan import CachedPlan, Span, Store
-from paceline.inference.engine.sampler import Draw, draw_rows, sample
+from paceline.inference.engine.plan import CachedPlan, SlotSpan, Store
+from paceline.inference.engine.sampler import SamplingMetadata, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Sequence
-from paceline.model import PLAN, Head, token_logprobs
+from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
 
 
@@ -22,7 +22,7 @@ class EagerRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        head: Head,
+        head: LMHead,
         cache: Store,
         fixed_shape: bool,
         adapters: Adapters | None = None,
@@ -38,7 +38,7 @@ class EagerRunner:
         self._last: dict[int, int] = {}
         """The token each slot sampled last, for those whose step has not landed."""
         self._rows: list[Sequence] = []
-        self._last_draw: Draw | None = None
+        self._last_draw: SamplingMetadata | None = None
 
     def place(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -81,7 +81,7 @@ class EagerRunner:
         routes = [c.adapter for c in chunks for _ in range(c.length)]
         if self._fixed_shape and singles:
             missing = self._cache.slots - len(singles)
-            spans += [Span(self._cache.slots, 0, 1)] * missing
+            spans += [SlotSpan(self._cache.slots, 0, 1)] * missing
             ids += [0] * missing
             routes += [0] * missing
         plan = CachedPlan(self._cache, spans, _spans(fresh), _spans(resumed), self._fixed_shape)
@@ -124,14 +124,14 @@ class EagerRunner:
                 chunk.scores = logprobs.tolist()
             at += chunk.length
 
-    def _draw(self, chunks: list[Chunk]) -> Draw:
+    def _draw(self, chunks: list[Chunk]) -> SamplingMetadata:
         """How these rows are sampled; built anew only when the rows change."""
         sequences = [c.sequence for c in chunks]
         if sequences != self._rows or self._last_draw is None:
             self._rows = sequences
-            self._last_draw = Draw.of(chunks, self._device)
+            self._last_draw = SamplingMetadata.of(chunks, self._device)
         return self._last_draw.at(chunks, self._head.vocabulary)
 
 
-def _spans(chunks: Seq[Chunk]) -> list[Span]:
-    return [Span(c.sequence.slot, c.start, c.length) for c in chunks]
+def _spans(chunks: Seq[Chunk]) -> list[SlotSpan]:
+    return [SlotSpan(c.sequence.slot, c.start, c.length) for c in chunks]

@@ -8,8 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.inference.engine.noise import uniform
 from paceline.inference.engine.sequence import Chunk, Guide, hand_out
+from paceline.model.torch_bits import mix, shift_right
+
+
+def uniform(keys: Tensor, indices: Tensor) -> Tensor:
+    """A float64 in [0, 1) for each (key, token index)."""
+    bits = mix(keys ^ mix(indices))
+    return shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
 
 BLOCK = 256
 SMALL = 1024
@@ -17,7 +24,7 @@ SMALL = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingMetadata:
     """How each row is sampled; one entry per row of the logits."""
 
     temperatures: Tensor
@@ -35,7 +42,7 @@ class Draw:
     """Where a grammar lets each row go."""
 
     @classmethod
-    def of(cls, chunks: Seq[Chunk], device: torch.device) -> "Draw":
+    def of(cls, chunks: Seq[Chunk], device: torch.device) -> "SamplingMetadata":
         requests = [chunk.sequence.request for chunk in chunks]
 
         def column(values: list, dtype: torch.dtype) -> Tensor:
@@ -52,7 +59,7 @@ class Draw:
             top=max(r.top_logprobs for r in requests),
         )
 
-    def at(self, chunks: Seq[Chunk], vocabulary: int) -> "Draw":
+    def at(self, chunks: Seq[Chunk], vocabulary: int) -> "SamplingMetadata":
         """The same rows, one token later."""
         device = self.keys.device
         guides = [chunk.sequence.guide for chunk in chunks]
@@ -60,14 +67,14 @@ class Draw:
         return replace(self, indices=torch.tensor([c.index for c in chunks], device=device), allowed=allowed)
 
 
-class Sampled(NamedTuple):
+class SamplerOutput(NamedTuple):
     tokens: Tensor
     logprobs: Tensor
     log_z: Tensor | None = None
     top: tuple[Tensor, Tensor] | None = None
 
 
-def sample(logits: Tensor, draw: Draw) -> Sampled:
+def sample(logits: Tensor, draw: SamplingMetadata) -> SamplerOutput:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
     temperatures = draw.temperatures
     if draw.greedy:
@@ -88,15 +95,15 @@ def sample(logits: Tensor, draw: Draw) -> Sampled:
     if draw.greedy:
         tokens = torch.where(draw.temperatures == 0, probs.argmax(-1), tokens)
     if full is not None and not draw.top:
-        return Sampled(tokens, full.gather(-1, tokens[:, None])[:, 0].log(), log_z)
+        return SamplerOutput(tokens, full.gather(-1, tokens[:, None])[:, 0].log(), log_z)
     logprobs = torch.log_softmax(scaled, -1)
     top = torch.topk(logprobs, min(draw.top, logits.shape[-1]), -1) if draw.top else None
-    return Sampled(
+    return SamplerOutput(
         tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z, (top.indices, top.values) if top else None
     )
 
 
-def draw_rows(chunks: Seq[Chunk], sampled: Sampled) -> None:
+def draw_rows(chunks: Seq[Chunk], sampled: SamplerOutput) -> None:
     """Hand each chunk its token."""
     log_z = None if sampled.log_z is None else sampled.log_z.tolist()
     top = None if sampled.top is None else (sampled.top[0].tolist(), sampled.top[1].tolist())

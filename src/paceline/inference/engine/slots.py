@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.inference.engine.cache import Slots
-from paceline.model.native import attention as native
+from paceline.model.native import layers as native
 from paceline.model.shape import AttentionShape
 
 

@@ -20,7 +20,7 @@ from paceline.model.mlx.lora import put, target_layers, widths
 from paceline.model.weights import Array
 
 
-class Routes:
+class MlxAdapterRoutes:
     """What each row of the current pass multiplies its slots by; None when no row uses any."""
 
     mask: mx.array | None = None
@@ -29,7 +29,7 @@ class Routes:
 class Side:
     """The matrices of all slots beside one layer. In float32 whatever the model computes in, as they are trained."""
 
-    def __init__(self, inputs: int, outputs: int, routes: Routes, slots: int, rank: int) -> None:
+    def __init__(self, inputs: int, outputs: int, routes: MlxAdapterRoutes, slots: int, rank: int) -> None:
         self.inputs, self.outputs = inputs, outputs
         self.a = mx.zeros((slots * rank, inputs))
         self.b = mx.zeros((outputs, slots * rank))
@@ -44,7 +44,7 @@ class Side:
         return base + (low @ self.b.T).astype(base.dtype)
 
 
-class SlotLinear(nn.Linear):
+class MlxSlotLinear(nn.Linear):
     """A linear layer with the adapters of all slots beside it. Its parameters keep their names in the model."""
 
     side: Side
@@ -65,7 +65,7 @@ class SlotQuantizedLinear(nn.QuantizedLinear):
 class MlxAdapters:
     """The slots of one model. Slot 0 is the base itself; adapters live in 1 to `slots`."""
 
-    def __init__(self, sides: Mapping[str, Side], routes: Routes, slots: int, rank: int) -> None:
+    def __init__(self, sides: Mapping[str, Side], routes: MlxAdapterRoutes, slots: int, rank: int) -> None:
         self.slots, self.rank = slots, rank
         self._sides = dict(sides)
         self._routes = routes
@@ -133,7 +133,7 @@ def _check_finite(tensors: Mapping[str, mx.array]) -> None:
 
 def install(model: MlxModel, targets: Sequence[str] | str, slots: int, rank: int) -> MlxAdapters:
     """Put adapter slots beside the target layers, in place."""
-    routes, sides = Routes(), {}
+    routes, sides = MlxAdapterRoutes(), {}
     for name, layer in target_layers(model, targets).items():
         sides[name] = Side(*widths(layer), routes, slots, rank)
         parent, _, child = name.rpartition(".")
@@ -143,7 +143,7 @@ def install(model: MlxModel, targets: Sequence[str] | str, slots: int, rank: int
 
 
 def _with_side(layer: Any, side: Side) -> Any:
-    kind = SlotQuantizedLinear if isinstance(layer, nn.QuantizedLinear) else SlotLinear
+    kind = SlotQuantizedLinear if isinstance(layer, nn.QuantizedLinear) else MlxSlotLinear
     made = kind.__new__(kind)
     dict.update(made, layer)
     made.__dict__.update(vars(layer))

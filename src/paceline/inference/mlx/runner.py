@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from paceline.inference.engine.sequence import Chunk, hand_out
 from paceline.inference.mlx.adapters import MlxAdapters
-from paceline.inference.mlx.sampler import Draw, Sampled, sample, token_logprobs
+from paceline.inference.mlx.sampler import MlxSamplerOutput, MlxSamplingMetadata, sample, token_logprobs
 from paceline.inference.mlx.slots import MlxSlots
 from paceline.inference.mlx.step import Pass, decoding, prompting
 from paceline.model.mlx.loading import MlxModel
@@ -19,7 +19,7 @@ SCORED_ROWS = 256
 class MlxFlight:
     """A step that is being computed."""
 
-    def __init__(self, chunks: Sequence[Chunk], drawn: list[Chunk], sampled: Sampled | None) -> None:
+    def __init__(self, chunks: Sequence[Chunk], drawn: list[Chunk], sampled: MlxSamplerOutput | None) -> None:
         self.chunks = chunks
         self._drawn, self._sampled = drawn, sampled
 
@@ -116,8 +116,8 @@ class MlxRunner:
             return self._model.logits(hidden[:, -1])[rows]
         return self._model.logits(hidden[rows, mx.array([chunk.length - 1 for _, chunk in ends])])
 
-    def _sample(self, drawn: list[Chunk], logits: mx.array) -> Sampled:
-        sampled = sample(logits, Draw.of(drawn, logits.shape[-1]))
+    def _sample(self, drawn: list[Chunk], logits: mx.array) -> MlxSamplerOutput:
+        sampled = sample(logits, MlxSamplingMetadata.of(drawn, logits.shape[-1]))
         self._last[mx.array([chunk.sequence.slot for chunk in drawn])] = sampled.tokens
         return sampled
 

@@ -20,7 +20,7 @@ SMALL = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class MlxSamplingMetadata:
     """How each row is sampled; one entry per row of the logits."""
 
     temperatures: NDArray[np.float32]
@@ -38,7 +38,7 @@ class Draw:
     """Where a grammar lets each row go."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], vocabulary: int) -> "Draw":
+    def of(cls, chunks: Sequence[Chunk], vocabulary: int) -> "MlxSamplingMetadata":
         requests = [chunk.sequence.request for chunk in chunks]
         guides = [chunk.sequence.guide for chunk in chunks]
         return cls(
@@ -54,7 +54,7 @@ class Draw:
         )
 
 
-class Sampled(NamedTuple):
+class MlxSamplerOutput(NamedTuple):
     tokens: mx.array
     logprobs: mx.array
     log_z: mx.array | None = None
@@ -65,7 +65,7 @@ class Sampled(NamedTuple):
         return [array for array in (self.tokens, self.logprobs, self.log_z, *(self.top or ())) if array is not None]
 
 
-def sample(logits: mx.array, draw: Draw) -> Sampled:
+def sample(logits: mx.array, draw: MlxSamplingMetadata) -> MlxSamplerOutput:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
     asked = mx.array(draw.temperatures)
     scaled = logits / mx.where(asked == 0, 1.0, asked)[:, None]
@@ -87,7 +87,7 @@ def sample(logits: mx.array, draw: Draw) -> Sampled:
     if draw.greedy:
         tokens = mx.where(asked == 0, mx.argmax(probs, axis=-1).astype(tokens.dtype), tokens)
     drawn = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return Sampled(tokens, drawn, log_z, _best(logprobs, draw.top) if draw.top else None)
+    return MlxSamplerOutput(tokens, drawn, log_z, _best(logprobs, draw.top) if draw.top else None)
 
 
 def token_logprobs(logits: mx.array, targets: Sequence[int], temperature: float) -> mx.array:

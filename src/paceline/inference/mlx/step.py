@@ -135,7 +135,7 @@ def _width(cache: MlxSlots, chunks: Sequence[Chunk]) -> int:
 
 def key_shape(model: MlxModel) -> KeyShape:
     """Found by asking: one token goes through the model, and every layer says what it would keep."""
-    probes = [_Probe() for _ in model.layers]
+    probes = [_CacheProbe() for _ in model.layers]
     mx.eval(model.hidden(mx.zeros((1, 1), mx.int32), probes))
     asked = {probe.asked for probe in probes}
     if len(asked) != 1 or None in asked:
@@ -144,7 +144,7 @@ def key_shape(model: MlxModel) -> KeyShape:
     return KeyShape(len(probes), kv_heads, key_dim, value_dim, dtype)
 
 
-class _Probe:
+class _CacheProbe:
     """A cache that keeps nothing and writes down what it was given."""
 
     offset = 0

@@ -1,12 +1,32 @@
 """What the server answers, for the OpenAPI document. Answers are written by hand, not through these: they are hot."""
 
+import time
+import uuid
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from paceline.inference.base import GenerateRequest
+
+
+def usage(requests: Iterable[GenerateRequest], copies: int, sampled: int, cached: int) -> dict[str, Any]:
+    """A prompt counts once, however many choices continue it."""
+    prompt = sum(len(r.prompt_ids) for place, r in enumerate(requests) if place % copies == 0)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+    }
+
+
+def heading(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
 
 class Usage(BaseModel):
-    """Tokens counted."""
+    """TokenizeAnswer counted."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -68,7 +88,7 @@ class ScoreAnswer(BaseModel):
     logprobs: list[list[float]]
 
 
-class Tokens(BaseModel):
+class TokenizeAnswer(BaseModel):
     """How the model reads a text."""
 
     tokens: list[int]
@@ -132,7 +152,7 @@ class StatsAnswer(BaseModel):
     tokens: int
 
 
-class Status(BaseModel):
+class StatusAnswer(BaseModel):
     """Done."""
 
     status: Literal["ok"]

@@ -12,19 +12,17 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from paceline.inference.base import Engine
-from paceline.inference.carriers import UPDATE_HEADER
 from paceline.inference.server import answers, arriving, bodies, control, responses, weights
 from paceline.inference.server.chat import chat
 from paceline.inference.server.completions import complete
 from paceline.inference.server.errors import ErrorAnswer, install_error_handlers
 from paceline.inference.server.fields import name_ignored
-from paceline.inference.server.guard import Guard
-from paceline.inference.server.mailbox import Post
-from paceline.inference.server.metrics import Meter
-from paceline.inference.server.models import Models
-from paceline.inference.server.respond import respond
-from paceline.inference.server.scribe import Scribe
-from paceline.inference.server.service import Service
+from paceline.inference.server.generation import ThreadToLoopQueue
+from paceline.inference.server.guard import Meter, ServerGuard
+from paceline.inference.server.responses import respond
+from paceline.inference.server.service import Models, Service
+from paceline.inference.server.tokenizer import ServerTokenizer
+from paceline.inference.transports import UPDATE_HEADER
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 SCHEMAS = "#/components/schemas/"
@@ -56,7 +54,7 @@ POST_REFUSALS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
 def _control(
     path: str,
     endpoint: Endpoint,
-    answer: type[BaseModel] = answers.Status,
+    answer: type[BaseModel] = answers.StatusAnswer,
     body: type[BaseModel] | None = None,
     raw: bool = False,
 ) -> Route:
@@ -79,9 +77,9 @@ ROUTES = (
         "/v1/responses", respond, responses.ResponseAnswer, responses.ResponseBody, "POST", POST_REFUSALS, streams=True
     ),
     Route("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody, "POST", POST_REFUSALS),
-    Route("/tokenize", control.tokenize, answers.Tokens, bodies.TokenizeBody, "POST", POST_REFUSALS),
+    Route("/tokenize", control.tokenize, answers.TokenizeAnswer, bodies.TokenizeBody, "POST", POST_REFUSALS),
     Route("/v1/models", control.models, answers.ModelList),
-    Route("/health", control.health, answers.Status, refusals=(403, 503)),
+    Route("/health", control.health, answers.StatusAnswer, refusals=(403, 503)),
     Route("/metrics", control.metrics, "text/plain"),
     Route("/policy", control.policy, answers.PolicyAnswer),
     Route("/limits", control.limits, answers.LimitsAnswer),
@@ -91,7 +89,7 @@ ROUTES = (
     _control("/weights/load", weights.load_weights, answers.UpdateAnswer, bodies.WeightsBody),
     _control("/weights/upload", arriving.upload, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
     _control("/weights/delta", arriving.delta, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
-    _control("/weights/group", arriving.join, answers.Status, bodies.GroupBody),
+    _control("/weights/group", arriving.join, answers.StatusAnswer, bodies.GroupBody),
     _control("/weights/receive", arriving.receive, answers.UpdateAnswer, bodies.ReceiveBody),
     _control("/pause", control.lever(lambda e: e.pause(), "Stop between two steps; requests wait.")),
     _control("/resume", control.lever(lambda e: e.resume(), "Go on after a pause.")),
@@ -129,10 +127,12 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         limits = await engine.limits()
-        scribe = Scribe(tokenizer, end_tokens, limits.max_context)
+        scribe = ServerTokenizer(tokenizer, end_tokens, limits.max_context)
         models = Models(engine, name, limits)
         folders = tuple(folder.resolve() for folder in allowed)
-        service = app.state.service = Service(engine, scribe, models, Post(), meter, folders, frozenset(peers))
+        service = app.state.service = Service(
+            engine, scribe, models, ThreadToLoopQueue(), meter, folders, frozenset(peers)
+        )
         yield
         service.spool.close()
         if service.receiver is not None:
@@ -144,7 +144,7 @@ def build_app(
         _add(app, route)
     install_error_handlers(app)
     app.add_middleware(
-        Guard,
+        ServerGuard,
         meter=meter,
         routes=[route.path for route in ROUTES],
         control=[route.path for route in ROUTES if route.control],

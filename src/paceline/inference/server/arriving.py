@@ -7,13 +7,13 @@ from fastapi import Request, Response
 from pydantic import ValidationError
 
 from paceline.inference.base import EngineError
-from paceline.inference.carriers import UPDATE_HEADER
 from paceline.inference.server.bodies import GroupBody, ReceiveBody, UpdateHead
 from paceline.inference.server.errors import Refusal, bad, invalid_body
-from paceline.inference.server.http import Json, read_body
+from paceline.inference.server.http import FastJsonResponse, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.server.weights import apply, canary_of, opened
 from paceline.inference.stored import read_delta
+from paceline.inference.transports import UPDATE_HEADER
 from paceline.model.weights import WeightUpdate
 
 HEADER_ROOM = 8 << 20
@@ -26,7 +26,7 @@ async def upload(request: Request) -> Response:
     async with service.spool.body(request, await most_bytes(service), "safetensors") as file:
         tensors = await opened(service, [file])
         update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary_of(head.canary))
-        return Json(await apply(service, update))
+        return FastJsonResponse(await apply(service, update))
 
 
 async def delta(request: Request) -> Response:
@@ -37,7 +37,7 @@ async def delta(request: Request) -> Response:
     if change.result.version != head.version:
         raise bad(f"the delta leads to version {change.result.version}, and the header says {head.version}")
     update = WeightUpdate(head.version, {}, expected=head.fingerprint, canary=canary_of(head.canary), delta=change)
-    return Json(await apply(service, update))
+    return FastJsonResponse(await apply(service, update))
 
 
 async def join(request: Request) -> Response:
@@ -64,7 +64,7 @@ async def join(request: Request) -> Response:
     finally:
         service.joining = False
     service.receiver = receiver
-    return Json({"status": "ok"})
+    return FastJsonResponse({"status": "ok"})
 
 
 async def receive(request: Request) -> Response:
@@ -85,7 +85,7 @@ async def receive(request: Request) -> Response:
         service.receiver = None  # a collective that broke is over for all
         raise bad(str(error), code="no_group") from error
     update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
-    return Json(await apply(service, update))
+    return FastJsonResponse(await apply(service, update))
 
 
 def head_of(request: Request) -> UpdateHead:

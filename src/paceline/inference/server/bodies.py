@@ -51,13 +51,13 @@ class Neutral:
         return {"enum": [None] if self.value is None else [None, self.value]}
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """A request body: strict JSON types, no infinities, nothing that is not listed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class ClientBody(Body):
+class ClientBody(RequestBody):
     """A request body of other people's clients: fields that are not listed are taken out by `fields.take_unknown`."""
 
     model_config = ConfigDict(extra="allow")
@@ -77,7 +77,7 @@ class StreamOptions(ClientBody):
     """Taken and ignored."""
 
 
-class Sampled(ClientBody):
+class SamplingBody(ClientBody):
     """What chats and completions have in common."""
 
     unsupported = PROMPT_FIELDS | SAMPLING_FIELDS
@@ -157,7 +157,7 @@ class ToolCallPart(ClientBody):
     index: int | None = None
 
 
-class Message(ClientBody):
+class InputMessage(ClientBody):
     """One message of a conversation, of the client or as an earlier answer of this server."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -219,10 +219,10 @@ class ResponseFormat(ClientBody):
     json_schema: JsonSchema | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     """A conversation to continue."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     """Longest answer in tokens; as much as the context holds when left out."""
@@ -253,7 +253,7 @@ def prompt_kind(prompt: Any) -> str:
     return "str"
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     """Text or exact tokens to continue."""
 
     prompt: Annotated[
@@ -276,7 +276,7 @@ class CompletionBody(Sampled):
     suffix: Annotated[str | None, Neutral("")] = None
 
 
-class ScoreBody(Body):
+class ScoreBody(RequestBody):
     """Sequences whose tokens get their log probability given those before."""
 
     token_ids: Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
@@ -284,14 +284,14 @@ class ScoreBody(Body):
     model: str | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """A text to split into tokens."""
 
     prompt: str
     model: str | None = None
 
 
-class CanaryBody(Body):
+class CanaryBody(RequestBody):
     """A short sequence and what the trainer, with the weights it sends, gives its tokens."""
 
     token_ids: Annotated[TokenIds, Field(min_length=2)]
@@ -301,7 +301,7 @@ class CanaryBody(Body):
     """Largest mean absolute difference that still counts as the same weights."""
 
 
-class AdapterBody(Body):
+class AdapterBody(RequestBody):
     """A LoRA adapter to serve."""
 
     weights: str
@@ -317,7 +317,7 @@ class AdapterBody(Body):
     """Checked before anything is sampled from the adapter."""
 
 
-class UpdateHead(Body):
+class UpdateHead(RequestBody):
     """What the header `Paceline-Update` says of weights that come as a body."""
 
     version: Annotated[int, Field(ge=0, le=INT64)]
@@ -327,7 +327,7 @@ class UpdateHead(Body):
     """Checked before anything is sampled from the weights."""
 
 
-class TensorForm(Body):
+class TensorForm(RequestBody):
     """A tensor that will come."""
 
     name: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -345,7 +345,7 @@ class ReceiveBody(UpdateHead):
     """In the order they come in."""
 
 
-class GroupBody(Body):
+class GroupBody(RequestBody):
     """A group in which weights are broadcast: where its members meet, and who of them we are."""
 
     address: Annotated[str, Field(min_length=1, max_length=255)]
@@ -358,7 +358,7 @@ class GroupBody(Body):
     """Bytes sent at once."""
 
 
-class WeightsBody(Body):
+class WeightsBody(RequestBody):
     """Weights on this machine's disk to serve."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]

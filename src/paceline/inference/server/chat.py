@@ -4,15 +4,15 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from paceline.inference.server.answers import heading
 from paceline.inference.server.bodies import ChatBody
 from paceline.inference.server.errors import bad
-from paceline.inference.server.http import EventStream, Json, read_body, unless_gone
+from paceline.inference.server.http import EventStream, FastJsonResponse, read_body, unless_gone
 from paceline.inference.server.logprobs import chat_logprobs
+from paceline.inference.server.output_processor import ChoiceDelta
 from paceline.inference.server.plan import forced_call, grammar_of, plan
-from paceline.inference.server.reply import Reply, stream
+from paceline.inference.server.reply import ResponseChoices, stream
 from paceline.inference.server.service import Service, service_of
-from paceline.inference.server.usage import heading
-from paceline.inference.server.utterance import Delta
 from paceline.inference.tools import ToolCall, ToolReader, for_template
 
 
@@ -20,14 +20,14 @@ async def chat(request: Request) -> Response:
     """Continue a conversation."""
     service = service_of(request)
     body = await read_body(request, ChatBody)
-    talk = Talk(service, body, await unless_gone(request.receive, plan_chat(service, body)))
+    talk = ChatResponse(service, body, await unless_gone(request.receive, plan_chat(service, body)))
     if body.stream:
         head = heading("chat.completion.chunk", "chatcmpl", body.model or service.models.name)
         return await EventStream.begin(request, stream(talk.reply, head, talk.chunks))
-    return Json(await unless_gone(request.receive, talk.answer()))
+    return FastJsonResponse(await unless_gone(request.receive, talk.answer()))
 
 
-async def plan_chat(service: Service, body: ChatBody) -> Reply:
+async def plan_chat(service: Service, body: ChatBody) -> ResponseChoices:
     """The choices to sample. Whatever can never be answered is refused here."""
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs `logprobs: true`", "top_logprobs")
@@ -51,13 +51,13 @@ async def plan_chat(service: Service, body: ChatBody) -> Reply:
         top_logprobs=body.top_logprobs or 0,
         grammar=grammar or forced,
     )
-    return await Reply.plan(service, body, requests, offsets=False)
+    return await ResponseChoices.plan(service, body, requests, offsets=False)
 
 
-class Talk:
+class ChatResponse:
     """Shapes a reply as chat messages: text, tool calls, log probabilities."""
 
-    def __init__(self, service: Service, body: ChatBody, reply: Reply) -> None:
+    def __init__(self, service: Service, body: ChatBody, reply: ResponseChoices) -> None:
         self._service = service
         self._body = body
         self.reply = reply
@@ -72,7 +72,7 @@ class Talk:
         head = heading("chat.completion", "chatcmpl", self._body.model or self._service.models.name)
         return head | {"choices": choices, "usage": self.reply.usage()}
 
-    def chunks(self, index: int, delta: Delta, ended: bool) -> list[dict[str, Any]]:
+    def chunks(self, index: int, delta: ChoiceDelta, ended: bool) -> list[dict[str, Any]]:
         """The stream's choices for one step: what is said, then what is called, then how it ended."""
         first = index not in self._begun
         text, calls = self._read(index, delta.text, ended)
@@ -92,7 +92,7 @@ class Talk:
             {"index": index, "delta": message, "logprobs": self._logprobs(delta), "finish_reason": finish, **extras}
         ]
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         text, calls = self._read(index, delta.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
@@ -121,7 +121,7 @@ class Talk:
     def _finish(self, index: int) -> str | None:
         return "tool_calls" if self._called[index] else self.reply.utterances[index].finish
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         return chat_logprobs(delta, self._service.scribe.lexicon, self._body.top_logprobs or 0)

@@ -6,17 +6,53 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from paceline.inference.base import GenerateRequest
+from paceline.inference.base import Completion, GenerateRequest
+from paceline.inference.server.answers import heading, usage
 from paceline.inference.server.bodies import CompletionBody
 from paceline.inference.server.errors import bad
-from paceline.inference.server.flat import flat_answer
-from paceline.inference.server.http import EventStream, Json, read_body, unless_gone
+from paceline.inference.server.generation import Generation
+from paceline.inference.server.http import EventStream, FastJsonResponse, read_body, unless_gone
 from paceline.inference.server.logprobs import completion_logprobs
+from paceline.inference.server.output_processor import ChoiceDelta
 from paceline.inference.server.plan import grammar_of, plan
-from paceline.inference.server.reply import Reply, score_prompts, stream
+from paceline.inference.server.reply import ResponseChoices, score_prompts, stream
 from paceline.inference.server.service import Service, service_of
-from paceline.inference.server.usage import heading
-from paceline.inference.server.utterance import Delta
+
+
+async def flat_answer(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> dict[str, Any]:
+    scores = await score_prompts(service, requests) if body.prompt_logprobs else None
+    async with Generation(service.engine, service.post, requests, listen=False) as generation:
+        completions = await generation.completions()
+    choices = [_choice(index, completion) for index, completion in enumerate(completions)]
+    if scores is not None:
+        choices = [choice | {"prompt_logprobs": score} for choice, score in zip(choices, scores, strict=True)]
+    if body.return_token_ids:
+        # Not by default: whoever sends token ids has them already.
+        choices = [c | {"prompt_token_ids": r.prompt_ids} for c, r in zip(choices, requests, strict=True)]
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    cached = sum(completion.cached for completion in completions[:: body.n or 1])
+    head = heading("text_completion", "cmpl", body.model or service.models.name)
+    return head | {"choices": choices, "usage": usage(requests, body.n or 1, sampled, cached)}
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "finish_reason": completion.finish,
+        "token_ids": completion.token_ids,
+        "token_logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "recomputed": completion.recomputed,
+        "cached_tokens": completion.cached,
+    }
+    if completion.weights:
+        choice["weights"] = {str(version): mark for version, mark in completion.weights.items()}
+    if completion.log_z is not None:
+        choice["log_z"] = completion.log_z
+    if completion.top is not None:
+        choice["top_logprobs"] = completion.top
+    return choice
+
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -27,12 +63,12 @@ async def complete(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     requests = await _plan(service, body)
     if body.flat:
-        return Json(await unless_gone(request.receive, flat_answer(service, body, requests)))
+        return FastJsonResponse(await unless_gone(request.receive, flat_answer(service, body, requests)))
     text = await unless_gone(request.receive, Continuation.plan(service, body, requests))
     if body.stream:
         head = heading("text_completion", "cmpl", body.model or service.models.name)
         return await EventStream.begin(request, stream(text.reply, head, text.chunks))
-    return Json(await unless_gone(request.receive, text.answer()))
+    return FastJsonResponse(await unless_gone(request.receive, text.answer()))
 
 
 async def _plan(service: Service, body: CompletionBody) -> list[GenerateRequest]:
@@ -68,7 +104,9 @@ async def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ..
 class Continuation:
     """Shapes a reply as completions: text, arrays of log probabilities, the prompt before it if it is echoed."""
 
-    def __init__(self, service: Service, body: CompletionBody, reply: Reply, echoed: list[Delta] | None) -> None:
+    def __init__(
+        self, service: Service, body: CompletionBody, reply: ResponseChoices, echoed: list[ChoiceDelta] | None
+    ) -> None:
         self._service = service
         self._body = body
         self._echoed = echoed
@@ -78,14 +116,14 @@ class Continuation:
     @classmethod
     async def plan(cls, service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> "Continuation":
         reply, echoed = await asyncio.gather(
-            Reply.plan(service, body, requests, offsets=body.logprobs is not None),
+            ResponseChoices.plan(service, body, requests, offsets=body.logprobs is not None),
             _echo(service, body, requests) if body.echo else _nothing(),
         )
         return cls(service, body, reply, echoed)
 
     async def answer(self) -> dict[str, Any]:
         nothing = self._body.max_tokens == 0
-        deltas = [Delta() for _ in self.reply.requests] if nothing else await self.reply.whole()
+        deltas = [ChoiceDelta() for _ in self.reply.requests] if nothing else await self.reply.whole()
         choices = [
             self._choice(index, delta, "length" if nothing else self.reply.utterances[index].finish, first=True)
             for index, delta in enumerate(deltas)
@@ -93,7 +131,7 @@ class Continuation:
         head = heading("text_completion", "cmpl", self._body.model or self._service.models.name)
         return head | {"choices": choices, "usage": self.reply.usage()}
 
-    def chunks(self, index: int, delta: Delta, ended: bool) -> list[dict[str, Any]]:
+    def chunks(self, index: int, delta: ChoiceDelta, ended: bool) -> list[dict[str, Any]]:
         first = index not in self._begun
         finish = self.reply.utterances[index].finish if ended else None
         choice = self._choice(index, delta, finish, first)
@@ -103,14 +141,14 @@ class Continuation:
         self._begun.add(index)
         return [choice]
 
-    def _choice(self, index: int, delta: Delta, finish: str | None, first: bool) -> dict[str, Any]:
+    def _choice(self, index: int, delta: ChoiceDelta, finish: str | None, first: bool) -> dict[str, Any]:
         prompt = self._echoed[index] if self._echoed else None
         text = prompt.text + delta.text if prompt and first else delta.text
         logprobs = self._logprobs(delta, prompt, first) if self._body.logprobs is not None else None
         extras = self.reply.extras(index, delta, first)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **extras}
 
-    def _logprobs(self, delta: Delta, prompt: Delta | None, first: bool) -> dict[str, Any]:
+    def _logprobs(self, delta: ChoiceDelta, prompt: ChoiceDelta | None, first: bool) -> dict[str, Any]:
         lexicon = self._service.scribe.lexicon
         start = len(prompt.text) if prompt else 0
         said = completion_logprobs(delta, lexicon, self._body.logprobs or 0, start)
@@ -121,12 +159,12 @@ async def _nothing() -> None:
     return None
 
 
-async def _echo(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> list[Delta]:
+async def _echo(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> list[ChoiceDelta]:
     """Each prompt as if it had been said, with its log probabilities if those are wanted."""
     deltas = []
     scores = await score_prompts(service, requests) if body.logprobs is not None else None
     for place, request in enumerate(requests):
-        delta = Delta(service.scribe.decode_all(request.prompt_ids), list(request.prompt_ids))
+        delta = ChoiceDelta(service.scribe.decode_all(request.prompt_ids), list(request.prompt_ids))
         if scores:
             # The first token has no log probability; `_joined` writes null for it.
             delta.logprobs = [score or 0.0 for score in scores[place]]

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from paceline.inference.base import Engine
 from paceline.inference.server.bodies import ScoreBody, TokenizeBody
 from paceline.inference.server.errors import bad
-from paceline.inference.server.http import Json, read_body, unless_gone
+from paceline.inference.server.http import FastJsonResponse, read_body, unless_gone
 from paceline.inference.server.plan import check_vocabulary
 from paceline.inference.server.service import Service, service_of
 
@@ -24,7 +24,7 @@ async def score(request: Request) -> Response:
             raise bad(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
         check_vocabulary(sequence, service.models, "token_ids")
     logprobs = await unless_gone(request.receive, _score(service.engine, body, model))
-    return Json({"logprobs": logprobs})
+    return FastJsonResponse({"logprobs": logprobs})
 
 
 async def _score(engine: Engine, body: ScoreBody, model: str) -> list[list[float]]:
@@ -36,14 +36,14 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, TokenizeBody)
     tokens = list(await service.scribe.encode(body.prompt, special=True))
-    return Json({"tokens": tokens, "count": len(tokens)})
+    return FastJsonResponse({"tokens": tokens, "count": len(tokens)})
 
 
 async def models(request: Request) -> Response:
     """The served model and its adapters."""
     service = service_of(request)
     await service.models.refresh()
-    return Json({"object": "list", "data": [_model(service, name) for name in service.models.names()]})
+    return FastJsonResponse({"object": "list", "data": [_model(service, name) for name in service.models.names()]})
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def health(request: Request) -> Response:
     """200 while the engine lives."""
     await service_of(request).check_alive()
-    return Json({"status": "ok"})
+    return FastJsonResponse({"status": "ok"})
 
 
 async def metrics(request: Request) -> Response:
@@ -65,7 +65,7 @@ async def metrics(request: Request) -> Response:
 
 async def policy(request: Request) -> Response:
     """Version and fingerprint of the weights really served."""
-    return Json(dataclasses.asdict(await service_of(request).engine.policy()))
+    return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.policy()))
 
 
 async def adapter_versions(request: Request) -> Response:
@@ -73,7 +73,7 @@ async def adapter_versions(request: Request) -> Response:
     service = service_of(request)
     await service.models.refresh()
     served = await service.engine.policy()
-    return Json({"version": served.version, "adapters": dict(service.models.limits.adapters)})
+    return FastJsonResponse({"version": served.version, "adapters": dict(service.models.limits.adapters)})
 
 
 async def limits(request: Request) -> Response:
@@ -82,12 +82,12 @@ async def limits(request: Request) -> Response:
     await service.models.refresh()
     known = service.models.limits
     shown = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
-    return Json(shown | {"adapters": dict(known.adapters), "model": service.models.name})
+    return FastJsonResponse(shown | {"adapters": dict(known.adapters), "model": service.models.name})
 
 
 async def stats(request: Request) -> Response:
     """Vital signs, for routing."""
-    return Json(dataclasses.asdict(await service_of(request).engine.stats()))
+    return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.stats()))
 
 
 def lever(pull: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Request], Awaitable[Response]]:
@@ -95,7 +95,7 @@ def lever(pull: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Req
 
     async def endpoint(request: Request) -> Response:
         await pull(service_of(request).engine)
-        return Json({"status": "ok"})
+        return FastJsonResponse({"status": "ok"})
 
     endpoint.__doc__ = text
     return endpoint

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from paceline.inference.server.errors import bad
-from paceline.seldom import Seldom
+from paceline.util.rate_limited_logger import RateLimitedLogger
 
 IGNORED_HEADER = "Paceline-Ignored"
 """Names, in an answer, the fields of the request that had no effect."""
@@ -50,7 +50,7 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
 _NEUTRAL = PROMPT_FIELDS | SAMPLING_FIELDS
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLACE = re.compile(r"\.\d+(?=\.)")
-_seldom = Seldom(logging.getLogger("paceline.server"))
+_seldom = RateLimitedLogger(logging.getLogger("paceline.server"))
 
 
 def take_unknown(body: BaseModel) -> list[str]:

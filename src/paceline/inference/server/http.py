@@ -22,7 +22,7 @@ CONTROL_BYTES = 64 << 20
 """Longest body of a control call, which may carry an adapter as text."""
 
 
-class Json(Response):
+class FastJsonResponse(Response):
     """A value as JSON, by the fastest writer there is."""
 
     media_type = "application/json"

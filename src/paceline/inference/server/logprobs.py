@@ -3,14 +3,14 @@
 from typing import Any
 
 from paceline.inference.base import TopLogprobs
-from paceline.inference.server.lexicon import Lexicon
-from paceline.inference.server.utterance import Delta
+from paceline.inference.server.output_processor import ChoiceDelta
+from paceline.inference.server.token_bytes import TokenBytes
 
 LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot hold."""
 
 
-def chat_logprobs(delta: Delta, lexicon: Lexicon, count: int) -> dict[str, Any]:
+def chat_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int) -> dict[str, Any]:
     content = []
     for place, token in enumerate(delta.token_ids):
         ranked = delta.top[place][:count] if count and delta.top else []
@@ -21,7 +21,7 @@ def chat_logprobs(delta: Delta, lexicon: Lexicon, count: int) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(delta: Delta, lexicon: Lexicon, count: int, start: int = 0) -> dict[str, Any]:
+def completion_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
     """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
     return {
         "tokens": [lexicon.spell(token)[0] for token in delta.token_ids],
@@ -31,12 +31,12 @@ def completion_logprobs(delta: Delta, lexicon: Lexicon, count: int, start: int =
     }
 
 
-def _entry(token: int, logprob: float, lexicon: Lexicon) -> dict[str, Any]:
+def _entry(token: int, logprob: float, lexicon: TokenBytes) -> dict[str, Any]:
     text, data = lexicon.spell(token)
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
 
-def _ranked(ranked: TopLogprobs, lexicon: Lexicon) -> dict[str, float]:
+def _ranked(ranked: TopLogprobs, lexicon: TokenBytes) -> dict[str, float]:
     named: dict[str, float] = {}
     for token, logprob in ranked:
         # Two tokens may be spelt alike; the more probable one comes first and stays.

@@ -7,20 +7,20 @@ from typing import Any
 
 from paceline.inference.base import GenerateRequest, Grammar
 from paceline.inference.noise import noise_key
-from paceline.inference.server.bodies import ChatBody, NamedTool, ResponseFormat, Sampled
+from paceline.inference.server.bodies import ChatBody, NamedTool, ResponseFormat, SamplingBody
 from paceline.inference.server.errors import bad
-from paceline.inference.server.models import Models
-from paceline.inference.server.scribe import Scribe
+from paceline.inference.server.service import Models
+from paceline.inference.server.tokenizer import ServerTokenizer
 
 MOST_CHOICES = 4096
 MOST_STOPS = 64
 
 
 async def plan(
-    body: Sampled,
+    body: SamplingBody,
     prompts: Sequence[tuple[int, ...]],
     models: Models,
-    scribe: Scribe,
+    scribe: ServerTokenizer,
     *,
     max_tokens: int | None,
     top_logprobs: int,
@@ -112,7 +112,7 @@ def _call_schema(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
-def _noise(body: Sampled, seed: int, index: int) -> int:
+def _noise(body: SamplingBody, seed: int, index: int) -> int:
     """An exact key is the first choice's own; further choices need streams of their own."""
     if body.noise is not None:
         return body.noise if index == 0 else noise_key(body.noise, index)

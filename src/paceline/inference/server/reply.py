@@ -7,31 +7,33 @@ from typing import Any
 
 from paceline.inference.base import Completion, EngineError, GenerateRequest, Piece
 from paceline.inference.frames import join
-from paceline.inference.server.bodies import Sampled
+from paceline.inference.server.answers import usage
+from paceline.inference.server.bodies import SamplingBody
 from paceline.inference.server.errors import error_object, refusal_of
 from paceline.inference.server.generation import Event, Generation
 from paceline.inference.server.http import DONE, event
+from paceline.inference.server.output_processor import ChoiceDelta, OutputProcessor
 from paceline.inference.server.service import Service
-from paceline.inference.server.usage import usage
-from paceline.inference.server.utterance import Delta, Utterance
 
-Step = tuple[int, Delta, bool]
+Step = tuple[int, ChoiceDelta, bool]
 """A choice's index, what it gained, and whether it has ended."""
 
 
 @dataclass(slots=True)
-class Reply:
+class ResponseChoices:
     """The choices of one request, as text."""
 
     service: Service
-    body: Sampled
+    body: SamplingBody
     requests: list[GenerateRequest]
-    utterances: list[Utterance]
+    utterances: list[OutputProcessor]
     prompt_logprobs: list[list[float | None]] | None
 
     @classmethod
-    async def plan(cls, service: Service, body: Sampled, requests: list[GenerateRequest], offsets: bool) -> "Reply":
-        utterances = [Utterance(service.scribe, request, body.stops, offsets) for request in requests]
+    async def plan(
+        cls, service: Service, body: SamplingBody, requests: list[GenerateRequest], offsets: bool
+    ) -> "ResponseChoices":
+        utterances = [OutputProcessor(service.scribe, request, body.stops, offsets) for request in requests]
         scores = await score_prompts(service, requests) if body.prompt_logprobs else None
         return cls(service, body, requests, utterances, scores)
 
@@ -42,15 +44,15 @@ class Reply:
                 for index, (delta, ended) in self._hear(events, generation, listen).items():
                     yield index, delta, ended
 
-    async def whole(self) -> list[Delta]:
+    async def whole(self) -> list[ChoiceDelta]:
         """Every choice from beginning to end. Tokens are listened to only where a stop string may end it early."""
-        deltas = [Delta() for _ in self.requests]
+        deltas = [ChoiceDelta() for _ in self.requests]
         async for index, delta, _ in self.steps(listen=bool(self.body.stops)):
             deltas[index].add(delta)
         return deltas
 
-    def _hear(self, events: list[Event], generation: Generation, listen: bool) -> dict[int, tuple[Delta, bool]]:
-        gained: dict[int, tuple[Delta, bool]] = {}
+    def _hear(self, events: list[Event], generation: Generation, listen: bool) -> dict[int, tuple[ChoiceDelta, bool]]:
+        gained: dict[int, tuple[ChoiceDelta, bool]] = {}
         for index, what in merged(events):
             utterance = self.utterances[index]
             if utterance.finish is not None:
@@ -74,7 +76,7 @@ class Reply:
         cached = sum(utterance.cached for utterance in self.utterances[:: self.body.n or 1])
         return usage(self.requests, self.body.n or 1, sampled, cached)
 
-    def extras(self, index: int, delta: Delta, first: bool = True) -> dict[str, Any]:
+    def extras(self, index: int, delta: ChoiceDelta, first: bool = True) -> dict[str, Any]:
         """What a choice holds beyond OpenAI's shape, where the client asked for it."""
         extra: dict[str, Any] = {}
         if self.body.return_token_ids:
@@ -102,7 +104,9 @@ def merged(events: list[Event]) -> Iterator[Event]:
 
 
 async def stream(
-    reply: Reply, heading: dict[str, Any], chunks: Callable[[int, Delta, bool], Sequence[dict[str, Any]]]
+    reply: ResponseChoices,
+    heading: dict[str, Any],
+    chunks: Callable[[int, ChoiceDelta, bool], Sequence[dict[str, Any]]],
 ) -> AsyncGenerator[bytes]:
     """Server-sent events of a reply; `chunks` gives the choices that one step adds."""
     options = reply.body.stream_options

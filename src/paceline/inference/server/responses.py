@@ -5,15 +5,21 @@ Nothing is stored: `store` has no effect, and `previous_response_id` is refused.
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
+from fastapi import Request, Response
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
+from paceline.inference.base import EngineError
 from paceline.inference.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, text_only
-from paceline.inference.server.errors import invalid_body
+from paceline.inference.server.chat import ChatResponse, plan_chat
+from paceline.inference.server.errors import invalid_body, refusal_of
 from paceline.inference.server.fields import PROMPT_FIELDS, SAMPLING_FIELDS
+from paceline.inference.server.http import EventStream, FastJsonResponse, read_body, unless_gone
+from paceline.inference.server.service import service_of
 
 C = TypeVar("C", bound=ChatBody)
 MOST_ITEMS = 4096
@@ -409,3 +415,38 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
+
+
+async def respond(request: Request) -> Response:
+    """Respond to text or to the items of a conversation."""
+    service = service_of(request)
+    body = await read_body(request, ResponseBody)
+    chat = as_chat(body, ChatBody)
+    talk = ChatResponse(service, chat, await unless_gone(request.receive, plan_chat(service, chat)))
+    writer = ResponseWriter(body, body.model or service.models.name)
+    if body.stream:
+        return await EventStream.begin(request, _stream(talk, writer))
+    answer = await unless_gone(request.receive, talk.answer())
+    (choice,) = answer["choices"]
+    return FastJsonResponse(writer.whole(choice["message"], choice["finish_reason"], answer["usage"]))
+
+
+async def _stream(talk: ChatResponse, writer: ResponseWriter) -> AsyncGenerator[bytes]:
+    begun, finish = False, None
+    try:
+        async with aclosing(talk.reply.steps(listen=True)) as steps:
+            async for index, delta, ended in steps:
+                for choice in talk.chunks(index, delta, ended):
+                    finish = choice["finish_reason"] or finish
+                    data = b"" if begun else writer.begin()
+                    data += writer.add(choice["delta"])
+                    if data:
+                        begun = True
+                        yield data
+    except EngineError as error:
+        if not begun:
+            raise
+        refusal = refusal_of(error)
+        yield writer.fail(str(refusal), refusal.code)
+        return
+    yield writer.end(finish, talk.reply.usage())

@@ -9,9 +9,9 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from paceline.connections import BoundedProtocol
 from paceline.errors import PacelineError
 from paceline.inference.base import EngineError
+from paceline.util.connections import BoundedProtocol
 
 BACKLOG = 4096
 """Connections the system may hold for us: a thousand clients arrive at once."""

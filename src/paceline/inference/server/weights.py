@@ -12,11 +12,11 @@ from typing import Any
 from fastapi import Request, Response
 from safetensors import SafetensorError
 
-from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded, RequestError, Torn
+from paceline.inference.base import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError
 from paceline.inference.link import EngineLink
 from paceline.inference.server.bodies import AdapterBody, CanaryBody, WeightsBody
 from paceline.inference.server.errors import MISMATCH, OTHER_BASE, Refusal, bad
-from paceline.inference.server.http import CONTROL_BYTES, Json, read_body
+from paceline.inference.server.http import CONTROL_BYTES, FastJsonResponse, read_body
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.stored import StoredTensors
 from paceline.model.adapter_names import canonical
@@ -33,7 +33,7 @@ async def load_adapter(request: Request) -> Response:
     update = await asyncio.to_thread(adapter_update, body)
     answer = await apply(service, update)
     await service.models.refresh()
-    return Json(answer)
+    return FastJsonResponse(answer)
 
 
 async def load_weights(request: Request) -> Response:
@@ -42,7 +42,7 @@ async def load_weights(request: Request) -> Response:
     body = await read_body(request, WeightsBody)
     tensors = await opened(service, find_files(body.path, service.allowed))
     update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
-    return Json(await apply(service, update))
+    return FastJsonResponse(await apply(service, update))
 
 
 async def opened(service: Service, files: Sequence[Path]) -> StoredTensors:
@@ -57,7 +57,7 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
     """Give the engine an update. A refused one is the sender's fault as long as the engine lives."""
     try:
         pause = await service.engine.load_weights(update)
-    except (RequestError, Overloaded, Torn):
+    except (RequestError, Overloaded, PartialUpdateError):
         raise
     except OtherBase as error:
         raise Refusal(409, str(error), code=OTHER_BASE) from error

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model as load_mlx
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from paceline.config.model import Model
+from paceline.config.model import ModelConfig
 from paceline.model.dtypes import compute_dtype
 from paceline.model.naming import ModelError, base_name, first_line, resolve
 from paceline.model.source import export_problems, source_problems
@@ -89,7 +89,7 @@ class MlxModel:
         return any(isinstance(m, nn.QuantizedLinear) for m in self.net.modules())
 
 
-def load_model(config: Model) -> MlxModel:
+def load_model(config: ModelConfig) -> MlxModel:
     """The model in the run's type, computed and at rest."""
     folder = find_folder(config.name)
     for problem in source_problems(folder, trust_remote_code=config.trust_remote_code, mlx=True):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from paceline.config.model import Lora
+from paceline.config.model import LoRAConfig
 from paceline.model.adapter_names import AdapterError
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.weights import salt
@@ -57,7 +57,7 @@ def target_layers(model: MlxModel, targets: Sequence[str] | str) -> dict[str, An
     return found
 
 
-def attach_lora(model: MlxModel, config: Lora | None, seed: int) -> MlxModel:
+def attach_lora(model: MlxModel, config: LoRAConfig | None, seed: int) -> MlxModel:
     """Freeze the base and put adapters beside it, in place; a no-op without settings. A starts as peft's does, uniform
     in +-1/sqrt(in), B at zero."""
     if config is None:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from shutil import which
 
-from paceline.private_folder import PrivateFolder
+from paceline.util.private_folder import PrivateFolder
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall")

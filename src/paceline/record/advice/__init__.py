@@ -2,6 +2,6 @@
 
 from paceline.record.advice.advisory import Advisory, Knob
 from paceline.record.advice.rules import RULES, Rule, advise
-from paceline.record.advice.sight import Sight, sight_of
+from paceline.record.advice.window import AdviceWindow, sight_of
 
-__all__ = ["RULES", "Advisory", "Knob", "Rule", "Sight", "advise", "sight_of"]
+__all__ = ["RULES", "AdviceWindow", "Advisory", "Knob", "Rule", "advise", "sight_of"]

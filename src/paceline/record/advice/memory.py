@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.record.advice.sight import Sight, limits
+from paceline.record.advice.window import AdviceWindow, limits
 from paceline.record.body import RolloutLike
 from paceline.record.facts import facts
 from paceline.record.layout import NAMED, ROW
@@ -24,7 +24,7 @@ class _Chunk:
     metrics: list[Mapping[str, Any]]
 
 
-class Memory:
+class AdviceMemory:
     """Rows and metrics, without tokens and words. One thread at a time fills or reads it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -56,12 +56,12 @@ class Memory:
             for name in [name for name in line if f"/{env}/" in name]:
                 del line[name]
 
-    def sight(self) -> Sight:
+    def sight(self) -> AdviceWindow:
         rows = np.concatenate([np.empty(0, ROW), *(chunk.rows for chunk in self._chunks)])
         metrics = [told for chunk in self._chunks for told in chunk.metrics]
         names = dict.fromkeys(name for line in self._lines for name in line)
         columns = {name: [line.get(name) for line in self._lines] for name in names}
-        return Sight(self._config, columns, rows, dict(self._names), measured=metrics.__getitem__)
+        return AdviceWindow(self._config, columns, rows, dict(self._names), measured=metrics.__getitem__)
 
     def _row(self, step: int, rollout: RolloutLike, state: str) -> tuple[Any, ...]:
         fact = facts(rollout, state)

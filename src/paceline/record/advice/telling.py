@@ -6,7 +6,7 @@ from rich.text import Text
 
 from paceline.record.advice.advisory import Advisory
 from paceline.record.advice.rules import advise
-from paceline.record.advice.sight import Sight, sight_of
+from paceline.record.advice.window import AdviceWindow, sight_of
 from paceline.record.folder import RunFolder
 
 
@@ -22,7 +22,7 @@ def advice(run: RunFolder) -> RenderableType:
     return Group(Text(), Text("advice", "bold"), table if found else Text(silence(sight)))
 
 
-def silence(sight: Sight) -> str:
+def silence(sight: AdviceWindow) -> str:
     """Why nothing is said."""
     if not sight.trained:
         return "no step has trained yet"

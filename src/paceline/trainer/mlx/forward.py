@@ -16,7 +16,7 @@ LOGIT_ELEMENTS = 1 << 25
 """Most logits held at once: 128 MiB in float32."""
 
 
-class Forward:
+class MlxForwardPass:
     """One model's forward pass over micro-batches. `again` computes each layer's activations once more in the backward
     pass instead of keeping them."""
 

@@ -1,27 +1,213 @@
 """A policy that learns in mlx."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.apple import refused_of_trainer as refused
-from paceline.data import Sample
-from paceline.model.mlx.loading import MlxModel
-from paceline.model.song import canary_ids, signed
-from paceline.model.weights import Array, Canary
+from paceline.data import MicroBatch, Sample
+from paceline.model.canary_prompts import canary_ids, signed
+from paceline.model.mlx.loading import MlxModel, twin
+from paceline.model.weights import Array, Canary, fingerprint
 from paceline.trainer.base import TrainerError
 from paceline.trainer.batch import BUDGET, Batch
+from paceline.trainer.critic import Critic, Lesson, value_loss
 from paceline.trainer.learner import Learner
-from paceline.trainer.mlx.critic import MlxCritic
-from paceline.trainer.mlx.forward import Forward
+from paceline.trainer.loss import LossStats
+from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import MlxAdamW
-from paceline.trainer.mlx.parameters import Parameters
-from paceline.trainer.mlx.reference import Reference
-from paceline.trainer.mlx.stepping import MlxStepper
+from paceline.trainer.mlx.parameters import ADAPTER, Parameters
 from paceline.trainer.peak import process_bytes
-from paceline.trainer.preparing import Preparation
+from paceline.trainer.preparing import Preparation, check_base
 from paceline.trainer.schedule import lengths
+from paceline.trainer.stepping import Stepper, streams_of, trained
+from paceline.trainer.stream import Stream, component, components
+from paceline.trainer.tokens import TrainedTokens
+
+
+class MlxValueModel(nn.Module):
+    """A copy of the policy, which shares every array until one of the two learns, with one number per token instead of
+    logits. The new layer starts at zero, so that the first advantages are plain returns."""
+
+    def __init__(self, policy: MlxModel, again: bool) -> None:
+        super().__init__()
+        copied = twin(policy)
+        self.body = copied.net
+        self.body.pop("lm_head", None)  # nobody asks for logits here
+        self.value = nn.Linear(policy.config.get_text_config().hidden_size, 1)
+        self.value.update({name: mx.zeros_like(array) for name, array in self.value.items()})
+        self.passes = MlxForwardPass(copied, again)
+
+    def __call__(self, micro_batch: MicroBatch, places: NDArray) -> mx.array:
+        """Values of choosing at `places`, read off the token before. Not by a product of matrices: of one column mlx
+        adds the parts up in an order that depends on how it lies in memory, and after a resume it lies otherwise."""
+        before = self.passes.before(micro_batch, places).astype(mx.float32)
+        return (before * self.value.weight).sum(-1) + self.value.bias
+
+
+class MlxCritic(Critic):
+    """A critic with a trunk of its own, begun as a copy of the policy's."""
+
+    _model: MlxValueModel
+    _optimizer: MlxAdamW | None
+
+    def __init__(self, policy: MlxModel, c: config.TrainerConfig, total_steps: int | None) -> None:
+        super().__init__(c, total_steps)
+        self._policy = policy
+
+    def _build(self, c: config.OptimizerConfig) -> MlxAdamW:
+        self._model = MlxValueModel(self._policy, self._trainer.gradient_checkpointing)
+        self._model.eval()
+        return MlxAdamW(Parameters(self._model), c, self._total, self._policy.dtype == mx.float16)
+
+    def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
+        return np.asarray(self._model(micro_batch, places)) if len(places) else np.zeros(0)
+
+    def _gradient(self, packs: Sequence[MicroBatch], lessons: Sequence[Lesson]) -> tuple[float, float]:
+        assert self._optimizer is not None
+        self._model.train()
+        try:
+            loss = sum(self._backward(micro_batch, lessons, self._optimizer) for micro_batch in packs)
+        finally:
+            self._model.eval()
+        return loss, self._optimizer.clip()
+
+    def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson], optimizer: MlxAdamW) -> float:
+        places, *streams = self._targets(micro_batch, lessons)
+        if not len(places):
+            return 0.0
+        old, returns, scales = map(mx.array, streams)
+
+        def whole() -> tuple[mx.array, mx.array]:
+            values = self._model(micro_batch, places)
+            loss = (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
+            return loss, loss
+
+        return optimizer.backward(whole).item()
+
+    def state(self) -> dict[str, float]:
+        return super().state() | ({} if self._optimizer is None else {"draws": self._model.passes.draws})
+
+    def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
+        super().load(tensors, state)
+        if self._optimizer is not None:
+            self._model.passes.draws = state.get("draws", 0)
+
+
+Differentiated = tuple[mx.array, dict[str, mx.array]]
+"""A loss, and sums as mlx can carry them out of a function that it differentiates."""
+
+
+class MlxStepper(Stepper):
+    """Each micro-batch is computed before the next begins, or the graphs of all would lie in memory at once."""
+
+    def __init__(self, model: MlxModel, c: config.TrainerConfig, forward: MlxForwardPass, optimizer: MlxAdamW) -> None:
+        super().__init__(c, model.net, optimizer)
+        self._forward, self._optimizer = forward, optimizer
+
+    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
+        if not len(trained(micro_batch)):
+            return LossStats({})
+        if self.watch is not None:
+            draws, tokens = self._forward.draws, self.tokens(micro_batch)
+            self.watch(micro_batch, tokens, self._loss.judge(tokens))
+            self._forward.draws = draws  # the pass that trains draws the same noise
+
+        def whole() -> Differentiated:
+            loss, sums = self._loss(self.tokens(micro_batch), version, first)
+            return loss, sums.values
+
+        return LossStats(self._optimizer.backward(whole))
+
+    def tokens(self, micro_batch: MicroBatch) -> TrainedTokens:
+        """The tokens that train, as the policy sees them now."""
+        streams = {name: mx.array(stream) for name, stream in streams_of(micro_batch).items()}
+        logprobs, entropy = self._forward.logprobs(
+            micro_batch, trained(micro_batch), entropy=True, entropy_grad=bool(self._config.entropy_coef)
+        )
+        assert entropy is not None
+        return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
+
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
+        """A pass for each component: what one has computed mlx does not keep for the next."""
+        sums, draws = LossStats({}), self._forward.draws
+        for name in components(micro_batch):
+            self._forward.draws = draws  # one micro-batch, one draw of noise
+
+            def part(name: str = name) -> Differentiated:
+                parts, sums = self._loss.parts(self.tokens(micro_batch), version)
+                return component(parts, name), sums.values
+
+            with stream.summing(name):
+                sums = LossStats(self._optimizer.backward(part))
+        return sums
+
+    def _clip(self) -> float:
+        return self._optimizer.clip()
+
+    def _over_ranks(self, values: mx.array | NDArray) -> NDArray:
+        return np.array(values, np.float64)
+
+
+class MlxKLReference:
+    """The reference's values of the trainable arrays, put into the model for a forward pass and taken out again.
+
+    The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept.
+    """
+
+    def __init__(self, parameters: Parameters, c: config.KLConfig) -> None:
+        self._parameters, self._config = parameters, c
+        now = parameters.now()
+        self._adapters_off = c.reference == "base" and all(name.endswith(ADAPTER) for name in now)
+        self._tensors = {} if self._adapters_off else {name: self._kept(p) for name, p in now.items()}
+        mx.eval(self._tensors)
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """The model computes as the reference inside."""
+        held = self._parameters.now()
+        off = {name: mx.zeros_like(p) for name, p in held.items() if ".lora_B." in name}
+        self._parameters.put(off if self._adapters_off else self._tensors)
+        try:
+            yield
+        finally:
+            self._parameters.put(held)
+
+    def follow(self, version: int, optimizer: MlxAdamW) -> None:
+        """After a batch: take the snapshot that is due, or move the mean. Masters hold what half precision loses."""
+        c = self._config
+        if c.reference == "snapshot" and version % c.every == 0:
+            self._tensors = self._parameters.now()
+        elif c.reference == "ema":
+            for name, master in optimizer.masters.items():
+                self._tensors[name] += (1 - c.decay) * (master - self._tensors[name])
+                mx.eval(self._tensors[name])
+
+    def tensors(self) -> dict[str, mx.array]:
+        """What a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
+        return {} if self._config.reference == "base" else dict(self._tensors)
+
+    def base_fingerprint(self) -> str:
+        """Names the tensors the run started from; empty where a checkpoint keeps them."""
+        return fingerprint(self._tensors.items()) if self._config.reference == "base" else ""
+
+    def load(self, tensors: Mapping[str, mx.array], base: str) -> None:
+        """Back to a checkpoint's. One written without a reference starts it at the weights just loaded."""
+        if self._config.reference == "base":
+            check_base(base, self.base_fingerprint())
+            return
+        now = self._parameters.now()
+        held = {name: tensors.get(name, p).astype(self._tensors[name].dtype) for name, p in now.items()}
+        mx.eval(held)
+        self._tensors = held
+
+    def _kept(self, parameter: mx.array) -> mx.array:
+        return parameter.astype(mx.float32) if self._config.reference == "ema" else parameter
 
 
 class MlxLearner(Learner):
@@ -30,17 +216,17 @@ class MlxLearner(Learner):
     optimizer: MlxAdamW
     stepper: MlxStepper
 
-    def __init__(self, model: MlxModel, c: config.Trainer, total_steps: int | None = None) -> None:
+    def __init__(self, model: MlxModel, c: config.TrainerConfig, total_steps: int | None = None) -> None:
         super().__init__(c)
         _check(model, c)
         self._model = model
         model.net.eval()
         self.parameters = Parameters(model.net)
-        self.forward = Forward(model, c.gradient_checkpointing)
+        self.forward = MlxForwardPass(model, c.gradient_checkpointing)
         own, critics = lengths(c, total_steps)
         self.optimizer = MlxAdamW(self.parameters, c.optimizer, own, model.dtype == mx.float16)
         self.stepper = MlxStepper(model, c, self.forward, self.optimizer)
-        self._reference = Reference(self.parameters, c.kl) if c.kl is not None else None
+        self._reference = MlxKLReference(self.parameters, c.kl) if c.kl is not None else None
         self._critic = MlxCritic(model, c, critics) if c.critic is not None else None
         self._preparation = Preparation(c, self.forward, self._reference, self._critic)
 
@@ -68,7 +254,7 @@ class MlxLearner(Learner):
         return Batch.alone(samples, self._config, self._budget)
 
 
-def _check(model: MlxModel, c: config.Trainer) -> None:
+def _check(model: MlxModel, c: config.TrainerConfig) -> None:
     """Refuse by name what would otherwise be left out without a word."""
     for problem in refused(c):
         raise TrainerError(problem)

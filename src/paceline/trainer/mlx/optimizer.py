@@ -15,7 +15,7 @@ class MlxAdamW:
     """torch's AdamW to the last digits, with masters, moments and gradient sums in float32, whatever the model computes
     in. All of it is computed as soon as it is asked for: what is put off keeps everything it is made of in memory."""
 
-    def __init__(self, parameters: Parameters, c: config.Optimizer, total_steps: int | None, half: bool) -> None:
+    def __init__(self, parameters: Parameters, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
         self._parameters, self._config, self._total = parameters, c, total_steps
         self.masters = {name: p.astype(mx.float32) for name, p in parameters.now().items()}
         mx.eval(self.masters)

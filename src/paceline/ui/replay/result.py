@@ -18,7 +18,7 @@ ROWS = 500
 """Samples that are listed."""
 
 
-class Result:
+class ReplayResult:
     """What `paceline replay --json` printed."""
 
     def __init__(self, data: bytes, step: int, changes: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Result:
         return "; ".join(one["rule"] for one in held if one["token"] == token)
 
 
-def summary(one: Result, other: Result | None, component: str) -> dict[str, Any]:
+def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> dict[str, Any]:
     """The loss, the samples by what they weigh, and the weightiest tokens; beside another by what differs."""
     if other is not None:
         _check(one, other)
@@ -66,7 +66,7 @@ def summary(one: Result, other: Result | None, component: str) -> dict[str, Any]
     }
 
 
-def sample(one: Result, other: Result | None, number: int) -> dict[str, Any]:
+def sample(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[str, Any]:
     """One sample with all its tokens."""
     if not 0 <= number < len(one.samples):
         raise refuse(404, f"there is no sample {number}: the step has {len(one.samples)}")
@@ -86,7 +86,7 @@ def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
     return total
 
 
-def _row(result: Result, at: int, mine: NDArray, theirs: NDArray | None) -> dict[str, Any]:
+def _row(result: ReplayResult, at: int, mine: NDArray, theirs: NDArray | None) -> dict[str, Any]:
     told = result.samples[at]
     trained = told["trained"]
     return {name: told[name] for name in ("env", "ticket", "member", "rollout", "number")} | {
@@ -101,7 +101,11 @@ def _row(result: Result, at: int, mine: NDArray, theirs: NDArray | None) -> dict
 
 
 def _top(
-    one: Result, other: Result | None, mine: Sequence[NDArray], theirs: Sequence[NDArray], weights: Sequence[NDArray]
+    one: ReplayResult,
+    other: ReplayResult | None,
+    mine: Sequence[NDArray],
+    theirs: Sequence[NDArray],
+    weights: Sequence[NDArray],
 ) -> list[dict[str, Any]]:
     lengths = [len(values) for values in weights]
     if not sum(lengths):
@@ -128,7 +132,7 @@ def _top(
     return found
 
 
-def _token(result: Result, number: int, token: int) -> dict[str, Any]:
+def _token(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
     told, trained = result.samples[number], result.samples[number]["trained"]
     place = trained["places"][token]
     return {
@@ -143,14 +147,14 @@ def _token(result: Result, number: int, token: int) -> dict[str, Any]:
     } | {name: trained[name][token] for name in ("ratio", "advantage", "logprob")}
 
 
-def _held(result: Result) -> int:
+def _held(result: ReplayResult) -> int:
     """Tokens that a bound held back."""
     return sum(
         len({one["token"] for one in told["trained"]["held_back"]}) for told in result.samples if told["trained"]
     )
 
 
-def _check(one: Result, other: Result) -> None:
+def _check(one: ReplayResult, other: ReplayResult) -> None:
     """A run that went back in between has other samples under the same step."""
     same = len(one.samples) == len(other.samples) and all(
         mine["ids"] == theirs["ids"] and _places(mine) == _places(theirs)

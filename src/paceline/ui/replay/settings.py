@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from paceline.config import ConfigError, load
 from paceline.config.fields import Spot
-from paceline.config.trainer import KL, Proximal, Trainer
+from paceline.config.trainer import KLConfig, ProximalConfig, TrainerConfig
 from paceline.ui.answers import refuse
 
 PLAIN = ("normalise", "fixed_length", "entropy_coef", "clip_skip_threshold")
@@ -24,7 +24,7 @@ Kind = Literal["choice", "number", "integer", "flag"]
 KINDS: dict[Any, Kind] = {bool: "flag", int: "integer"}
 
 
-class Setting(BaseModel):
+class FormField(BaseModel):
     """One field of the form."""
 
     key: str
@@ -51,20 +51,20 @@ def own_code(config: Mapping[str, Any]) -> str:
     )
 
 
-def settings(config: Mapping[str, Any]) -> list[Setting]:
+def settings(config: Mapping[str, Any]) -> list[FormField]:
     """What may be changed, with what the run had."""
     trainer = _table(config, "trainer")
     loss = _table(trainer, "loss")
-    sections = Spot.of_field(Trainer.model_fields["loss"]).sections
+    sections = Spot.of_field(TrainerConfig.model_fields["loss"]).sections
     types = [name for name in sections if name != OWN_CODE]
-    told = [Setting(key="trainer.loss.type", kind="choice", options=types, value=loss.get("type", types[0]))]
+    told = [FormField(key="trainer.loss.type", kind="choice", options=types, value=loss.get("type", types[0]))]
     for name in types:
         told += _fields("trainer.loss", sections[name], loss if loss.get("type", types[0]) == name else {}, of=name)
-    told += _fields("trainer", Trainer, trainer, only=PLAIN)
+    told += _fields("trainer", TrainerConfig, trainer, only=PLAIN)
     if trainer.get("proximal"):
-        told += _fields("trainer.proximal", Proximal, trainer["proximal"])
+        told += _fields("trainer.proximal", ProximalConfig, trainer["proximal"])
     if _table(trainer, "kl").get("how") == "loss":
-        told += _fields("trainer.kl", KL, trainer["kl"], only=("coef", "kind"))
+        told += _fields("trainer.kl", KLConfig, trainer["kl"], only=("coef", "kind"))
     return told
 
 
@@ -85,7 +85,7 @@ def flags(file: Path, config: Mapping[str, Any], changes: Mapping[str, Value]) -
     return written
 
 
-def _flag(setting: Setting, value: Value) -> str:
+def _flag(setting: FormField, value: Value) -> str:
     fits = {
         "choice": lambda: value in setting.options,
         "flag": lambda: isinstance(value, bool),
@@ -102,7 +102,7 @@ def _flag(setting: Setting, value: Value) -> str:
 
 def _fields(
     above: str, section: type[BaseModel], given: Mapping[str, Any], only: tuple[str, ...] = (), of: str = ""
-) -> Iterator[Setting]:
+) -> Iterator[FormField]:
     for name, field in section.model_fields.items():
         if name == "type" or (only and name not in only):
             continue
@@ -110,7 +110,7 @@ def _fields(
         options = list(get_args(spot.annotation)) if get_origin(spot.annotation) is Literal else []
         kind = "choice" if options else KINDS.get(spot.annotation, "number")
         value = given.get(name) if name in given or spot.optional else spot.default
-        yield Setting(
+        yield FormField(
             key=f"{above}.{name}",
             kind=kind,
             options=options,

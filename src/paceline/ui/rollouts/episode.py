@@ -15,14 +15,74 @@ from paceline.data.sample import Ticket
 from paceline.record import Gone, Row, Told, ToldTurn
 from paceline.record.rollouts import Rollouts
 from paceline.ui.rollouts.parts import plain, shown
-from paceline.ui.rollouts.talk import turn_facts
+
+MOST_TALKS = 20
+"""Conversations of one rollout that a page can hold, the latest ones."""
+
+
+def talks(told: Told) -> dict[str, Any]:
+    """The conversations with their messages, and how many there are. What the policy said carries the facts of its
+    turn."""
+    if not told.turns:
+        found = [{"messages": [shown(message) for message in told.messages]}] if told.messages else []
+        return {"total": len(found), "shown": found}
+    last = ends(told.turns)
+    return {"total": len(last), "shown": [_talk(at, told.turns) for at in last[-MOST_TALKS:]]}
+
+
+def ends(turns: Sequence[ToldTurn]) -> list[int]:
+    """Turns that no later one goes on from."""
+    whole = [_whole(turn) for turn in turns]
+
+    def goes_on(at: int) -> bool:
+        mine = whole[at]
+        return any(later.messages is not None and later.messages[: len(mine)] == mine for later in turns[at + 1 :])
+
+    return [at for at, turn in enumerate(turns) if turn.messages is None or not goes_on(at)]
+
+
+def _talk(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
+    ending = turns[last]
+    if ending.messages is None:
+        said = shown(ending.message) | {"turn": turn_facts(last, ending)}
+        return {"prompt_tokens": len(ending.prompt_ids), "messages": [said]}
+    whole = _whole(ending)
+    spoken = {}
+    for at, turn in enumerate(turns[: last + 1]):
+        if turn.messages is not None and whole[: len(turn.messages) + 1] == _whole(turn):
+            spoken[len(turn.messages)] = turn_facts(at, turn)
+    messages = [shown(message) | ({"turn": spoken[at]} if at in spoken else {}) for at, message in enumerate(whole)]
+    return {"messages": messages, "tools": [_tool(tool) for tool in ending.tools or ()]}
+
+
+def turn_facts(at: int, turn: ToldTurn) -> dict[str, Any]:
+    """What a reader may ask of one reply: by which versions, how long, and why it ended."""
+    return {
+        "number": at + 1,
+        "tokens": len(turn.completion_ids),
+        "prompt": len(turn.prompt_ids),
+        "finish": turn.finish,
+        "temperature": turn.temperature,
+        "versions": sorted(set(turn.versions.tolist())),
+    }
+
+
+def _whole(turn: ToldTurn) -> list[Any]:
+    return [*(turn.messages or ()), turn.message]
+
+
+def _tool(tool: Any) -> dict[str, str]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    function = function if isinstance(function, dict) else {}
+    return {"name": str(function.get("name") or "?"), "description": str(function.get("description") or "")}
+
 
 MOST_SEATS = 32
 _SHORT = 40
 
 
 @dataclass(frozen=True)
-class Spoken:
+class EpisodeTurn:
     """One turn: what this seat heard since its last one, and what it said."""
 
     heard: list[Any]
@@ -55,7 +115,7 @@ def _read(rollouts: Rollouts, row: Row) -> Told:
         return Told(row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward, error=str(error))
 
 
-def in_order(spoken: Sequence[Sequence[Spoken]], after: Sequence[int | None]) -> list[tuple[int, int]]:
+def in_order(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | None]) -> list[tuple[int, int]]:
     """Seat and turn, the earliest first. `after` is the seat whose first turn one must wait for, if any."""
     heard = [["\n".join(plain(message) for message in one.heard) for one in seat] for seat in spoken]
     taken = [0] * len(spoken)
@@ -87,14 +147,14 @@ def quotes(heard: str, words: str) -> bool:
     return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", heard) is not None
 
 
-def _spoken(turns: Sequence[ToldTurn]) -> list[Spoken]:
+def _spoken(turns: Sequence[ToldTurn]) -> list[EpisodeTurn]:
     """What is new in each turn's prompt: all messages behind those of the turn before it and its reply."""
-    found: list[Spoken] = []
+    found: list[EpisodeTurn] = []
     before: list[Any] = []
     for turn in turns:
         messages = turn.messages or []
         goes_on = messages[: len(before)] == before
-        found.append(Spoken(messages[len(before) :] if goes_on else messages, turn))
+        found.append(EpisodeTurn(messages[len(before) :] if goes_on else messages, turn))
         before = [*messages, turn.message]
     return found
 

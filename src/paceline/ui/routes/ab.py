@@ -6,7 +6,7 @@ import numpy as np
 from fastapi import APIRouter, Query, Response
 
 from paceline.record.paired import Verdict, verdict
-from paceline.ui.answers import Json, refuse
+from paceline.ui.answers import FiniteJsonResponse, refuse
 from paceline.ui.routes.here import AllRuns
 
 FARTHEST = 20
@@ -24,8 +24,8 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
         raise refuse(400, "a run does not differ from itself: choose two")
     known = verdict(one, other)
     if known is None:
-        return Json({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
-    return Json(_told(known))
+        return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
+    return FiniteJsonResponse(_told(known))
 
 
 def _told(known: Verdict) -> dict[str, Any]:

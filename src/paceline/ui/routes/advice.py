@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from paceline.config.advice import Advice
-from paceline.record.advice import RULES, Advisory, Sight, advise, sight_of
+from paceline.config.advice import AdviceConfig
+from paceline.record.advice import RULES, AdviceWindow, Advisory, advise, sight_of
 from paceline.record.advice.telling import silence
-from paceline.ui.answers import Json
+from paceline.ui.answers import FiniteJsonResponse
 from paceline.ui.routes.here import OneRun
 
 router = APIRouter()
@@ -25,19 +25,19 @@ def advice(run: OneRun) -> Response:
             "name": rule.name,
             "asks": rule.asks,
             "limit": getattr(sight.advice, rule.name),
-            "help": Advice.model_fields[rule.name].description,
+            "help": AdviceConfig.model_fields[rule.name].description,
             "found": sum(advisory.rule == rule.name for advisory in found),
             "pauses": [env for env in sight.envs if rule.name in _grounds(sight, env)],
         }
         for rule in RULES
     ]
     told = [_told(sight, advisory) for advisory in found]
-    return Json(
+    return FiniteJsonResponse(
         {"steps": sight.steps, "trained": sight.trained, "silence": silence(sight), "rules": rules, "found": told}
     )
 
 
-def _told(sight: Sight, advisory: Advisory) -> dict[str, Any]:
+def _told(sight: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
     """The advisory with each rollout in a few words, and each knob as it is written."""
     knobs = [asdict(knob) | {"text": knob.text, "flag": knob.flag} for knob in advisory.knobs]
     rollouts = [
@@ -48,6 +48,6 @@ def _told(sight: Sight, advisory: Advisory) -> dict[str, Any]:
     return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
 
 
-def _grounds(sight: Sight, env: str) -> Sequence[str]:
+def _grounds(sight: AdviceWindow, env: str) -> Sequence[str]:
     own = sight.env(env).get("pause")
     return sight.advice.pause if own is None else own

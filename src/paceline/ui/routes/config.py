@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from paceline.config.fields import KeyPath, Spot, spot_at
-from paceline.ui.answers import Json
+from paceline.ui.answers import FiniteJsonResponse
 from paceline.ui.routes.here import OneRun
 
 router = APIRouter()
@@ -36,7 +36,7 @@ def config(run: OneRun) -> Response:
     file = run.path / "config.toml"
     if file.is_file():
         text = file.read_text(errors="replace")
-    return Json({"rows": rows, "text": text, "problems": run.problems(patient=False)})
+    return FiniteJsonResponse({"rows": rows, "text": text, "problems": run.problems(patient=False)})
 
 
 def _leaves(table: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from paceline.ui.answers import Json, refuse
+from paceline.ui.answers import FiniteJsonResponse, refuse
 from paceline.ui.diffing import Comparisons
 from paceline.ui.routes.here import AllRuns
 
@@ -33,9 +33,9 @@ def diff(
     """Compare two runs, or with the number of an earlier answer see how far that is. Without runs: nothing."""
     if job is None:
         if not a or not b:
-            return Json({"state": "idle"})
+            return FiniteJsonResponse({"state": "idle"})
         one, other = runs.open(a), runs.open(b)
         if one.path == other.path:
             raise refuse(400, "a run does not differ from itself: choose two")
         job = comparisons.begin(one, other, tolerance)
-    return Json(comparisons.standing(job, WAIT_SECONDS))
+    return FiniteJsonResponse(comparisons.standing(job, WAIT_SECONDS))

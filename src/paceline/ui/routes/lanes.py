@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from paceline.ui.answers import Json
+from paceline.ui.answers import FiniteJsonResponse
 from paceline.ui.lanes import lanes_of
 from paceline.ui.routes.here import OneRun
 
@@ -19,4 +19,4 @@ def lanes(
     bins: Annotated[int, Query(ge=1, le=4000)] = 600,
 ) -> Response:
     """The lanes between two times (seconds since 1970), in at most so many bins."""
-    return Json(lanes_of(run, start, end, bins))
+    return FiniteJsonResponse(lanes_of(run, start, end, bins))

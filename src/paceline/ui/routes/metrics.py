@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Response
 
-from paceline.ui.answers import Json
+from paceline.ui.answers import FiniteJsonResponse
 from paceline.ui.following import read_metrics
 from paceline.ui.routes.here import OneRun
 
@@ -13,4 +13,4 @@ router = APIRouter()
 def metrics(run: OneRun, mark: str = "") -> Response:
     """Every metric as a list, beside `step` and `time`; with the mark of an earlier answer only what came since."""
     told, mark = read_metrics(run, mark)
-    return Json(told | {"mark": mark})
+    return FiniteJsonResponse(told | {"mark": mark})

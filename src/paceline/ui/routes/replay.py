@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from paceline.ui.answers import Json, refuse
-from paceline.ui.replay.desk import Desk
+from paceline.ui.answers import FiniteJsonResponse, refuse
 from paceline.ui.replay.result import sample, summary
+from paceline.ui.replay.runner import ReplayRunner
 from paceline.ui.replay.settings import own_code, settings
 from paceline.ui.routes.here import OneRun
 
@@ -18,7 +18,7 @@ CHECKPOINT = re.compile(r"step-(\d+)")
 router = APIRouter()
 
 
-def _desk(request: Request) -> Desk:
+def _desk(request: Request) -> ReplayRunner:
     return request.app.state.replays
 
 
@@ -32,7 +32,7 @@ def _own_page(request: Request) -> None:
         raise refuse(415, "send JSON: Content-Type: application/json")
 
 
-OneDesk = Annotated[Desk, Depends(_desk)]
+OneDesk = Annotated[ReplayRunner, Depends(_desk)]
 Key = Annotated[str, Query(max_length=100)]
 
 
@@ -50,7 +50,7 @@ def replay(run: OneRun, desk: OneDesk) -> Response:
     """Which steps can be replayed and from which weights, which settings can be tried, and what was replayed lately."""
     config = run.config()
     found = (CHECKPOINT.fullmatch(path.name) for path in (run.path / "checkpoints").glob("step-*"))
-    return Json(
+    return FiniteJsonResponse(
         {
             "path": str(run.path),
             "steps": run.batches(),
@@ -69,20 +69,20 @@ def replay(run: OneRun, desk: OneDesk) -> Response:
 @router.get("/replay/job")
 def job(run: OneRun, desk: OneDesk) -> Response:
     """How the run's last replay stands."""
-    return Json({"job": desk.job(run)})
+    return FiniteJsonResponse({"job": desk.job(run)})
 
 
 @router.post("/replay/start", dependencies=[Depends(_own_page)])
 def start(run: OneRun, desk: OneDesk, asked: Asked) -> Response:
     """Replay a step in a process of its own."""
-    return Json({"job": desk.start(run, asked.step, asked.settings)})
+    return FiniteJsonResponse({"job": desk.start(run, asked.step, asked.settings)})
 
 
 @router.post("/replay/cancel", dependencies=[Depends(_own_page)])
 def cancel(run: OneRun, desk: OneDesk) -> Response:
     """End it."""
     desk.cancel(run)
-    return Json({"job": desk.job(run)})
+    return FiniteJsonResponse({"job": desk.job(run)})
 
 
 @router.get("/replay/result")
@@ -90,8 +90,8 @@ def result(run: OneRun, desk: OneDesk, of: Key = "", against: Key = "", componen
     """The loss, the samples and the weightiest tokens; `against` another result by what differs. Null: not known."""
     one, other = desk.kept.get(run.path, of), desk.kept.get(run.path, against) if against else None
     if one is None or (against and other is None):
-        return Json({"result": None})
-    return Json({"result": summary(one, other, component)})
+        return FiniteJsonResponse({"result": None})
+    return FiniteJsonResponse({"result": summary(one, other, component)})
 
 
 @router.get("/replay/sample")
@@ -100,4 +100,4 @@ def one_sample(
 ) -> Response:
     """All tokens of one sample. Null: the result is not known any more."""
     one, other = desk.kept.get(run.path, of), desk.kept.get(run.path, against) if against else None
-    return Json({"sample": None if one is None else sample(one, other, sample_)})
+    return FiniteJsonResponse({"sample": None if one is None else sample(one, other, sample_)})

@@ -8,12 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from paceline.record import Gone
-from paceline.ui.answers import Json, refuse
-from paceline.ui.rollouts.episode import story
+from paceline.ui.answers import FiniteJsonResponse, refuse
+from paceline.ui.rollouts.episode import story, talks
 from paceline.ui.rollouts.group import side_by_side, tries
 from paceline.ui.rollouts.league import has_league, leagues
 from paceline.ui.rollouts.query import OneQuery, counts, line
-from paceline.ui.rollouts.talk import talks
 from paceline.ui.routes.here import OneRun
 
 router = APIRouter(prefix="/rollouts")
@@ -35,8 +34,8 @@ def rollouts(run: OneRun, query: OneQuery) -> Response:
     with _found():
         found = run.rollouts.find(query)
     if not query.limit:
-        return Json({"total": found.total, "all": run.rollouts.count})
-    return Json(
+        return FiniteJsonResponse({"total": found.total, "all": run.rollouts.count})
+    return FiniteJsonResponse(
         {
             "total": found.total,
             "all": run.rollouts.count,
@@ -56,7 +55,7 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
         told = run.rollouts.get(index)
         beside = run.rollouts.beside(index, replace(query, offset=0, limit=None))
         mates, seats = tries(run.rollouts, index), run.rollouts.episode(index)
-    return Json(
+    return FiniteJsonResponse(
         {
             "row": told.row,
             "parent": told.parent,
@@ -77,17 +76,17 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
 def group(run: OneRun, index: Index) -> Response:
     """All tries of its ticket, side by side."""
     with _found():
-        return Json(side_by_side(run.rollouts, index))
+        return FiniteJsonResponse(side_by_side(run.rollouts, index))
 
 
 @router.get("/episode")
 def episode(run: OneRun, index: Index) -> Response:
     """All seats of its episode in one line of time."""
     with _found():
-        return Json(story(run.rollouts, index))
+        return FiniteJsonResponse(story(run.rollouts, index))
 
 
 @router.get("/league")
 def league(run: OneRun) -> Response:
     """The leagues of the run."""
-    return Json(leagues(run))
+    return FiniteJsonResponse(leagues(run))

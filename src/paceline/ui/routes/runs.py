@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter, Response
 
-from paceline.ui.answers import Json
+from paceline.ui.answers import FiniteJsonResponse
+from paceline.ui.following import standing
 from paceline.ui.routes.here import AllRuns, OneRun
-from paceline.ui.standing import standing
 
 router = APIRouter()
 
@@ -12,10 +12,10 @@ router = APIRouter()
 @router.get("/runs")
 def runs(runs: AllRuns) -> Response:
     """Every run of the folder, in a line."""
-    return Json({"folder": str(runs.folder), "runs": list(runs.vitals(patient=False).values())})
+    return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.vitals(patient=False).values())})
 
 
 @router.get("/run")
 def run(run: OneRun) -> Response:
     """How one run stands: its status, its events and what could not be read, but for what `live` tells in a while."""
-    return Json(standing(run, patient=False))
+    return FiniteJsonResponse(standing(run, patient=False))

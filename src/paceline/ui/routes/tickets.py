@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from paceline.data import State
-from paceline.ui.answers import Json, refuse
+from paceline.ui.answers import FiniteJsonResponse, refuse
 from paceline.ui.routes.here import OneRun
 from paceline.ui.tickets import life_of, listed
 
@@ -29,7 +29,7 @@ def tickets(
     envs = [one.get("name") for one in run.config().get("env", []) if isinstance(one, dict)]
     standing = run.tickets.states()
     dropped = {name: sum(count for _, count in steps) for name, steps in run.tickets.dropped().items()}
-    return Json(
+    return FiniteJsonResponse(
         {
             "total": found.total,
             "rows": listed(run, found.rows),
@@ -47,9 +47,9 @@ def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] =
     if ticket is None:
         rows = run.tickets.find(limit=1).rows
         if not rows:
-            return Json({"nothing": "No ticket was drawn yet."})
+            return FiniteJsonResponse({"nothing": "No ticket was drawn yet."})
         ticket = rows[0]["number"]
     life = life_of(run, ticket)
     if life is None:
         raise refuse(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
-    return Json(life)
+    return FiniteJsonResponse(life)

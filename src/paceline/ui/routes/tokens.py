@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from paceline.record import Gone, RunFolder, Told
-from paceline.ui.answers import Json, refuse
+from paceline.ui.answers import FiniteJsonResponse, refuse
 from paceline.ui.routes.here import OneRun
 from paceline.ui.tokens.card import card_of
 from paceline.ui.tokens.strip import newest, page_of, strip_of
@@ -20,9 +20,9 @@ def tokens(run: OneRun, id: Place = None, sample: Place = None, turn: Place = No
     """One sample of a rollout, or one turn of it, with every stream; without an id, of the last one that trained."""
     index = newest(run) if id is None else id
     if index is None:
-        return Json(NOTHING)
+        return FiniteJsonResponse(NOTHING)
     told = _told(run, index)
-    return Json(page_of(run, told, strip_of(told, sample, turn)))
+    return FiniteJsonResponse(page_of(run, told, strip_of(told, sample, turn)))
 
 
 @router.get("/tokens/card")
@@ -36,12 +36,12 @@ def card(
     """What is known of the token at a place of that sequence."""
     index = newest(run) if id is None else id
     if index is None:
-        return Json(NOTHING)
+        return FiniteJsonResponse(NOTHING)
     told = _told(run, index)
     strip = strip_of(told, sample, turn)
     if strip is None or at >= len(strip.ids):
         raise refuse(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
-    return Json(card_of(run, told, strip, at))
+    return FiniteJsonResponse(card_of(run, told, strip, at))
 
 
 def _told(run: RunFolder, index: int) -> Told:

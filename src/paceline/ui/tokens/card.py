@@ -8,7 +8,7 @@ import numpy as np
 from paceline.config import RunConfig
 from paceline.config import algorithm as algorithms
 from paceline.record import Query, Row, RunFolder, Told
-from paceline.ui.tokens.credit import Line, Peer, advantage, figure
+from paceline.ui.tokens.credit import CardLine, Peer, advantage, figure
 from paceline.ui.tokens.fate import TRAINS, fate
 from paceline.ui.tokens.loss import Token, bound, kl_line, ref_kl_line, rl_line
 from paceline.ui.tokens.share import Share, share_of
@@ -34,7 +34,7 @@ def card_of(run: RunFolder, told: Told, strip: Strip, at: int) -> dict[str, Any]
 
 def _lines(
     run: RunFolder, told: Told, strip: Strip, at: int, config: RunConfig, weights: dict[str, float]
-) -> list[Line]:
+) -> list[CardLine]:
     trainer, lines = config.trainer, []
     token = _token(strip, at, frozen="logprobs" not in strip.streams)
     share = share_of(run, told, strip.number, config) if weights else None
@@ -44,17 +44,17 @@ def _lines(
         rl = rl_line(trainer.loss, token)
         lines += [rl, *_scaled(rl, share, "rl", at, weights["rl"], config)]
         if trainer.proximal is None and (edge := bound(trainer.loss, token)):
-            lines.append(Line(name="bound", note=edge))
+            lines.append(CardLine(name="bound", note=edge))
         if trainer.kl is not None and trainer.kl.how == "loss":
             lines.append(kl_line(trainer.kl, token))
         if trainer.kl is not None and trainer.kl.how == "advantage":
             note = "At train time kl.coef times the sample's mean of log π − log reference is taken off the advantage."
-            lines.append(Line(name="kl shaping", note=note, replay=True))
+            lines.append(CardLine(name="kl shaping", note=note, replay=True))
         if trainer.entropy_coef:
             note = "The entropy is computed at train time and not kept."
-            lines.append(Line(name="entropy term", formula="−entropy_coef · H", note=note, replay=True))
+            lines.append(CardLine(name="entropy term", formula="−entropy_coef · H", note=note, replay=True))
     if "ce" in weights:
-        ce = Line(name="ce term", formula="−log π", note="log π is the trainer's and not recorded.", replay=True)
+        ce = CardLine(name="ce term", formula="−log π", note="log π is the trainer's and not recorded.", replay=True)
         lines += [ce, *_scaled(ce, share, "ce", at, weights["ce"], config)]
     if "ref_kl" in weights:
         pull = ref_kl_line(token)
@@ -75,23 +75,27 @@ def _token(strip: Strip, at: int, frozen: bool) -> Token:
     )
 
 
-def _ratio(strip: Strip, config: RunConfig) -> Line:
+def _ratio(strip: Strip, config: RunConfig) -> CardLine:
     """Known only where it must be 1."""
     trainer = config.trainer
     if "logprobs" not in strip.streams:
-        return Line(name="ratio", formula="1: a frozen model sampled it", value=1.0)
+        return CardLine(name="ratio", formula="1: a frozen model sampled it", value=1.0)
     if trainer.proximal is not None and trainer.minibatches == 1:
         note = "It is measured from the batch's start, and the only step is taken from there. Who really sampled is "
-        return Line(name="ratio", formula="π / π at the batch's start", value=1.0, note=f"{note}weighed at train time.")
+        return CardLine(
+            name="ratio", formula="π / π at the batch's start", value=1.0, note=f"{note}weighed at train time."
+        )
     old = "π at the batch's start" if trainer.proximal is not None else "μ"
     note = "π is the trainer's probability at train time, which no file keeps."
     if trainer.clip_skip_threshold is not None:
         share = figure(trainer.clip_skip_threshold)
         note += f" A sample with more than {share} of its ratios outside 0.8 to 1.2 is left out as a whole."
-    return Line(name="ratio", formula=f"π / {old}", note=note, replay=True)
+    return CardLine(name="ratio", formula=f"π / {old}", note=note, replay=True)
 
 
-def _scaled(line: Line, share: Share | None, part: str, at: int, weight: float, config: RunConfig) -> list[Line]:
+def _scaled(
+    line: CardLine, share: Share | None, part: str, at: int, weight: float, config: RunConfig
+) -> list[CardLine]:
     """The term's share of the step's loss."""
     formula = {
         "token": "weight · term / tokens of the component",
@@ -100,7 +104,7 @@ def _scaled(line: Line, share: Share | None, part: str, at: int, weight: float, 
     }[config.trainer.normalise]
     if share is None:
         note = "Its step's normaliser is not counted here: it did not train, or its batch is very large or not whole."
-        return [Line(name="loss share", formula=formula, note=note)]
+        return [CardLine(name="loss share", formula=formula, note=note)]
     stream = getattr(share.scales, part)
     if at >= len(stream):
         return []
@@ -108,10 +112,10 @@ def _scaled(line: Line, share: Share | None, part: str, at: int, weight: float, 
     tokens, rollouts = (int(number) for number in share.totals[PARTS.index(part)])
     note = f"{tokens:,} {part} tokens of {rollouts:,} rollouts train in this optimizer step."
     if line.value is None:
-        return [Line(name=f"{part} scale", formula="weight / normaliser", value=scale, note=note)]
+        return [CardLine(name=f"{part} scale", formula="weight / normaliser", value=scale, note=note)]
     numbers = f"{figure(weight)} · {figure(line.value)} / {figure(weight / scale)}"
     name = "loss share" if part == "rl" else f"{part} loss share"
-    return [Line(name=f"{name} at r = 1", formula=formula, numbers=numbers, value=scale * line.value, note=note)]
+    return [CardLine(name=f"{name} at r = 1", formula=formula, numbers=numbers, value=scale * line.value, note=note)]
 
 
 def _silent(told: Told, strip: Strip, at: int, config: RunConfig) -> str:
@@ -140,12 +144,12 @@ def algorithm_of(row: Row, config: RunConfig) -> algorithms.AlgorithmConfig | No
     return next((seat.algo for seat in env.seats if seat.name == row.actor), env.algo)
 
 
-def _credit(run: RunFolder, told: Told, token: Token, config: RunConfig) -> Line:
+def _credit(run: RunFolder, told: Told, token: Token, config: RunConfig) -> CardLine:
     algo, row = algorithm_of(told.row, config), told.row
     if algo is None or row.reward is None:
-        return Line(name="advantage", value=token.advantage, note="The run's config does not name its environment.")
+        return CardLine(name="advantage", value=token.advantage, note="The run's config does not name its environment.")
     rows = _compared(run, row, algo)
-    deep = isinstance(algo, algorithms.Hierarchical)
+    deep = isinstance(algo, algorithms.HierarchicalConfig)
     peers = [_peer(run, one, deep) for one in rows if one.reward is not None and not one.error]
     me = _peer(run, row, deep)
     if all(peer.index != me.index for peer in peers):
@@ -154,7 +158,7 @@ def _credit(run: RunFolder, told: Told, token: Token, config: RunConfig) -> Line
 
 
 def _compared(run: RunFolder, row: Row, algo: algorithms.AlgorithmConfig) -> list[Row]:
-    if isinstance(algo, algorithms.GroupCredit) and algo.baseline == "batch":
+    if isinstance(algo, algorithms.GroupCreditConfig) and algo.baseline == "batch":
         states = ("trained", "skipped", "dropped:no_sample")  # a replay keeps the credit it had
         query = Query(env=row.env, step=(row.step, row.step), domain=row.domain, state=states, sort="step", limit=None)
         return run.rollouts.find(query).rows

@@ -18,7 +18,7 @@ CLOSE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CardLine:
     """One line of a token's card: a name, how it is made, the numbers put in, and what comes out."""
 
     name: str
@@ -44,38 +44,38 @@ class Peer:
     """Only those of the same scope are compared."""
 
 
-def advantage(algo: config.AlgorithmConfig, me: Peer, peers: Sequence[Peer], recorded: float | None) -> Line:
+def advantage(algo: config.AlgorithmConfig, me: Peer, peers: Sequence[Peer], recorded: float | None) -> CardLine:
     """The credit of a rollout among its peers, itself included."""
     peers = [peer for peer in peers if peer.scope == me.scope]
     place = next(place for place, peer in enumerate(peers) if peer.index == me.index)
     match algo:
-        case config.GRPO() | config.Echo():
+        case config.GRPOConfig() | config.EchoConfig():
             line = _group(algo, peers, place, "batch" if algo.baseline == "batch" else "group")
-        case config.Hierarchical():
-            line = _group(config.GRPO(std=algo.std, positive_only=algo.positive_only), peers, place, "siblings")
-        case config.MaxRL():
+        case config.HierarchicalConfig():
+            line = _group(config.GRPOConfig(std=algo.std, positive_only=algo.positive_only), peers, place, "siblings")
+        case config.MaxRLConfig():
             line = _max_rl(peers, place)
-        case config.Reward():
-            line = Line(name="advantage", formula="the reward itself", numbers=figure(me.reward), value=me.reward)
-        case config.Constant():
-            line = Line(name="advantage", formula="a constant (algo.value)", value=algo.value)
-        case config.RAE():
+        case config.RewardConfig():
+            line = CardLine(name="advantage", formula="the reward itself", numbers=figure(me.reward), value=me.reward)
+        case config.ConstantConfig():
+            line = CardLine(name="advantage", formula="a constant (algo.value)", value=algo.value)
+        case config.RAEConfig():
             return _running(me, recorded)
-        case config.GAE():
-            return Line(
+        case config.GAEConfig():
+            return CardLine(
                 name="advantage",
                 formula="made by the trainer's critic from the rewards",
                 note="The critic's values at train time are not recorded.",
                 replay=True,
             )
-        case config.Custom():
-            return Line(name="advantage", formula=f"given by {algo.import_path}", value=recorded)
+        case config.CustomConfig():
+            return CardLine(name="advantage", formula=f"given by {algo.import_path}", value=recorded)
         case _:
-            return Line(name="advantage", formula=f"{algo.type} gives none: no reward trains here", value=recorded)
+            return CardLine(name="advantage", formula=f"{algo.type} gives none: no reward trains here", value=recorded)
     return _checked(line, recorded)
 
 
-def earned(algo: config.GRPO | config.Echo, peers: Sequence[Peer]) -> NDArray:
+def earned(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer]) -> NDArray:
     """What each is taken to have earned: its reward, and under `length_bonus` more for thrift."""
     rewards = np.array([peer.reward for peer in peers], np.float64)
     if algo.length_bonus is None:
@@ -87,7 +87,7 @@ def earned(algo: config.GRPO | config.Echo, peers: Sequence[Peer]) -> NDArray:
     return rewards
 
 
-def _group(algo: config.GRPO | config.Echo, peers: Sequence[Peer], place: int, whom: str) -> Line:
+def _group(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer], place: int, whom: str) -> CardLine:
     rewards = earned(algo, peers)
     mine, mean = float(rewards[place]), float(rewards.mean())
     of = f"mean of the {whom}" + (f" ({len(peers)} rollouts)" if len(peers) > 1 else " (itself alone)")
@@ -102,33 +102,33 @@ def _group(algo: config.GRPO | config.Echo, peers: Sequence[Peer], place: int, w
         note = f"For its length the reward {figure(peers[place].reward)} counts as {figure(mine)} (algo.length_bonus)."
     if algo.positive_only and value < 0:
         value, note = 0.0, f"{note} Negative, so it is set to zero (algo.positive_only).".strip()
-    return Line(name="advantage", formula=formula, numbers=numbers, value=value, note=note)
+    return CardLine(name="advantage", formula=formula, numbers=numbers, value=value, note=note)
 
 
-def _max_rl(peers: Sequence[Peer], place: int) -> Line:
-    rewards = earned(config.GRPO(), peers)
+def _max_rl(peers: Sequence[Peer], place: int) -> CardLine:
+    rewards = earned(config.GRPOConfig(), peers)
     mine, mean = float(rewards[place]), float(rewards.mean())
     if mean <= 0:
-        return Line(name="advantage", formula="0, since the group's mean reward is not above 0", value=0.0)
+        return CardLine(name="advantage", formula="0, since the group's mean reward is not above 0", value=0.0)
     value = (mine - mean) / mean if np.ptp(rewards) else 0.0
     numbers = f"({figure(mine)} − {figure(mean)}) / {figure(mean)}"
-    return Line(name="advantage", formula="(reward − group mean) / group mean", numbers=numbers, value=value)
+    return CardLine(name="advantage", formula="(reward − group mean) / group mean", numbers=numbers, value=value)
 
 
-def _running(me: Peer, recorded: float | None) -> Line:
+def _running(me: Peer, recorded: float | None) -> CardLine:
     if recorded is None:
-        return Line(name="advantage", formula="reward − running mean of this role")
+        return CardLine(name="advantage", formula="reward − running mean of this role")
     numbers = f"{figure(me.reward)} − {figure(me.reward - recorded)}"
     note = "The running mean is not recorded; it is what the reward and the advantage leave."
     formula = "reward − running mean of what this role earned before"
-    return Line(name="advantage", formula=formula, numbers=numbers, value=recorded, note=note)
+    return CardLine(name="advantage", formula=formula, numbers=numbers, value=recorded, note=note)
 
 
-def _checked(line: Line, recorded: float | None) -> Line:
+def _checked(line: CardLine, recorded: float | None) -> CardLine:
     if recorded is None or line.value is None or abs(recorded - line.value) <= CLOSE * max(1.0, abs(line.value)):
         return line
     note = f"The record says {figure(recorded)}: rewards or credit were changed after one another."
-    return Line(
+    return CardLine(
         name=line.name,
         formula=line.formula,
         numbers=line.numbers,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.data import Sample, Scales, count, fold, minibatches
 from paceline.record import Query, Row, RunFolder, Told
-from paceline.record.layout import Places
+from paceline.record.layout import RecordFiles
 from paceline.record.stored import identity
 
 MOST_TOKENS = 4_000_000
@@ -73,7 +73,7 @@ def cut(sample: Sample, config: RunConfig) -> Sample:
 
 def _counted(run: RunFolder, step: int, config: RunConfig) -> Counted | None:
     rows, trainer = _rows(run, step), config.trainer
-    key = (run.path, identity(Places(run.path).index)[:2], step, len(rows), trainer.minibatches)
+    key = (run.path, identity(RecordFiles(run.path).index)[:2], step, len(rows), trainer.minibatches)
     with _lock:
         if key not in _kept:
             small = sum(row.prompt + row.tokens for row in rows) <= MOST_TOKENS and all(row.whole for row in rows)

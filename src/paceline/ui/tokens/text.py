@@ -31,7 +31,7 @@ _LETTERS = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class TokenTexts:
     """The text of each token; None where its bytes are no whole characters, which `parts` then tells of."""
 
     texts: list[str | None]
@@ -39,7 +39,7 @@ class Spoken:
     """By place: the token's `bytes`, and the text they are part `of`, if it is known."""
 
 
-class Lexicon:
+class VocabularyIndex:
     """A vocabulary, the other way round."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Lexicon:
         self._bytewise = "ByteLevel" in kinds
         self._spaced = bool(kinds & {"Metaspace", "Replace"})
 
-    def read(self, ids: Sequence[int]) -> Spoken:
+    def read(self, ids: Sequence[int]) -> TokenTexts:
         said = [self.bytes_of(number) for number in ids]
         texts = [None if one is None else _whole(one) for one in said]
         parts: dict[int, dict[str, str]] = {}
@@ -61,7 +61,7 @@ class Lexicon:
             for place, one in enumerate(run, first):
                 if one is not None:
                     parts[place] = {"bytes": one.hex(" ").upper(), "of": of}
-        return Spoken(texts, parts)
+        return TokenTexts(texts, parts)
 
     def bytes_of(self, number: int) -> bytes | None:
         """None where the vocabulary does not have it."""
@@ -77,7 +77,7 @@ class Lexicon:
         return (token.replace(_SPACE, " ") if self._spaced else token).encode(errors="replace")
 
 
-def lexicon_of(run: RunFolder) -> tuple[Lexicon | None, str]:
+def lexicon_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
     """The vocabulary of the run's model, and where it was found or why it was not."""
     looked = []
     for path in _places(run):
@@ -117,8 +117,8 @@ def _cached(name: str) -> Path | None:
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, changed: int, size: int) -> Lexicon:
-    return Lexicon(orjson.loads(path.read_bytes()))
+def _opened(path: Path, changed: int, size: int) -> VocabularyIndex:
+    return VocabularyIndex(orjson.loads(path.read_bytes()))
 
 
 def _kinds(parts: Any) -> Iterator[str]:

@@ -18,12 +18,11 @@ from paceline.config import inference
 from paceline.inference.engine.cuda import attention, sampling
 from paceline.inference.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only
 from paceline.inference.engine.pages import PageCache
-from paceline.inference.engine.sampler import Draw, Sampled, draw_rows, sample
+from paceline.inference.engine.sampler import SamplerOutput, SamplingMetadata, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Drawn
-from paceline.model import PLAN, Head, token_logprobs
+from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
-from paceline.model.background_compile import BackgroundCompile
-from paceline.model.compiling import compile_blocks, number_layers
+from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
 from paceline.model.shape import AttentionShape
 
 DEPTH = 3
@@ -81,7 +80,7 @@ class GraphFlight:
     def __init__(self, chunks: Sequence[Chunk], drawn: Sequence[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
         self.chunks = chunks
         self._drawn, self._out, self._done = drawn, out, done
-        self.special: list[tuple[list[Chunk], Sampled]] = []
+        self.special: list[tuple[list[Chunk], SamplerOutput]] = []
         self.scored: list[tuple[Chunk, Tensor]] = []
 
     def land(self) -> None:
@@ -103,10 +102,10 @@ class GraphRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        head: Head,
+        head: LMHead,
         cache: PageCache,
         shape: AttentionShape,
-        config: inference.Engine,
+        config: inference.EngineConfig,
         adapters: Adapters | None,
         deterministic: bool,
         background: BackgroundCompile | None = None,
@@ -291,7 +290,7 @@ class GraphRunner:
         assert step.logits is not None
         chunks = [drawn[row] for row in step.special]
         logits = step.logits[torch.tensor(step.special, device=self._device)].float()
-        sampled = sample(logits, Draw.of(chunks, self._device).at(chunks, logits.shape[-1]))
+        sampled = sample(logits, SamplingMetadata.of(chunks, self._device).at(chunks, logits.shape[-1]))
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))
 

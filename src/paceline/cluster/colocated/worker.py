@@ -1,0 +1,161 @@
+"""A trainer rank and the engine that lives with it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paceline.cluster.colocated.rank_info import RankInfo
+from paceline.cluster.local import SMALL_MODEL
+from paceline.cluster.processes.frames import RpcCall, RpcResult, Sent
+from paceline.cluster.rank_group import RankRpcHandler
+from paceline.cluster.torch_kit import background_compile, engine_for, pick_device
+from paceline.config import RunConfig
+from paceline.data import Sample
+from paceline.inference import EmbeddedEngine
+from paceline.inference.link import EngineLink
+from paceline.model import attach_lora, engine_twin, load_model
+from paceline.model.weights import WeightUpdate
+from paceline.trainer import StepReport, TorchTrainer
+from paceline.trainer.init_distributed import join
+
+
+class InPlace(dict[str, Tensor]):
+    """Tensors of an update that the engine of every rank holds already: its own rank has put them there."""
+
+
+class HomeEngine(EmbeddedEngine):
+    """The engine of this process. It gets its weights from its rank; what the pool publishes then is no news."""
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        return 0.0 if isinstance(update.tensors, InPlace) else await super().load_weights(update)
+
+
+class HomeLink(EngineLink):
+    """The same for the engine of another rank: nothing is sent."""
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        return 0.0 if isinstance(update.tensors, InPlace) else await super().load_weights(update)
+
+
+@dataclass(slots=True)
+class ColocatedWorker:
+    """One rank: its trainer and its engine, of which one sleeps while the other works. Speaks the `Trainer` protocol;
+    all ranks must call the same methods in the same order."""
+
+    trainer: TorchTrainer
+    engine: EmbeddedEngine
+    model: PreTrainedModel
+    held: Mapping[str, Tensor]
+    """The engine's own weights."""
+    parameters: int
+    device: str
+    update: WeightUpdate | None = None
+    """What the engine was given last."""
+
+    @property
+    def version(self) -> int:
+        return self.trainer.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.trainer.version = version
+
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        """An engine that is awake needs the device for itself."""
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        """Requests wait where they are; nothing wakes the engine before it has the weights that come of this."""
+        await self.engine.sleep()
+        return await self.trainer.step(batch)
+
+    async def weights(self) -> WeightUpdate:
+        """Put the weights of now into the engine and wake it. While it sleeps nobody reads what is being written; then
+        it takes note of the version, and proves that it holds what was gathered and computes what the trainer does."""
+        await self.engine.sleep()
+        update = await self.trainer.pour(self.held)
+        await self.engine.load_weights(update)
+        await self.engine.wake()
+        self.update = update
+        return update
+
+    async def save(self, folder: Path) -> None:
+        await self.trainer.save(folder)
+
+    async def load(self, folder: Path) -> None:
+        await self.trainer.load(folder)
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        await self.trainer.export(folder, tokenizer)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.trainer.close()
+
+
+class ColocatedRpcHandler(RankRpcHandler):
+    """A rank's answers, of which its weights are only a name: they stay where they are."""
+
+    async def _do(self, call: RpcCall) -> RpcResult:
+        if call.what != "weights":
+            return await super()._do(call)
+        update = await self.trainer.weights()
+        sent = Sent(update.version, "", update.adapter, update.expected or "", None)
+        return RpcResult(call.number, update.version, sent=sent)
+
+
+def meet(seat: RankInfo, config: RunConfig) -> ProcessGroup | None:
+    """Wait for the other ranks; a GPU is chosen for the calling thread."""
+    if seat.world == 1:
+        return None
+    backend = None if pick_device(config.device) == "cuda" else "gloo"
+    return join(seat.rank, seat.world, None if seat.given else f"{seat.host}:{seat.port}", backend)
+
+
+def move_in(config: RunConfig, seat: RankInfo, group: ProcessGroup | None, dumps: Path) -> ColocatedWorker:
+    """Load the model for both. Under LoRA they share the frozen base unless it is sharded: what is to be cut up comes
+    to the device layer by layer, so that beside the engine's model there is never a second whole one."""
+    device, parallel = pick_device(config.device), config.trainer.parallel
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
+    model = load_model(config.model, "cpu" if in_parts else place)
+    served = engine_twin(model, config.model)
+    served.to(place)
+    model = attach_lora(model, config.model, config.seed)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = take_turns(config, parameters, seat.neighbours)
+    engine = engine_for(served, config, HomeEngine)
+    try:
+        trainer = TorchTrainer(
+            model,
+            config.trainer,
+            total_steps=config.steps,
+            fp32_head=config.model.fp32_head,
+            dumps=dumps,
+            group=group,
+            device=place,
+            background=background_compile("trainer", config, model) if group is None else None,
+        )
+        engine.start()
+    except BaseException:
+        engine.close()
+        raise
+    return ColocatedWorker(trainer, engine, model, dict(served.named_parameters()), parameters, device)
+
+
+def take_turns(config: RunConfig, parameters: int, neighbours: int) -> RunConfig:
+    """Engine and trainer never compute at once, so each gets all cores that fall to its rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // neighbours)
+    engine = 1 if parameters < SMALL_MODEL else share
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"threads": config.engine.threads or engine}),
+            "trainer": config.trainer.model_copy(update={"threads": config.trainer.threads or share}),
+        }
+    )

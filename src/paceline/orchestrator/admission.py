@@ -1,0 +1,213 @@
+"""Judges a finished group: whether enough of it is left, what credit it gets, and whether it may train."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import inf
+
+from paceline.config import RunConfig
+from paceline.data import Sample
+from paceline.orchestrator.buffer import ReadyGroup
+from paceline.orchestrator.failures import Breaker, RunStopped
+from paceline.orchestrator.filters import USERS, Filters
+from paceline.orchestrator.gate import fresh_enough
+from paceline.orchestrator.tally import Tally
+from paceline.orchestrator.train_env import TrainEnv
+from paceline.rollout import Group
+
+SOLVED_SHARE = 0.9
+"""Share of groups that must earn the highest reward for the task to count as solved."""
+LEAST_GROUPS = 100
+"""However small a batch is: a hard task may well go without a signal for some groups."""
+FULL_REWARD = 1.0
+"""What counts as the highest reward of a run that has seen no other."""
+OFF = "or set breaker.no_signal = 0 to draw on all the same"
+
+
+class NoSignal:
+    """Counts groups in a row that were dropped because nothing in them can train.
+
+    After `breaker.no_signal` batches' worth of them, and at least `LEAST_GROUPS`, the run ends: as finished where it
+    has trained and nearly all of these groups earn the highest reward it has seen, else as failed.
+    """
+
+    def __init__(self, config: RunConfig, smallest_group: int) -> None:
+        batches = config.breaker.no_signal
+        self._limit = max(LEAST_GROUPS, batches * (config.batch_size // smallest_group)) if batches else 0
+        self._groups = self._rollouts = self._unrewarded = self._too_small = 0
+        self._flat: Counter[float] = Counter()
+        """Groups by the one reward that all their rollouts got."""
+        self._low, self._high = inf, -inf
+        """Rewards seen since this process began, whether they trained or not."""
+
+    def signal(self, group: Group) -> None:
+        """A group that may train."""
+        self._look(group)
+        self._groups = self._rollouts = self._unrewarded = self._too_small = 0
+        self._flat.clear()
+
+    def none(self, group: Group, version: int, too_small: bool = False) -> str:
+        """A group that cannot, or is too small because the environment dropped episodes. Answers with why the task
+        counts as solved, once that is so; raises `RunStopped` once nothing is to be hoped for."""
+        self._groups += 1
+        self._rollouts += len(group.rollouts)
+        self._unrewarded += not group.rollouts
+        self._too_small += too_small
+        rewards = self._look(group)
+        if len(rewards) == 1 and not too_small:
+            self._flat[rewards.pop()] += 1
+        if not self._limit or self._groups < self._limit:
+            return ""
+        best = self._flat[self._high] / self._groups
+        if version and best >= SOLVED_SHARE and (self._low < self._high or self._high >= FULL_REWARD):
+            return (
+                f"solved: in {best:.0%} of the last {self._groups} groups every reward is {self._high:g}, the highest "
+                "there is, and none tells its tries apart: nothing is left to learn here"
+            )
+        raise RunStopped(self._evidence())
+
+    def _look(self, group: Group) -> set[float]:
+        rewards = {rollout.reward for rollout in group.rollouts if rollout.reward is not None}
+        if rewards:
+            self._low, self._high = min(self._low, *rewards), max(self._high, *rewards)
+        return rewards
+
+    def _evidence(self) -> str:
+        if self._unrewarded == self._groups:
+            return (
+                f"the environment dropped every episode of the last {self._groups} groups (it answered None), so "
+                f"nothing trains: return a reward for some of them, {OFF}"
+            )
+        if self._too_small == self._groups:
+            return (
+                f"the environment dropped so many episodes of each of the last {self._groups} groups (it answered "
+                "None) that too few are left to compare, so nothing trains: return a reward for more of them, lower "
+                f"env.min_group_size, {OFF}"
+            )
+        if len(self._flat) == 1 and sum(self._flat.values()) + self._unrewarded == self._groups:
+            (reward,) = self._flat
+            found = f"every reward of the last {self._groups} groups ({self._rollouts} rollouts) was {reward:g}"
+            if reward >= FULL_REWARD:
+                return (
+                    f"{found}: the policy solves the task already, or the reward pays whatever is said. Nothing is "
+                    f"left to learn: give it harder rows, look at what it is paid for (`paceline rollout`), {OFF}"
+                )
+            return (
+                f"{found}, so nothing trains: look with `paceline rollout` whether the reward reads the reply as the "
+                "model writes it; make the task easier or reward part of the way, warm the model up "
+                f"with sft, raise sampling.max_tokens if replies are cut off, {OFF}"
+            )
+        return (
+            f"in none of the last {self._groups} groups ({self._rollouts} rollouts) did the tries of one row differ in "
+            f"what trains, so nothing does: let the reward tell them apart, raise group_size or sampling.temperature, "
+            f"{OFF}"
+        )
+
+
+NO_SIGNAL = "zero_advantage"
+TOO_SMALL = "group_too_small"
+PATIENCE = 4
+"""Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
+
+
+class GroupAdmission:
+    """Each group is judged once, and credited then. What it did is in the tally."""
+
+    def __init__(self, config: RunConfig, courses: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
+        self._config = config
+        self._courses = courses
+        self._warn = warn
+        self._breaker = Breaker(config.breaker)
+        self._filters = Filters(config)
+        self._drops_in_a_row = 0
+        smallest = min(course.group_size for course in courses.values())
+        self._next_warning = PATIENCE * config.batch_size // smallest
+        self._no_signal = NoSignal(config, smallest)
+        self.solved = ""
+        """Why nothing is left to learn, once that is so."""
+        self.tally = Tally()
+
+    def verdict(self, group: Group, version: int) -> ReadyGroup | str:
+        """The group as it may train at this version, or why it must not."""
+        self._count_failures(group)
+        self.tally.resolved.append(group)
+        verdict = self._credited(group) or self._fresh(group, version)
+        if isinstance(verdict, str):
+            self._count_drop(group, verdict)
+            # What failed is the breaker's to count; what the environment dropped is not, and may go on for ever.
+            if verdict == NO_SIGNAL or (verdict == TOO_SMALL and all(rollout.dropped for rollout in group.failed)):
+                self.solved = self.solved or self._no_signal.none(group, version, verdict == TOO_SMALL)
+        else:
+            self._drops_in_a_row = 0
+            self._no_signal.signal(group)
+        return verdict
+
+    def age(self, group: Group, version: int) -> bool:
+        """Drop or mask what is too old by now; False if nothing is left."""
+        limit, how = self._config.staleness, self._config.on_stale
+        for rollout in group.rollouts:
+            kept = []
+            for sample in rollout.samples:
+                if (young := fresh_enough(sample, version, limit, how)) is not None:
+                    kept.append(young)
+                else:
+                    self.tally.stale_samples += 1
+                    self.tally.stale_tokens += int(sample.loss_mask.sum())
+            rollout.samples = kept
+        return any(rollout.samples for rollout in group.rollouts)
+
+    def _credited(self, group: Group) -> str | None:
+        """Credit the group; the reason if it must not train whatever its age."""
+        course = self._courses[group.ticket.env]
+        assert course.config.min_group_size is not None
+        if group.members < course.config.min_group_size:
+            return TOO_SMALL
+        self._filters.before_credit(group)
+        course.algorithm.assign(group)
+        self._filters.after_credit(group)
+        if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
+            return NO_SIGNAL
+        return None if self._filters.keeps(group) else USERS
+
+    def _fresh(self, group: Group, version: int) -> ReadyGroup | str:
+        finished = ReadyGroup.of(group, self._config.staleness)
+        if version <= finished.young_until:
+            return finished
+        return ReadyGroup.of(group, self._config.staleness) if self.age(group, version) else "stale"
+
+    def _count_failures(self, group: Group) -> None:
+        self.tally.failed_rollouts += len(group.failed)
+        if not group.failed:
+            for _ in group.rollouts:
+                self._breaker.success()
+            return
+        for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
+            if rollout.error is None:
+                self._breaker.success()
+            elif not rollout.dropped:
+                where = f" (row {rollout.ticket.row}, ticket {rollout.ticket.number})"
+                self._breaker.failure(rollout.error + where, rollout.cause)
+
+    def _count_drop(self, group: Group, reason: str) -> None:
+        """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row == self._next_warning:
+            self._next_warning *= 2
+            mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
+            mend = "look at what filters.group asks for" if reason == USERS else mend
+            if reason == TOO_SMALL and group.failed:
+                dropped = f"the last one has {group.members} of {group.places} episodes left: "
+                mend = f"{dropped}{group.failed[0].error}. An environment drops an episode by returning None"
+            self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
+
+
+def without_signal(group: Group) -> bool:
+    """No sample of the group would move a weight: where rl trains every advantage is zero, and nothing else trains."""
+    return not any(map(_moves, group.samples()))
+
+
+def _moves(sample: Sample) -> bool:
+    if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
+        return True
+    # Credit that is not there yet comes from a critic, or when the batch ships.
+    pending = sample.advantages is None or sample.rewards is not None
+    return bool((sample.rl if pending else sample.rl * sample.advantages).any())

@@ -1,0 +1,176 @@
+"""Leagues of a run: which versions are kept as opponents, how they survive a restart, and how strong everybody is."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from paceline.arena import ArenaEnvironment, League
+from paceline.arena.league import name_of
+from paceline.data import Row, Ticket
+from paceline.inference.pool import LeaguePool
+from paceline.model.tensors import framework, write_tensors
+from paceline.model.weights import Adapter, WeightUpdate
+from paceline.orchestrator.checkpoint import CheckpointError
+from paceline.orchestrator.episodes import RolloutRunner
+from paceline.orchestrator.train_env import TrainEnv
+from paceline.rollout import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class LeagueMember:
+    """An environment that has a league."""
+
+    course: TrainEnv
+    environment: ArenaEnvironment
+    league: League
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version's weights, and what its file says of them."""
+
+    update: WeightUpdate
+    notes: dict[str, str]
+
+
+class LeagueCheckpoints:
+    """Hands published versions on to the leagues that want them, and keeps a copy of each for the checkpoint."""
+
+    def __init__(self, courses: dict[str, TrainEnv], pool: LeaguePool | None, note: Callable[[str], None]) -> None:
+        self.members = members(courses)
+        self._pool, self._note = pool, note
+        self._weights: dict[int, StoredVersion] = {}
+
+    async def offer(self, update: WeightUpdate) -> None:
+        """A version was published: whoever keeps it from now on is told."""
+        for member in self.members:
+            if (address := member.league.admit(update.version)) is None:
+                continue
+            with member.league.arriving(update.version):
+                if update.version not in self._weights:
+                    self._weights[update.version] = await asyncio.to_thread(_copy, update)
+                await self._speak(address, update.version)
+        wanted = {version for member in self.members for version in member.league.versions}
+        self._weights = {version: kept for version, kept in self._weights.items() if version in wanted}
+
+    def save(self, folder: Path) -> None:
+        """Every kept version, beside the checkpoint's own weights. A file that an earlier checkpoint has is linked."""
+        for version, kept in self._weights.items():
+            path = folder / _file(version)
+            # Another run may have left a version of the same number here.
+            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _notes(file) == kept.notes]
+            try:
+                path.hardlink_to(same[-1])
+            except (IndexError, OSError):
+                write_tensors(kept.update.tensors, path, kept.notes)
+
+    async def load(self, folder: Path) -> None:
+        """Bring back those the restored leagues name."""
+        for member in self.members:
+            if left := member.league.shrink():
+                self._note(f"{member.course.name}: its league is smaller now, and {', '.join(left)} left it")
+            for version in member.league.versions:
+                if version not in self._weights:
+                    self._weights[version] = await asyncio.to_thread(_read, folder / _file(version), version)
+                address = member.league.address(name_of(version))
+                assert address is not None
+                await self._speak(address, version)
+
+    async def assess(
+        self,
+        player: RolloutRunner,
+        version: int,
+        concurrency: int,
+        progress: Callable[[str], None],
+        played: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
+    ) -> dict[str, float]:
+        """Let this version meet the past, enter the games in the books, and say how strong it is. `played` is told of
+        the rollouts of each game."""
+        metrics: dict[str, float] = {}
+        for member in self.members:
+            if rows := member.environment.meetings(version):
+                metrics |= await self._assess(member, rows, player, version, concurrency, progress, played)
+            elif any(kept != version for kept in member.league.versions):
+                self._note(f"{member.course.name}: nobody was rated, for matches() gave no episode of two actors")
+        return metrics
+
+    async def _assess(
+        self,
+        member: LeagueMember,
+        rows: Sequence[Row],
+        player: RolloutRunner,
+        version: int,
+        concurrency: int,
+        progress: Callable[[str], None],
+        played: Callable[[Sequence[Rollout]], None],
+    ) -> dict[str, float]:
+        places, name, done = asyncio.Semaphore(concurrency), member.course.name, 0
+
+        async def one(index: int, row: Row) -> str | None:
+            nonlocal done
+            async with places:
+                rollouts = await player.episode(member.course, row, Ticket(index, name, 0, index, index), 0, -1)
+            done += 1
+            played(rollouts)
+            progress(f"rating {name} {done}/{len(rows)}")
+            return next((rollout.error for rollout in rollouts if rollout.error and not rollout.dropped), None)
+
+        errors = await asyncio.gather(*(one(index, row) for index, row in enumerate(rows)))
+        failed = len(rows) - member.league.enter(version)
+        if failed:
+            cause = next(filter(None, errors), "dropped by the environment")
+            self._note(f"{name}: {failed} of {len(rows)} games for the ratings failed; the first cause: {cause}")
+        payoff, me = member.league.payoff, name_of(version)
+        scores = {other: payoff.score(me, other) for other in payoff.players if other != me}
+        metrics = {f"league/{name}/score/{other}": score for other, score in scores.items() if score is not None}
+        metrics |= {f"league/{name}/rating": r.points for r in payoff.ratings() if r.player == me}
+        return metrics | {f"league/{name}/failed": float(failed)}
+
+    async def _speak(self, address: str, version: int) -> None:
+        assert self._pool is not None, "a placement hands over a pool with a past where there is a league"
+        await self._pool.keep(address, self._weights[version].update)
+
+
+def members(courses: dict[str, TrainEnv]) -> list[LeagueMember]:
+    """The environments that have a league, whoever gave it to them."""
+    return [
+        LeagueMember(course, course.environment, course.environment.league)
+        for course in courses.values()
+        if isinstance(course.environment, ArenaEnvironment) and course.environment.league is not None
+    ]
+
+
+def _copy(update: WeightUpdate) -> StoredVersion:
+    """The trainer goes on with its own tensors."""
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.tensors.items()}
+    return _kept(replace(update, tensors=tensors, canary=None, delta=None))
+
+
+def _kept(update: WeightUpdate) -> StoredVersion:
+    scale = {} if update.adapter is None else {"scale": repr(update.adapter.scale)}
+    return StoredVersion(update, {"fingerprint": update.fingerprint()} | scale)
+
+
+def _file(version: int) -> str:
+    return f"past-{name_of(version)}.safetensors"
+
+
+def _notes(path: Path) -> dict[str, str] | None:
+    """What a file says of its weights; None if it cannot be read."""
+    try:
+        with safe_open(path, framework=framework()) as file:
+            return file.metadata()
+    except (OSError, SafetensorError):
+        return None
+
+
+def _read(path: Path, version: int) -> StoredVersion:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, and with it version {version} of the league: resume elsewhere")
+    with safe_open(path, framework=framework()) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        scale = (file.metadata() or {}).get("scale")
+    return _kept(WeightUpdate(version, tensors, None if scale is None else Adapter("", float(scale))))

@@ -1,0 +1,71 @@
+"""Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one."""
+
+import atexit
+import contextlib
+import gc
+import io
+import os
+import sys
+import threading
+import time
+from _io import _IOBase  # `io.IOBase` without its slow check of subclasses
+from typing import NoReturn
+
+from paceline.util.user_code import frames_of, user_place
+
+THREADS_SECONDS = 2.0
+"""What threads of user code get to end in, once everything else has ended."""
+_exit = os._exit
+
+
+def exit_process(code: int) -> NoReturn:
+    """As `sys.exit`: waits for threads, runs what `atexit` holds and closes files. But it does not wait for ever for a
+    thread that is no daemon (`asyncio.to_thread` makes such threads), and leaves all memory to the system: with torch
+    and transformers imported, the interpreter needs a second to give it back piece by piece."""
+    for stream in (sys.stdout, sys.stderr):  # before anything that may end the process first
+        with contextlib.suppress(Exception):
+            stream.flush()
+    threading.Thread(target=_leave_threads, args=(code,), name="exit", daemon=True).start()
+    if "torch" not in sys.modules or sys.getprofile() or sys.gettrace():  # a profiler writes its results after us
+        sys.exit(code)
+    with contextlib.suppress(KeyboardInterrupt):  # it ends already
+        threading._shutdown()  # ty: ignore[missing-attribute]
+        atexit._run_exitfuncs()
+        _close_files()
+    _exit(code)
+
+
+def _close_files() -> None:
+    """What the end of the interpreter does to files that are still open: data may wait in their buffers."""
+    gc.unfreeze()  # what is frozen is not listed
+    files = [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]
+    for file in sorted(files, key=_height, reverse=True):
+        with contextlib.suppress(Exception):
+            file.flush()
+            if not _is_standard(file):
+                file.close()
+
+
+def _height(file: io.IOBase) -> int:
+    """A text lies on a buffer, which lies on the file of the system; a compressed one may lie between."""
+    levels = {io.FileIO: 0, io.BufferedWriter: 1, io.BufferedRandom: 1, io.BufferedReader: 1, io.TextIOWrapper: 3}
+    return levels.get(type(file), 2)
+
+
+def _is_standard(file: io.IOBase) -> bool:
+    """Whether it writes to the process's own output, as its last lines do."""
+    try:
+        return file.fileno() <= 2
+    except Exception:  # in memory
+        return False
+
+
+def _leave_threads(code: int) -> None:
+    time.sleep(THREADS_SECONDS)
+    left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    if left:
+        frames = sys._current_frames()
+        places = filter(None, (user_place(frames_of(frames.get(thread.ident or -1))) for thread in left))
+        at = next((f", one of them at {place}" for place in places), "")
+        print(f"paceline: threads of user code did not end, and are left: {len(left)}{at}", file=sys.stderr, flush=True)
+        _exit(code)

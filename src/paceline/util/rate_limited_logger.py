@@ -1,0 +1,25 @@
+"""Warnings that would come by the thousand, told once in a while."""
+
+import asyncio
+import logging
+from collections.abc import Hashable
+
+EVERY_SECONDS = 30.0
+MOST_CAUSES = 256
+
+
+class RateLimitedLogger:
+    """Warns once for each cause, and again when it still holds half a minute later. Time is the event loop's."""
+
+    def __init__(self, log: logging.Logger, every: float = EVERY_SECONDS) -> None:
+        self._log, self._every = log, every
+        self._told: dict[Hashable, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def warn(self, cause: Hashable, text: str, *args: object) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop or len(self._told) > MOST_CAUSES:  # another loop has another time
+            self._loop, self._told = loop, {}
+        if loop.time() - self._told.get(cause, -self._every) >= self._every:
+            self._told[cause] = loop.time()
+            self._log.warning(text, *args)

@@ -1,0 +1,32 @@
+"""Tells the new name of a public module or class that was renamed, where the old one is imported."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+MODULES = {"paceline.waits": "paceline.util.deadlines"}
+
+
+class RenamedModules:
+    """Finds no module, and says so with the new name. Asked last, after all real finders."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if new := MODULES.get(name):
+            raise ModuleNotFoundError(f"`{name}` is called `{new}` now", name=name)
+
+
+def tell_renamed_modules() -> None:
+    if RenamedModules not in sys.meta_path:
+        sys.meta_path.append(RenamedModules)
+
+
+def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__` that knows what its names are called now."""
+
+    def missing(name: str) -> NoReturn:
+        if new := names.get(name):
+            raise ImportError(f"`{name}` of {module} is called `{new}` now", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
