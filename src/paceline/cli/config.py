@@ -1,4 +1,4 @@
-"""`paceline config`: every key of the run file, with its default, type and meaning."""
+"""`paceline config`, `init` and `data`: keys of the run file, files to begin with, rows as the model sees them."""
 
 import argparse
 import json

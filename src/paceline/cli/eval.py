@@ -1,4 +1,4 @@
-"""`paceline eval`: held-out tables of models, runs and run files, side by side."""
+"""`paceline eval` and `export`: held-out tables of models and runs, and checkpoints as model folders."""
 
 import argparse
 import json

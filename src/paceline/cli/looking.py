@@ -1,4 +1,4 @@
-"""What a run directory tells: in a terminal, a file, a browser."""
+"""Commands that read a run directory: `doctor`, `top`, `report`, `diff`, `ui` and `replay`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What listens: a model, and a corpus to search."""
+"""Commands that listen or run machines: `serve`, `search-server`, `up`, `status` and `down`."""
 
 import argparse
 import os

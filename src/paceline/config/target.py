@@ -1,4 +1,4 @@
-"""Loads what a command names: a run file, an example of the package, or an environment's type with every default."""
+"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Dataset rows from local files. A bad row is an error with file and line."""
+"""Dataset rows from local files: bad ones are named and counted, and all of them have a digest."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Reverse a made-up word."""
+"""Generated tasks: reverse a made-up word, add two small numbers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The client side of several engines: the one door through which everybody samples."""
+"""Samples from several engines as if they were one, past versions of the policy among them."""
 
 import asyncio
 import dataclasses

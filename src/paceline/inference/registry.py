@@ -1,4 +1,4 @@
-"""Which engines serve, and with which weights: a failing one is set aside and returns with the current ones."""
+"""Engines of a pool: which serve and with which weights, and which of them a request goes to."""
 
 import asyncio
 import dataclasses

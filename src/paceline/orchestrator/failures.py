@@ -1,4 +1,4 @@
-"""Of which kind a failure is, and so what becomes of its episode."""
+"""Sorts failures by kind, decides what becomes of an episode, and stops a run that loses too many."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping

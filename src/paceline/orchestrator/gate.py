@@ -1,4 +1,4 @@
-"""How far the sampler may ride ahead of the trainer."""
+"""Bounds how far sampling runs ahead of training, and says how stale a sample is."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""How busy engines and environments are, twice a second, as spans of equal value."""
+"""How busy engines and environments are, twice a second, and what the parts of a run did over time."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which curves a report shows."""
+"""Curves and timelines of a report, as SVG."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""One look at a run: its vital signs, and now and then what costs more."""
+"""Reads a run's vital signs now and then, and draws them."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The runs of a folder, by names that cannot lead out of it."""
+"""Runs of a folder, by names that cannot lead out of it, each kept open while a page looks at it."""
 
 import contextlib
 import os

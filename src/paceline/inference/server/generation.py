@@ -1,4 +1,4 @@
-"""The choices of one HTTP request while the engine works on them."""
+"""Runs the choices of one HTTP request, and carries tokens from the engine's thread to the event loop."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""Before any endpoint: who calls. Around each: the clock and the counters."""
+"""Checks who calls before any endpoint; around each, admission, timing and Prometheus counters."""
 
 import asyncio
 import hmac

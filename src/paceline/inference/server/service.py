@@ -1,4 +1,4 @@
-"""What every endpoint shares, in one place."""
+"""What every endpoint shares: engine, tokenizer, model names, and files of weights on their way in."""
 
 import asyncio
 import os
