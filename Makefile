@@ -59,7 +59,7 @@ demo: $(VENV)/.core ## Install the package alone into .venv, train the quickstar
 	$(BIN)/paceline train examples/quickstart.toml --name demo-$(SEED) --seed $(SEED) --overwrite
 
 test: lint ## Lint, types, layers and the tests that need no other package: short ones of Ray, ranks and colocated among them
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rsfE -n 3 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rsfE -n 4 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
 
 smoke: $(MLX)/.smoke $(VERIFIERS)/.smoke ## What needs other environments, in short: mlx against torch, a run on mlx, a `verifiers` run, the wheel in a clean one
 	PACELINE_NO_SKIPS=1 $(MLX)/bin/python -m pytest -rsfE $(MLX_SMOKE)

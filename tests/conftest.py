@@ -63,6 +63,7 @@ def pytest_configure(config) -> None:
 
         if sys.platform == "linux" and not config.option.collectonly:
             os.environ[launching.ADDRESS] = launching.start_nursery()
+            subprocess.Popen = launching.LaunchedWorker
     else:
         import torch
         from huggingface_hub import constants

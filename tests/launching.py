@@ -66,14 +66,16 @@ def start_nursery() -> str:
 
 
 def own(command: list[str]) -> list[str]:
-    """A command without `-P`, which keeps the current folder off the path."""
-    return command[1:] if command[:1] == ["-P"] else command
+    """A command without `-P`, which keeps the current folder off the path, and `-u`, which means pipes to text."""
+    return command[1:] if command[:1] in (["-P"], ["-u"]) else command
 
 
 class Launched(subprocess.Popen):
     """A process out of the nursery: `python -m module`, `python -c code` or `python script.py`, with this Python."""
 
     _line: socket.socket | None = None
+    others_alike = True
+    """Whether the paceline processes that it starts are forked too."""
 
     @staticmethod
     def knows(command: list[str]) -> bool:
@@ -92,6 +94,7 @@ class Launched(subprocess.Popen):
             "folder": str(Path(asked["cwd"] or ".").absolute()),
             "environment": environment | {ADDRESS: address},
             "session": asked["start_new_session"],
+            "others_alike": self.others_alike,
             "places": [0, 1, 2, *passed],
         }
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,6 +148,16 @@ class LaunchedPaceline(Launched):
     @staticmethod
     def knows(command: list[str]) -> bool:
         return own(command)[:1] == ["-m"] and own(command)[1].split(".")[0] == "paceline"
+
+
+class LaunchedWorker(Launched):
+    """In the place of `subprocess.Popen` where pytest-xdist starts its workers: each would import for 20 seconds."""
+
+    others_alike = False
+
+    @staticmethod
+    def knows(command: list[str]) -> bool:
+        return own(command)[:1] == ["-c"]
 
 
 def _imports(environment) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""A process that has imported everything, and forks whoever a test starts: `launching.py` asks for them.
+"""A process that has imported everything, and forks the processes that tests start, and those they run in:
+`launching.py` asks for them.
 
 A fresh `python -m paceline` spends five seconds of a core on imports before its first line of work. The nursery spends
 them once; then it waits, without threads of its own, random draws or an event loop, and each child begins where its
@@ -37,8 +38,15 @@ MODULES = (
     "matplotlib.pyplot",
     "uvloop",
     "uvicorn.protocols.http.httptools_impl",
+    "fastapi.testclient",
+    "openai",
+    "textual.app",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
     "paceline.cli",
+    "paceline.cluster.serving",
     "paceline.cluster.session",
+    "paceline.ui.app",
     "paceline.cluster.play",
     "paceline.cluster.rollouts",
     "paceline.cluster.processes.child",
@@ -52,10 +60,11 @@ class Wish:
     """What to run, and with what."""
 
     command: list[str]
-    """After the interpreter: `-m module ...`, `-c code ...` or `script.py ...`, or `-P` and one of these."""
+    """After the interpreter: `-m module ...`, `-c code ...` or `script.py ...`, or `-P` or `-u` and one of these."""
     folder: str
     environment: dict[str, str]
     session: bool
+    others_alike: bool
     places: list[int]
     """The descriptors it has, in the order in which they come over the socket."""
 
@@ -145,8 +154,9 @@ def become(wish: Wish) -> None:
     random.seed()
     numpy.random.seed()
     torch.default_generator.seed()
-    _start_others_alike()
-    safe, command = wish.command[0] == "-P", wish.command[wish.command[0] == "-P" :]
+    if wish.others_alike:
+        _start_others_alike()
+    safe, command = wish.command[0] == "-P", wish.command[wish.command[0] in ("-P", "-u") :]
     kind, *rest = command
     paths = [path for path in wish.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = str(Path(kind).parent.resolve()) if kind not in ("-m", "-c") else wish.folder
