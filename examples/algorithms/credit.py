@@ -1,4 +1,4 @@
-"""What the examples beside this file name by import path: a credit function and three environments."""
+"""A credit function and three environments that the examples beside this file name by import path."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def late_letters(inputs: CreditInputs, factor: float) -> list[list[float]]:
 
 
 class OnlyRight(ReverseText):
-    """Reversing words, where a wrong try is given up in training, for nobody to learn from."""
+    """Reversing words, where a wrong try is dropped in training and teaches nothing."""
 
     def __init__(self) -> None:
         super().__init__(Config())

@@ -18,13 +18,13 @@ from paceline.envs import Split
 PLAYERS = ("first", "second")
 CARDS, DIGITS = "123", "0123456789"
 FOLDS = {"10": 1, "010": -1}
-"""What the first player gets when somebody gave up, by who bet (1) and who did not."""
+"""The first player's gain when a player folds, by who bet (1) and who did not."""
 SHOWDOWNS = {"00": 1, "11": 2, "011": 2}
-"""What the holder of the higher card gets."""
+"""The gain of the holder of the higher card."""
 
 
 def payoff(cards: str, said: str) -> int | None:
-    """What the first player wins and the second loses; None while the game is on.
+    """The first player's gain, which the second loses; None while the game is on.
 
     >>> payoff("31", "11"), payoff("13", "10"), payoff("12", "00"), payoff("12", "0")
     (2, 1, -1, None)

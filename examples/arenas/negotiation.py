@@ -3,8 +3,8 @@
     paceline train examples/arenas/negotiation.toml
 
 Prices are digits. In turn each names one; to repeat the other's price is to accept it. The buyer gains what the price
-is below their value, the seller what it is above their cost, and nobody anything if they never agree. Whoever says
-something that is no price walks away and pays for it.
+is below their value, the seller what it is above their cost, and neither anything if they never agree. A side that
+says something that is no price walks away and pays for it.
 """
 
 from collections.abc import Sequence

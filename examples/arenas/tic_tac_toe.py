@@ -2,7 +2,7 @@
 
     paceline train examples/arenas/tic_tac_toe.toml
 
-The board is a word of nine letters, one for each square, in which whoever is asked finds their own squares as `x` and
+The board is a word of nine letters, one for each square, in which the player to move finds their own squares as `x` and
 the other's as `o`; a move is the letter of a free square:
 
     axcdofghi      c       or any other letter but x and o
@@ -35,7 +35,7 @@ def free(moves: str) -> list[str]:
 
 
 def board(moves: str) -> str:
-    """What whoever is to move sees.
+    """The board as the player to move sees it.
 
     >>> board("be"), board("")
     ('axcdofghi', 'abcdefghi')
@@ -45,12 +45,12 @@ def board(moves: str) -> str:
 
 
 def standing(moves: str) -> str | None:
-    """Who has won after these legal moves: a player, `draw`, or None while the game is on.
+    """The winner after these legal moves: a player, `draw`, or None while the game is on.
 
     >>> standing("adbec"), standing("ab"), standing("abcdefghi")
     ('x', None, 'x')
     """
-    last = moves[-1::-2]  # of whoever moved last, and only they can have won by it
+    last = moves[-1::-2]  # of the player who moved last: only they can have won by it
     if any(set(line) <= set(last) for line in LINES):
         return OTHER[to_move(moves)]
     return "draw" if len(moves) == len(SQUARES) else None
@@ -98,7 +98,7 @@ class Match(MultiTurnEpisode):
         self.move(state, state.last_text[:1])
 
     def move(self, state: EpisodeState, said: str) -> None:
-        """One move of whoever's turn it is."""
+        """One move of the player whose turn it is."""
         moves = state.data["moves"]
         if said not in free(moves):
             state.data["fouls"] += to_move(moves)
@@ -116,7 +116,7 @@ class Match(MultiTurnEpisode):
 
 
 class Training(Match):
-    """A forgiving game: dice move for whoever names no free square."""
+    """A forgiving game: dice move for a player who names no free square."""
 
     episode_type = "training"
     rubric = Rubric([result, fouls], [1.0, FOUL])
@@ -159,7 +159,7 @@ class AgainstRandom(Match):
 
 
 def openings(count: int, longest: int) -> list[str]:
-    """The empty board, then games that somebody at random began and nobody has won."""
+    """The empty board, then games of random first moves that are not won yet."""
     dice, found = random.Random(0), [""]
     while len(found) < count:
         moves = "".join(dice.sample(SQUARES, dice.randint(0, longest)))

@@ -27,7 +27,7 @@ class CopyTask(vf.Task[Word]):
 class CopyConfig(vf.TasksetConfig):
     count: int = 64
     first: int = 0
-    """Where in the list of words to begin: held-out tasks begin after the others."""
+    """Place in the list of words to begin at: held-out tasks begin after the others."""
 
 
 class CopyWords(vf.Taskset[CopyTask, CopyConfig]):

@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 class Letters(vf.TaskData):
     questions: list[str]
-    """What is asked, turn by turn: each holds all letters so far."""
+    """The questions, turn by turn: each holds all letters so far."""
 
 
 class SortTask(vf.Task[Letters]):

@@ -2,4 +2,4 @@
 
 
 class PacelineError(Exception):
-    """What was wrong, where, and what to write instead. The command line prints it without a traceback."""
+    """Says what was wrong, where, and what to write instead. The command line prints it without a traceback."""

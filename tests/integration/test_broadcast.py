@@ -103,6 +103,6 @@ def test_a_group_that_never_comes_together_is_given_up_in_time():
     sender = Sender(members=1, seconds=1.0)
     with pytest.raises(EngineError, match="did not form"):
         sender.form()
-    with pytest.raises(EngineError, match="nobody waits for us"):
+    with pytest.raises(EngineError, match="no sender listens"):
         Receiver("127.0.0.1", 9, 2, 1, seconds=1.0).form()
     assert time.monotonic() - begin < 30

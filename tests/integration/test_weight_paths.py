@@ -144,7 +144,7 @@ def test_a_group_that_is_not_there_is_said(server):
 
     async def run():
         engine = HttpEngine(server.url, api_key=KEY)
-        with pytest.raises(EngineError, match="nobody waits for us"):
+        with pytest.raises(EngineError, match="no sender listens"):
             await engine.post("/weights/group", nobody)
         with pytest.raises(EngineError, match="in no group"):
             await engine.post("/weights/receive", nothing)

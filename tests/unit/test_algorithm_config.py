@@ -39,7 +39,7 @@ def algo(line: str) -> str:
         ('type = "opd"', r"env.0.algo: opd needs a teacher: write \{name = "),
         ('type = "opd", teacher = "policy"', 'zero by construction: write .* or use type = "opsd"'),
         ('type = "opd", teacher = "gpt"', "env.0.algo.teacher: expected"),
-        ('type = "opd", teacher = { name = "m" }', "nobody serves `m`: start `paceline serve m --scores-only`"),
+        ('type = "opd", teacher = { name = "m" }', "no server serves `m`: start `paceline serve m --scores-only`"),
         ('type = "opd", teacher = { name = "m", api_key_env = "K" }', "give its base_url too, or leave the key out"),
         ('type = "sft", teacher = { name = "m" }', "an sft teacher plays, and the run's own scorers only score"),
         ('type = "opd", teacher = { base_url = "http://there" }', "env.0.algo.teacher: `name` is missing"),

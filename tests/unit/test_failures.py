@@ -39,7 +39,7 @@ from paceline.inference import (
     EngineStats,
     GenerateRequest,
     HttpEngine,
-    NobodyLeft,
+    NoEngineLeft,
     Overloaded,
     Pool,
     RequestError,
@@ -638,7 +638,7 @@ def test_an_engine_of_this_process_that_died_stops_the_run_at_once(tmp_path):
     """Nobody can bring it back, so nobody tries."""
     died = EngineError("the engine's thread ended: CUDA out of memory")
     _, _, error, seconds = conduct(tmp_path, Coins(), Near(died, dead=True))
-    assert isinstance(error, NobodyLeft)
+    assert isinstance(error, NoEngineLeft)
     assert str(error) == str(died)
     assert seconds < 5
 

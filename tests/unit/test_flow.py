@@ -1,6 +1,6 @@
 """Nobody holds the others up: the real conductor on a virtual clock, where episodes last as long as they are told to.
 
-A run in which everybody waits for something that nobody will do ends with `NothingLeft`, so no test here can hang.
+A run in which every task waits and no timer is set ends with `NothingLeft`, so no test here can hang.
 """
 
 import asyncio
@@ -433,7 +433,7 @@ def test_what_contradicts_itself_is_refused():
     with pytest.warns(ConfigWarning, match="oversample = 0.01 has no effect: of a batch of 128 that is less than one"):
         assert RunConfig(oversample=0.01).extra == 0
     with pytest.warns(
-        ConfigWarning, match="oversample = 0.5 at staleness 0 drops whoever finishes late, and with `epoch"
+        ConfigWarning, match="oversample = 0.5 at staleness 0 drops the groups that finish late, and with `epoch"
     ):
         RunConfig(oversample=0.5, staleness=0, epochs=1)
     assert RunConfig(oversample=0.25, staleness=0).max_inflight == 128 + 32

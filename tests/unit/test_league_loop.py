@@ -350,7 +350,7 @@ def test_nothing_to_rate_with_is_said_and_the_run_goes_on(given):
     arena = environment(type("Idle", (Words,), {given: lambda self: []})())
     metrics, notes, _ = rated(arena)
     assert metrics == {}
-    assert notes == ["words: nobody was rated, for matches() gave no episode of two actors"]
+    assert notes == ["words: no version was rated: matches() gave no episode of two actors"]
 
 
 def test_matches_that_raise_are_a_sentence():

@@ -78,7 +78,7 @@ def build_algorithm(c: config.AlgorithmConfig) -> Algorithm:
 
 
 def credit_for(env: BaseEnvConfig, actors: Sequence[str]) -> Algorithm:
-    """Who credits an environment's actors: its `algo`, and in the seats it names an algorithm of their own."""
+    """The algorithm for an environment's actors: its `algo`, and for the seats it names one of their own."""
     assert env.algo is not None
     common, seats = build_algorithm(env.algo), {}
     for seat in env.seats:

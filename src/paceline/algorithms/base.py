@@ -1,4 +1,4 @@
-"""The algorithm contract: who gets credit, and which loss each token trains.
+"""Defines the algorithm contract: which credit each rollout gets, and which loss each token trains.
 
 Hooks, called in this order in the life of a rollout, and two for the checkpoint:
 
@@ -32,24 +32,24 @@ class AlgorithmError(PacelineError):
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmContext:
-    """What a run lends to an algorithm."""
+    """The parts of a run that an algorithm may use."""
 
     env: str
     rows: Sequence[Row]
-    """What a ticket's `row` counts in."""
+    """The rows that a ticket's `row` is an index into."""
     voice: SamplingClient
     """How the policy speaks: its pool, its renderer, its sampling settings."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
     teacher: FailurePolicy = USUAL
-    """What becomes of a sample that a reference could not score."""
+    """Policy for a sample that a reference could not score."""
 
 
 class Algorithm(ABC):
     """Turns rollouts into trained samples. One instance per environment."""
 
     voice: SamplingClient | None = None
-    """Who speaks in training, where it is not the policy."""
+    """The client that speaks in training, where it is not the policy's."""
     bad_rows: BadRows = BadRows()
     """Rows that `begin` found unusable: their draws are dropped."""
 
@@ -74,7 +74,7 @@ class Algorithm(ABC):
         return Counter()
 
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON."""
+        """State for the checkpoint, as JSON."""
         return {}
 
     def load(self, state: dict) -> None:  # noqa: B027 - optional by design
@@ -99,7 +99,7 @@ class RewardCredit(Algorithm):
             broadcast(rollout, float(advantage))
 
     def earned(self, rollouts: Sequence[Rollout]) -> NDArray:
-        """What each rollout is taken to have earned."""
+        """The reward that each rollout is taken to have earned."""
         return np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
 
 

@@ -13,8 +13,8 @@ class GAE(Algorithm):
     """The reward where the rollout ends, and no advantage: the critic makes those (arXiv 1506.02438).
 
     With a critic's guess V of what is still to come, the trainer computes delta_t = r_t + gamma V_{t+1} - V_t and
-    A_t = sum_k (gamma lambda)^k delta_{t+k} over the sampled tokens. Nobody is compared with a group, so rows may be
-    played once, and a token is credited for what it changed, not for how its rollout ended.
+    A_t = sum_k (gamma lambda)^k delta_{t+k} over the sampled tokens. No rollout is compared with a group, so rows may
+    be played once, and a token is credited for what it changed, not for how its rollout ended.
 
     A rollout that branched is several samples, and the estimate runs along each of them to its end. So each carries the
     episode's reward on its last sampled token: with none there, a branch would be taught that it led to nothing.
@@ -62,7 +62,7 @@ Role = tuple[str, str, str]
 class RAE(Algorithm):
     """Reward minus a running mean of what this role earns (SPIRAL, arXiv 2506.24119).
 
-    In a game against oneself both sides are the same weights, but their chances differ: whoever moves first wins more
+    In a game against oneself both sides are the same weights, but their chances differ: the first to move wins more
     often for no merit. So each (environment, kind of episode, actor) has a baseline of its own, an exponential moving
     average b <- d b + (1 - d) r over the groups it has seen. It outlives the group, so `group_size = 1` learns too.
 

@@ -18,7 +18,7 @@ CALLED, AWAITED = ("stage", "observe", "assign", "state", "load"), ("begin", "sc
 
 @dataclass(frozen=True, slots=True)
 class CreditInputs:
-    """What a credit function gets."""
+    """The input of a credit function."""
 
     rollouts: Sequence[Rollout]
 
@@ -106,7 +106,7 @@ def about(*args: Any) -> str:
 
 
 def custom_algorithm(config: Config) -> Algorithm:
-    """What the import path names."""
+    """The algorithm that the import path names."""
     found = import_object(config.import_path)
     if inspect.isclass(found):
         if not issubclass(found, Algorithm):

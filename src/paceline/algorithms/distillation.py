@@ -1,4 +1,4 @@
-"""On-policy distillation: from another model (OPD), or from the policy told more (OPSD)."""
+"""On-policy distillation: from another model (OPD), or from the policy shown a demonstration (OPSD)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ class OPSD(Algorithm):
     """The policy plays, and the same policy, shown a demonstration, says how likely it finds every token of it
     (arXiv 2601.19897, 2601.18734).
 
-    Whoever has seen a good answer judges an attempt better than whoever has not, with the same weights. So the model is
+    A model that has seen a good answer judges an attempt better than one that has not, with the same weights. So it is
     its own teacher: nothing else is served, and the demonstrations are never imitated word by word, which would make it
     forget. The demonstration is a block before the conversation, in the chat template's own words; behind it stand the
     sampled tokens exactly as they were sampled, all turns of a sample at once.

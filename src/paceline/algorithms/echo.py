@@ -20,7 +20,7 @@ OPENINGS: dict[str, list[Message]] = {
     "user": [],
     "tool": [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "I look."}],
 }
-"""What may stand before a message of each role, for a trial at the start."""
+"""Messages that may stand before one of each role, for a trial at the start."""
 
 
 class Echo(GRPO):

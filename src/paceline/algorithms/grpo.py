@@ -105,7 +105,7 @@ class Hierarchical(Algorithm):
     An episode may start others, as a proposer whose question several solvers try. All tries of a group share the root's
     task, so roots are compared across the group. But each try wrote its own question, and a solver of an easy one looks
     good beside a solver of a hard one for no merit; so children are compared only with children of the same parent,
-    kind and actor. Where nobody starts other episodes this is GRPO.
+    kind and actor. Where no episode starts others this is GRPO.
     """
 
     def __init__(self, config: HierarchicalConfig) -> None:

@@ -1,4 +1,4 @@
-"""Log probabilities of another model, or of the policy told more, for what the policy sampled."""
+"""Scores what the policy sampled by another model, or by the policy with another prompt."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ SECONDS = 120.0
 AT_ONCE = 32
 """Scores asked of the policy itself at once; a frozen endpoint has a limit of its own."""
 WORD_SECONDS = 30.0
-"""Whoever waits for a reference hears so often how far it is."""
+"""Interval at which a batch that waits for a reference logs how far it is."""
 MOST_EMPTY = 3
 """Batches in a row in which the reference scored nothing at all before the run stops."""
 FAILED = "teacher_failed"
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ReferencePrompt(NamedTuple):
-    """What the reference reads before what was sampled: `head` stands in place of a sample's first `cut` tokens."""
+    """The reference's prompt before the sampled tokens: `head` stands in place of a sample's first `cut` tokens."""
 
     head: Sequence[int] = ()
     cut: int = 0
@@ -43,7 +43,7 @@ Context = Callable[[Rollout, Sample], ReferencePrompt]
 
 
 class ReferenceScorer:
-    """Who is asked how likely the sampled tokens are."""
+    """Asks a reference model how likely the sampled tokens are."""
 
     def __init__(self, pool: Pool, name: str, policy: FailurePolicy = USUAL) -> None:
         self._pool, self._name, self._policy = pool, name, policy
@@ -98,7 +98,7 @@ class ReferenceScorer:
                     scored = await self._scored(sample, context(rollout, sample))
                 except EngineError as error:
                     errand.cause = errand.cause or str(error)
-                    # Nobody had an answer in all that time: those who still wait for their turn need not wait too.
+                    # No request had an answer in all that time: those that still wait for their turn need not wait too.
                     errand.gone = errand.gone or (errand.answered == before and _now() - began >= SECONDS)
                     if not self._again(error, failed) or errand.gone:
                         break
@@ -166,7 +166,7 @@ class PendingBatch:
     answered: int = 0
     lost: int = 0
     cause: str = ""
-    """What went wrong first."""
+    """The first error."""
     gone: bool = False
     """It is not to be waited for any more."""
 

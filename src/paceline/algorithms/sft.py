@@ -20,11 +20,11 @@ WRITTEN = "paceline/demonstration"
 
 
 class SFT(Algorithm):
-    """The next-token loss, -log pi, on every token somebody better said.
+    """The next-token loss, -log pi, on every token of a teacher or a demonstration.
 
     With a `teacher`, the frozen model sits in the policy's seat and plays the environment, tools and all; the rewards
-    that are shown are its own. With `demonstrations` nobody plays: each row's conversation is read out as if the policy
-    had said the assistant's part. Held-out rows are always played by the policy.
+    that are shown are its own. With `demonstrations` nothing is sampled: each row's conversation is read out as if the
+    policy had said the assistant's part. Held-out rows are always played by the policy.
 
     What a frozen model says never goes stale, and the policy did not sample it, so there is no ratio to weigh it by:
     samples ship without log probabilities and versions.
@@ -89,7 +89,7 @@ class Recital(Environment):
         return Outcome.solo(1.0)  # a demonstration is right by definition
 
     def conversation(self, row: Row, where: str) -> list[Message]:
-        """What a row demonstrates, as messages that end in the assistant's."""
+        """A row's demonstration, as messages that end in the assistant's."""
         value = row.get("messages") if self._key is True else row.get(str(self._key))
         if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
             messages = copy.deepcopy(value)

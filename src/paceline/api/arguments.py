@@ -29,7 +29,7 @@ EnvironmentLike = Environment | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """What is trained on, as `paceline.train` was told."""
+    """The data, rewards and environments that `paceline.train` was given."""
 
     dataset: Data | None = None
     eval_dataset: Data | None = None

@@ -38,8 +38,8 @@ def loop_is_running() -> bool:
 
 
 def run_in_thread(work: Callable[[], T], signals: Signals) -> T:
-    """What `work` returns or raises. The first Ctrl-C stops the run that `signals` belongs to after its step, a second
-    one stops it at once, and KeyboardInterrupt is raised when it has stopped."""
+    """Run `work` in a thread. The first Ctrl-C stops the run that `signals` belongs to after its step, a second one
+    stops it at once, and KeyboardInterrupt is raised when it has stopped."""
     done: Future[T] = Future()
 
     def run() -> None:

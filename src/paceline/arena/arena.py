@@ -1,4 +1,4 @@
-"""The arena: actors, the episodes they meet in, and what is remembered between them."""
+"""Defines the arena: actors, the episodes they meet in, and the stores kept between them."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from paceline.arena.state import EpisodeState, Seating
 from paceline.arena.store import ArtifactStore
 from paceline.arena.types import Actor, ArenaError, Artifact, EpisodeRequest, EpisodeResult, Step
 from paceline.envs import JudgeFailed, Split
-from paceline.inference import EngineError, NobodyLeft, RequestError
+from paceline.inference import EngineError, NoEngineLeft, RequestError
 from paceline.inference.base import Mismatch
 from paceline.rollout import Message, Reply, Seat, SessionMap
 
@@ -38,7 +38,7 @@ class Arena:
         """Draw from this and no other, and a resumed run draws what an unbroken one would."""
         self._drawn: deque[EpisodeRequest] = deque()
         self._given: dict[int, EpisodeRequest] = {}
-        """What draws that may be played again after a restart have got."""
+        """The requests of draws that may be played again after a restart."""
 
     # -- what a user fills in ---------------------------------------------------------------------------------------
 
@@ -75,14 +75,14 @@ class Arena:
         return _find(self.stores, name, "store", "add_store")
 
     def check(self, request: EpisodeRequest) -> None:
-        """Everybody a request names is registered."""
+        """Raise unless every actor that a request names is registered."""
         for name in (*self.episode(request.episode_type).actors, *request.models):
             self.actor(name)
 
     # -- playing ----------------------------------------------------------------------------------------------------
 
     def draw(self, number: int) -> EpisodeRequest:
-        """What draw `number` plays: the next request of `get_batch`, or what it got before, if it is played again."""
+        """The request of draw `number`: the next of `get_batch`, or the one it got before, if it is played again."""
         if number not in self._given:
             self._given[number] = self._next()
         return self._given[number]
@@ -135,7 +135,7 @@ class Arena:
     async def call_model(
         self, state: EpisodeState, messages: Sequence[Message], actor: str | None = None, model: str = ""
     ) -> Reply:
-        """What an actor says to these messages. Without an actor it is a judge who answers, and is never trained;
+        """An actor's reply to these messages. Without an actor it is a judge who answers, and is never trained;
         `model` then names a served adapter, the policy when left out."""
         if actor is None:
             return await _judged(state.seating.judge(model), messages)
@@ -148,8 +148,8 @@ class Arena:
     async def ask_judge(
         self, state: EpisodeState, messages: Sequence[Message], read: Callable[[str], T], model: str = ""
     ) -> T:
-        """What `read` finds in a judge's words. Where it raises `ValueError` they are nonsense, and the judge is asked
-        anew, with noise of its own; a judge who never makes sense is a `JudgeFailed` that quotes its first words."""
+        """The verdict `read` finds in a judge's words. Where it raises `ValueError` the judge is asked anew, with noise
+        of its own; a judge who never makes sense is a `JudgeFailed` that quotes its first words."""
         nonsense: list[str] = []
         while len(nonsense) < VERDICTS:
             reply = await self.call_model(state, messages, model=model)
@@ -171,8 +171,8 @@ class Arena:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: the stores, the random numbers, what is drawn but not yet given to anybody,
-        and what is given but perhaps not played to its end."""
+        """State for the checkpoint, as JSON: the stores, the random numbers, requests drawn but not yet given out, and
+        those given out but perhaps not played to their end."""
         version, numbers, gauss = self.rng.getstate()
         return {
             "stores": {name: store.state() for name, store in self.stores.items()},
@@ -220,7 +220,7 @@ def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
 async def _judged(seat: Seat, messages: Sequence[Message]) -> Reply:
     try:
         return await seat.chat(messages)
-    except (RequestError, NobodyLeft, Mismatch):
+    except (RequestError, NoEngineLeft, Mismatch):
         raise  # asking again changes nothing
     except EngineError as error:
         raise JudgeFailed(f"the judge could not answer: {error}") from error

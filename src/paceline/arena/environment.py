@@ -60,7 +60,7 @@ class ArenaEnvironment(Environment):
     async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
         request: EpisodeRequest = example.get("request") or self.arena.draw(draw)
         row, cast = example | {"request": request}, self._cast(request)
-        # Alone, or for nobody to learn from, there is nobody to meet.
+        # A single actor, or an episode that does not train, meets no past version.
         if self.league is None or not cast or not request.is_trainable:
             return row
         return row | {"match": self.league.draw(cast, draw, dice)}
@@ -103,7 +103,7 @@ class ArenaEnvironment(Environment):
         return mine if len(mine) > 1 else []
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """State for the checkpoint, as JSON."""
         state = self.arena.state()
         return state if self.league is None else state | {"league": self.league.state()}
 

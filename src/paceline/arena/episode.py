@@ -1,4 +1,4 @@
-"""Episodes: what happens between actors, in hooks that a game fills in.
+"""Defines episodes: turns between actors, in hooks that a game fills in.
 
 initial actor -> [ what they hear -> their words -> environment's response -> done? -> next actor ] -> rubric
 """
@@ -21,7 +21,7 @@ class Episode(ABC):
     """One kind of episode. The object is shared by all that are played at once: what belongs to one is in its state."""
 
     actors: Sequence[str] = ()
-    """Who sits in it, in order; all actors of the arena when left empty."""
+    """Its actors, in order; all actors of the arena when left empty."""
 
     @property
     @abstractmethod
@@ -31,21 +31,21 @@ class Episode(ABC):
     @property
     @abstractmethod
     def rubric(self) -> Rubric:
-        """What it pays."""
+        """The rubric that scores it."""
 
     @abstractmethod
     async def rollout(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
         """Play it, speaking through `call_model`."""
 
     def init_state(self, state: EpisodeState, artifact: Artifact) -> None:  # noqa: B027 - optional by design
-        """Prepare `state.data` before anybody speaks."""
+        """Prepare `state.data` before the first turn."""
 
     def get_metrics(self, state: EpisodeState) -> dict[str, float]:
         """Numbers to report beside the rubric's."""
         return {}
 
     async def call_model(self, state: EpisodeState, actor: str, messages: Sequence[Message]) -> Reply:
-        """What an actor says to these messages; recorded and trained."""
+        """An actor's reply to these messages; recorded and trained."""
         return await state.arena.call_model(state, messages, actor)
 
     async def spawn(self, state: EpisodeState, request: EpisodeRequest) -> EpisodeResult:
@@ -56,7 +56,7 @@ class Episode(ABC):
     async def spawn_all(self, state: EpisodeState, requests: Sequence[EpisodeRequest]) -> list[EpisodeResult]:
         """Play several children at once."""
         arena, above = state.arena, state.seating
-        # Seats are taken before anybody speaks: their noise follows their place, which must not depend on who is quick.
+        # Seats are taken before the first turn: their noise follows their place, which must not depend on who is quick.
         seatings = [arena.seat(request, above.table, above) for request in requests]
         plays = [arena.play(request, seating) for request, seating in zip(requests, seatings, strict=True)]
         results = await together(plays)
@@ -84,7 +84,7 @@ class Episode(ABC):
 class MultiTurnEpisode(Episode):
     """Actors speak in turns. Each hears, as one message, what happened since their own last turn.
 
-    Everything said is heard by all, as `describe` tells it; what `get_observation` answers reaches nobody but the actor
+    Everything said is heard by all, as `describe` tells it; what `get_observation` answers reaches only the actor
     whose turn it is. The environment responds to every turn, also the last one, before `is_done` is asked.
     """
 
@@ -93,14 +93,14 @@ class MultiTurnEpisode(Episode):
 
     @abstractmethod
     def get_initial_prompt(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> str:
-        """What `state.current_actor` hears on their first turn."""
+        """The text `state.current_actor` hears on their first turn."""
 
     def get_initial_actor(self, artifact: Artifact, state: EpisodeState) -> str:
-        """Who begins."""
+        """The actor that begins."""
         return state.actors[0]
 
     def get_observation(self, state: EpisodeState, arena: "Arena", artifact: Artifact) -> str | None:
-        """What only `state.current_actor` sees at this moment."""
+        """Text that only `state.current_actor` sees at this moment."""
         return None
 
     async def env_response(self, state: EpisodeState, arena: "Arena", artifact: Artifact) -> str | None:

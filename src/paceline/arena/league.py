@@ -1,8 +1,8 @@
-"""The league: past versions of the policy as opponents, who meets whom, and who is the stronger.
+"""Manages a league of past versions of the policy: admission, matchmaking and ratings.
 
     admit -> [ draw -> a game against the past -> report ] ... meet -> report -> enter -> payoff -> ratings
 
-It knows names and results, no weights. What keeps a past version able to speak is the orchestrator's business.
+It knows names and results, no weights. Serving past versions is the orchestrator's business.
 """
 
 import random
@@ -77,7 +77,7 @@ class League:
         self._arriving: int | None = None
         self._leaving: int | None = None
         self._version: int | None = None
-        """What was published last."""
+        """The version published last."""
         self._form = Payoff()
         """How the policy fares in training since a version was last admitted."""
         self._news: list[tuple[int, str, float]] = []
@@ -112,7 +112,7 @@ class League:
         """A version was published: the name under which it must answer from now on; None if it is not kept.
 
         One is due at every multiple of `every`. A full league loses the version that is closest to its neighbours; the
-        first one always stays, so that there is something to measure progress against. Whoever must go finishes its
+        first one always stays, so that there is something to measure progress against. One that must go finishes its
         games and is met no more; until they are over the newcomer's place waits for a later version.
         """
         self._hear(version)
@@ -128,7 +128,7 @@ class League:
 
     @contextmanager
     def arriving(self, version: int) -> Generator[None]:
-        """Until its weights are where its name says, nobody meets a newcomer."""
+        """Until its weights are loaded, a newcomer is not drawn as an opponent."""
         self._arriving = version
         try:
             yield
@@ -136,7 +136,7 @@ class League:
             self._arriving = None
 
     def shrink(self) -> list[str]:
-        """Who leaves because the league has become smaller than it was at the checkpoint."""
+        """Remove versions if the league has become smaller than at the checkpoint; returns their names."""
         left = []
         while len(self._places) > self.size:
             left.append(least_missed(self.versions))
@@ -157,7 +157,7 @@ class League:
     # -- games ------------------------------------------------------------------------------------------------------
 
     def draw(self, actors: Sequence[str], number: int, dice: random.Random) -> Match | None:
-        """Who plays draw `number`, in which seat; None for the policy against itself."""
+        """The match for draw `number`; None for the policy against itself."""
         # A draw that is played again, after a restart, is reported again.
         self._news = [news for news in self._news if news[0] != number]
         there = [v for v in self._places if v not in (self._arriving, self._leaving)]
@@ -186,7 +186,7 @@ class League:
         books.append((match.number, match.opponent, points(match, result)))
 
     def enter(self, version: int) -> int:
-        """Into the books with the games this version played for the ratings; answers how many came to an end."""
+        """Enter the games this version played for the ratings; returns how many came to an end."""
         for _, opponent, taken in sorted(self._rated):
             self.payoff.add(name_of(version), opponent, taken)
         entered, self._rated = len(self._rated), []
@@ -221,13 +221,13 @@ class League:
 
 
 def least_missed(versions: Sequence[int]) -> int:
-    """Whose neighbours are closest to one another, of all but the first and the last."""
+    """The version whose neighbours are closest to one another, of all but the first and the last."""
     gaps = {at: after - before for before, at, after in zip(versions, versions[1:], versions[2:], strict=False)}
     return min(gaps, key=lambda version: (gaps[version], version))
 
 
 def name_of(version: int) -> str:
-    """What a version is called in tables and metrics."""
+    """A version's name in tables and metrics."""
     return f"v{version}"
 
 

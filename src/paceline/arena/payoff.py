@@ -12,7 +12,7 @@ from rich.table import Table
 SCALE = 400 / np.log(10)
 """Elo points to one unit of log odds."""
 PRIOR = 350.0
-"""Standard deviation, in points, of players nobody has seen play. It keeps a player without a loss finite."""
+"""Standard deviation, in points, of players without a game. It keeps a player without a loss finite."""
 SURE = 1.96
 """Standard deviations either side that hold 95%."""
 
@@ -59,7 +59,7 @@ def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
         if np.abs(step).max(initial=0.0) < 1e-10:
             break
     expected = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
-    # Games tell how players differ; how strong all of them are together nobody can know, and nobody asks.
+    # Games tell how players differ; how strong all of them are together is unknown, and not needed.
     centre = np.eye(count) - 1 / count
     spread = centre @ np.linalg.inv(_curvature(games, expected) + precision) @ centre
     deviation = SURE * SCALE * np.sqrt(np.diag(spread))
@@ -123,7 +123,7 @@ class Payoff:
         return sorted(rate(self.players, self.matrix()), key=lambda rating: -rating.points)
 
     def table(self, title: str = "league") -> Table:
-        """What a terminal shows: ratings with their intervals, then everybody's score against everybody."""
+        """A table for the terminal: ratings with their intervals, then each player's score against each other one."""
         ratings = self.ratings()
         names = [rating.player for rating in ratings]
         shown = Table(title=title, caption="row's mean points against column")

@@ -1,4 +1,4 @@
-"""Who earned what: weighted functions over a finished episode."""
+"""Scores a finished episode by a weighted sum of functions."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class Rubric:
     """Each function scores some actors, `fn(state, arena) -> {actor: number}`; an actor's reward is the weighted sum.
 
     Async functions may ask a judge (`arena.call_model`). Sync ones run off the event loop, so that a slow check holds
-    up nobody else. An actor no function mentions earns 0.
+    up no other episode. An actor no function mentions earns 0.
     """
 
     def __init__(self, funcs: Sequence[RubricFunction] = (), weights: Sequence[float] | None = None) -> None:

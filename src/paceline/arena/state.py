@@ -1,4 +1,4 @@
-"""One episode under way."""
+"""Holds the state of an episode while it is played."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Seating:
-    """Who sits where while an episode and its continuations are played."""
+    """Maps actors to seats while an episode and its continuations are played."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Seating:
 
     @property
     def home(self) -> str:
-        """The seat that stands for this episode as a parent: whoever spoke first, fixed when it is first asked for, so
+        """The seat that stands for this episode as a parent: the first to have spoken, fixed when first asked for, so
         that all children of one episode name the same."""
         names = list(self.seats.values())
         self._home = self._home or next((name for name in names if self.table[name].turns), names[0])
@@ -55,7 +55,7 @@ class Seating:
 
 
 class EpisodeState:
-    """What was said so far, by whom, and whatever the episode itself remembers. One per episode played: the `Episode`
+    """Everything said so far, by whom, and the episode's own data. One per episode played: the `Episode`
     object is shared by all of them and keeps no state of its own."""
 
     def __init__(self, arena: "Arena", request: EpisodeRequest, seating: Seating) -> None:
@@ -64,7 +64,7 @@ class EpisodeState:
         """The episode's own: a board, a pot, a question."""
         self.steps: list[Step] = []
         self.events: list[Event] = []
-        """What everybody may hear of, in order."""
+        """Events that all actors may hear of, in order."""
         self.current_actor = ""
         self.done = False
         """Set it to end a multi-turn episode after this turn."""
@@ -76,7 +76,7 @@ class EpisodeState:
 
     @property
     def actors(self) -> list[str]:
-        """Who sits in this episode, in order."""
+        """The actors of this episode, in order."""
         return list(self.seating.seats)
 
     @property
@@ -86,7 +86,7 @@ class EpisodeState:
 
     @property
     def last_text(self) -> str:
-        """What was said last; empty before anybody spoke."""
+        """The last reply; empty before the first."""
         return self.steps[-1].text if self.steps else ""
 
     def began(self, actor: str) -> bool:
@@ -98,7 +98,7 @@ class EpisodeState:
         return self._conversations.setdefault(actor.id, actor.opening())
 
     def news(self, actor: str) -> list[Event]:
-        """What others said and did since this actor's last turn."""
+        """Events of others since this actor's last turn."""
         since = self.events[self._heard.get(actor, 0) :]
         self._heard[actor] = len(self.events)
         return [event for event in since if event.speaker != actor]

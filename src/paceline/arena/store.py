@@ -1,4 +1,4 @@
-"""What an arena remembers from one episode to the next."""
+"""Stores artifacts that an arena keeps from one episode to the next."""
 
 import random
 from collections import deque
@@ -47,7 +47,7 @@ class ArtifactStore:
         return clone
 
     def state(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps, as JSON; the artifacts' data must be JSON too."""
+        """State for the checkpoint, as JSON; the artifacts' data must be JSON too."""
         return [{"id": artifact.id, "data": artifact.data} for artifact in self._kept]
 
     def load(self, state: list[dict[str, Any]]) -> None:

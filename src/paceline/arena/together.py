@@ -1,4 +1,4 @@
-"""Several things at once, of which a failing one takes the others with it."""
+"""Runs coroutines concurrently; when one fails, the others are cancelled."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

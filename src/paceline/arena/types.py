@@ -1,4 +1,4 @@
-"""The words of self-play: who speaks, about what, and what is asked for."""
+"""Defines the data types of self-play: actors, artifacts, episode requests and results."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ class Actor:
     """Longest reply of this actor; the run's `sampling.max_tokens` when left out."""
 
     def opening(self) -> list[Message]:
-        """What every conversation with this actor begins with."""
+        """The messages every conversation with this actor begins with."""
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     def build_messages(self, user: str) -> list[Message]:
@@ -34,7 +34,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What an episode is about: a question, a deal of cards, an opening.
+    """The subject of an episode: a question, a deal of cards, an opening.
 
     Left out, the id is a hash of the data, so that the same thing drawn twice is the same artifact: episodes on it are
     tries of one example, and those on different artifacts never share a baseline.
@@ -51,7 +51,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """An episode somebody wants played."""
+    """A request to play an episode."""
 
     episode_type: str
     artifact: Artifact
@@ -79,7 +79,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something everybody may hear of: an actor's words, or, with no speaker, what the environment says to all."""
+    """Something all actors may hear of: an actor's words, or, with no speaker, what the environment says to all."""
 
     speaker: str
     text: str
@@ -96,7 +96,7 @@ class EpisodeResult:
     metrics: dict[str, float]
     steps: list[Step]
     data: dict[str, Any]
-    """What the episode remembered (`EpisodeState.data`)."""
+    """The episode's own data (`EpisodeState.data`)."""
     children: list["EpisodeResult"] = field(default_factory=list)
 
     def followed_by(self, later: "EpisodeResult") -> "EpisodeResult":

@@ -1,4 +1,4 @@
-"""`python -m paceline.cli`, too."""
+"""Runs the `paceline` command by `python -m paceline.cli`."""
 
 from paceline.cli import command
 

@@ -1,4 +1,4 @@
-"""What all commands have in common."""
+"""Defines the `paceline` parser and what its commands share."""
 
 import argparse
 import sys

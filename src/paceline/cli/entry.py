@@ -127,7 +127,7 @@ def _command_hint(word: str, commands: Commands) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """What a command takes beside keys of the run file."""
+    """The options of a command beside keys of the run file."""
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     return [option for action in shown for option in action.option_strings if option.startswith("--")]
 

@@ -105,8 +105,8 @@ examples:
 
 REPORTING = """
 Writes one HTML file that needs nothing else: no network, no script. It holds what the run directory tells: how it went,
-the curves, what the run file changed, what speaks against it, and a few rollouts as conversations. Whoever gets the
-file can read these conversations and settings.
+the curves, what the run file changed, what speaks against it, and a few rollouts as conversations. Every reader of the
+file sees these conversations and settings.
 
 examples:
   paceline report runs/quickstart                          quickstart-report.html, here

@@ -1,4 +1,4 @@
-"""Episodes to look at and games to play."""
+"""Commands for episodes and games: `rollout`, `play` and `league`."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is done with a run file: train it, compare two ways, check it."""
+"""Commands for run files: `train`, `ab`, `check` and `schema`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Where the parts of a run live."""
+"""Builds the parts of a run and places them in processes and on machines."""
 
 from paceline.cluster.local import local
 from paceline.cluster.result import RunFailed, RunResult

@@ -1,4 +1,4 @@
-"""Two ways of training side by side: two adapters on one engine, over the same draws and the same noise."""
+"""Trains two arms side by side: two adapters on one engine, over the same draws and the same noise."""
 
 import re
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
@@ -33,7 +33,7 @@ REAL = "the difference is real"
 
 
 class Duel:
-    """Speaks whenever both have taken one more step."""
+    """Prints the comparison whenever both arms have taken one more step."""
 
     def __init__(self, arms: Mapping[str, Path], screen: TextIO | None, signals: Signals | None) -> None:
         self._arms, self._screen, self._signals = arms, screen, signals
@@ -43,7 +43,7 @@ class Duel:
         self._noted = ""
 
     def corner(self, arm: str) -> Monitor:
-        """Who looks on at one of them."""
+        """The monitor of one arm."""
         return _Corner(self, arm)
 
     def say(self, text: str) -> None:
@@ -51,7 +51,7 @@ class Duel:
             print(text, file=self._screen, flush=True)
 
     def note(self, arm: str, text: str) -> None:
-        """What both are told is said once."""
+        """Print a note; one that both arms get is printed once."""
         if text != self._noted:
             self.say(f"{arm}: {text}")
         self._noted = text
@@ -81,7 +81,7 @@ class Duel:
             self.say(f"{known.pairs.strangers} draws were left out: the arms drew other rows there")
 
     def verdict(self) -> Verdict | None:
-        """What the records say by now; None while they say nothing."""
+        """The records' verdict so far; None while there is none."""
         try:
             one, other = map(open_run, self._arms.values())
             return verdict(one, other)
@@ -148,7 +148,7 @@ def check(arms: Mapping[str, RunConfig]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _House:
-    """What both arms share."""
+    """The model, tokenizer and engine that both arms share."""
 
     kit: ModelBackend
     tokenizer: PreTrainedTokenizerBase

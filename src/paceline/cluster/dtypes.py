@@ -38,7 +38,7 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
 
 
 def checkpoint_compute_dtype(checkpoint: Path) -> Dtype:
-    """What the run that wrote a checkpoint computed in. Checkpoints without a word of it are of times when that was
+    """The compute type of the run that wrote a checkpoint. Checkpoints that do not name it are from when that was
     float32 unless the run file said otherwise."""
     try:
         written = read_state(checkpoint).get("dtype")

@@ -1,4 +1,4 @@
-"""What becomes of a process whose engine has failed for good: it ends, so that whoever started it starts it again.
+"""Ends a process whose engine has failed for good, so that its supervisor restarts it.
 
 The thread that computes is gone by then, and with it perhaps the device: nothing in this process can bring it back. A
 process that lived on would refuse every request, for ever.
@@ -15,7 +15,7 @@ from typing import Protocol
 from paceline.inference.base import EngineError
 
 FAREWELL_SECONDS = 1.0
-"""For answers that are under way when the engine fails: everybody who waited has just been told."""
+"""For answers that are under way when the engine fails: every waiting request has just been failed."""
 MOST_SECONDS = 30.0
 """For those that are still not sent by then: a busy machine is slow."""
 
@@ -55,7 +55,7 @@ def lost(engine: Mortal) -> Callable[[], Awaitable[EngineError]]:
 
 
 def leave(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
-    """End this process, after a moment for the last answers, and longer while somebody `waits` for one. Nothing is
+    """End this process, after a moment for the last answers, and longer while a client `waits` for one. Nothing is
     unwound: threads of a broken device may hang."""
     end = time.monotonic() + MOST_SECONDS
     time.sleep(FAREWELL_SECONDS)

@@ -1,4 +1,4 @@
-"""Who speaks in episodes that are only looked at: the run's model in this process, or whatever an endpoint serves."""
+"""Sets up the model of episodes that do not train: the run's in this process, or an endpoint's."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -34,17 +34,17 @@ ASK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRuntime:
-    """Lays tables for episodes."""
+    """Makes the seats of episodes."""
 
     table: Callable[[Sequence[int], Sequence[str], Guests], SessionMap]
     """Seats for some actors, with some noise; guests speak for themselves."""
     lodge: RecordingServer
-    """Where a guest's seat gets its address."""
+    """Gives a guest's seat its address."""
     close: Callable[[], Coroutine[Any, Any, None]]
     spell: Callable[[Sequence[int]], str]
     """A prompt that was given as tokens, for people."""
     voice: SamplingClient | None = None
-    """What the seats speak through, where their tokens are exact."""
+    """The sampling client of the seats, where their tokens are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def open_house(
 
 
 def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> WeightUpdate:
-    """What a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
+    """The update that a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
     version = read_state(folder)["version"]
     dtype = checkpoint_compute_dtype(folder) if model.dtype == "auto" else model.dtype
     own = "float32" if mlx and model.lora else dtype  # mlx's adapters are float32 whatever the base is

@@ -23,7 +23,7 @@ from paceline.rollout import Rollout
 
 @dataclass(frozen=True, slots=True)
 class EvalTarget:
-    """What is evaluated: a run file's model, or a checkpoint's weights in its place."""
+    """A model to evaluate: a run file's, or a checkpoint's weights in its place."""
 
     name: str
     """As the command line has it."""
@@ -42,7 +42,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What held-out rows tell of one target, by environment (and actor, where there are several)."""
+    """Results of one target on held-out rows, by environment (and actor, where there are several)."""
 
     target: EvalTarget
     tables: dict[str, dict[str, Estimate]]

@@ -1,4 +1,4 @@
-"""`paceline export`: the policy of a run's checkpoint as a Hugging Face folder, whoever wrote the checkpoint."""
+"""`paceline export`: writes the policy of a checkpoint, of torch or mlx, as a Hugging Face folder."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ Form = Literal["all", "merged", "adapter"]
 """`all`: what the end of a run writes, the merged weights and under LoRA the adapter beside them."""
 
 MODEL_FILES = ("model*.safetensors", "model*.index.json", "adapter_*", "adapter/adapter_*", "adapter-mlx/adapter*")
-"""What would mix with the files of another export."""
+"""Files that would mix with those of another export."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Where to and in which form."""
+    """Folder, form and type of an export."""
 
     folder: Path | None = None
     """`export` in the run directory when left out; `export-STEP` where a step was asked for."""

@@ -23,7 +23,7 @@ from paceline.util.user_code import is_foreign, open_hooks, user_place
 STOP_SECONDS = 3.5
 """A run that was told to stop at once gets this long to end in good order."""
 FLUSH_SECONDS = 1.0
-"""What the last words of a run may take."""
+"""Time for the last messages of a run."""
 STUCK_SECONDS = 1.5
 """From here on an event loop counts as blocked, and a hook as hanging."""
 OWN_WORK = ("training on the batch", "publishing the weights", "writing a checkpoint")

@@ -1,4 +1,4 @@
-"""What a run's leagues have come to, from its newest checkpoint."""
+"""Reads and draws the standings of a run's leagues, from its newest checkpoint."""
 
 from pathlib import Path
 

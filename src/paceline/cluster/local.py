@@ -86,8 +86,8 @@ def seated(
     ready: Callable[[], None] = lambda: None,
     done: Callable[[], None] = lambda: None,
 ) -> Generator[Placed]:
-    """A trainer beside a pool, and a voice for whoever plays. `ready` is called once the trainer stands, `done` before
-    it is waited for: its last step may take long, and nobody samples for it any more."""
+    """A trainer beside a pool, and sampling clients for episodes. `ready` is called once the trainer is built, `done`
+    before it is closed: its last step may take long, and no episode samples for it any more."""
     ends = kit.ends(tokenizer)
     renderer = renderer_of(tokenizer, ends, config.model)
     trainer = kit.trainer(config, dumps)
@@ -109,8 +109,8 @@ def seated(
 def renderer_of(
     tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: ModelConfig, dropped_tools: Dropped = "refuse"
 ) -> Renderer:
-    """Who turns conversations into the model's tokens, and what follows where the template drops an environment's
-    tools."""
+    """The renderer of conversations into the model's tokens, and what it does where the template drops an
+    environment's tools."""
     renderer = make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
     renderer.on_dropped_tools = "allow" if model.allow_dropped_tools else dropped_tools
     return renderer

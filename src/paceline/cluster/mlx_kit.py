@@ -1,4 +1,4 @@
-"""Engine and trainer of mlx."""
+"""Builds engine and trainer with mlx."""
 
 import importlib.util
 from collections.abc import Callable

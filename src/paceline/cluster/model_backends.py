@@ -1,4 +1,4 @@
-"""What engine and trainer of one process are made of: torch, or mlx on a Mac."""
+"""Builds engine and trainer of one process, with torch or, on a Mac, mlx."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ class ModelBackend(Protocol):
     def engine(
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
     ) -> DecodingEngine:
-        """`alone`: nobody trains beside it, so that it may have the model itself."""
+        """`alone`: no trainer runs beside it, so that it may have the model itself."""
         ...
 
     def foreign(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:

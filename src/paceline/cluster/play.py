@@ -36,7 +36,7 @@ CALLING = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_c
 
 
 class PersonLeft(PacelineError):
-    """Nobody sits there any more."""
+    """The person has left the game."""
 
 
 def typed(prompt: str) -> str:
@@ -53,7 +53,7 @@ def typed(prompt: str) -> str:
 
 
 class Person:
-    """Somebody at the keyboard."""
+    """A person at the keyboard."""
 
     def __init__(self, console: Console, read: Callable[[str], str] = typed) -> None:
         self._console, self._read = console, read
@@ -65,7 +65,7 @@ class Person:
                 import readline  # noqa: F401 - lines can be edited from now on
 
     def say(self, who: str, news: Sequence[Message], tools: Tools | None) -> str:
-        """What they answer to the news.
+        """Show the new messages and read the person's answer.
 
         The event loop stands still meanwhile, on purpose: the keyboard is one, so seats that want to speak wait for
         one another, and a thread that waits for a line could not be called back from a terminal it has taken over.
@@ -125,7 +125,7 @@ class PersonSeat(WordSeat):
         return self.note(_choice({"role": "assistant", "content": text}), [prompt])
 
     def _known(self, messages: Sequence[Message]) -> int:
-        """How much of a conversation they have heard or said: it may go on from anything, not just from the end."""
+        """How many messages the person knows: a conversation may go on from anything, not just from the end."""
         whole = ([*(turn.messages or []), turn.message] for turn in self.turns)
         return max((len(said) for said in whole if same(messages[: len(said)], said)), default=0)
 
@@ -146,7 +146,7 @@ def _read_calls(text: str, tools: Tools | None) -> Message:
 
 @contextmanager
 def _interruptible() -> Generator[None]:
-    """Ctrl-C reaches whoever waits for a line: an event loop would only note it and let them wait on."""
+    """Ctrl-C ends the wait for a line: an event loop would only note it and wait on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -165,7 +165,7 @@ PATIENCE = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayOptions:
-    """Where to sit, and who else plays."""
+    """The seat to play, and the model that plays the others."""
 
     env: str | None = None
     """The environment's name, where the run file has several."""
@@ -193,7 +193,7 @@ class PlayOptions:
 
 @dataclass(slots=True)
 class ScoreBoard:
-    """Who has earned what so far."""
+    """The actors' rewards so far."""
 
     games: int = 0
     failed: int = 0
@@ -280,7 +280,7 @@ async def play_games(
 
 
 def speaking(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:
-    """The config of whoever plays the others in this process, and the checkpoint of the run they speak from."""
+    """The config of the model that plays the others in this process, and the run's checkpoint that it loads."""
     if options.model is None or options.url is not None:
         return config, None
     if is_checkpoint(Path(options.model)):
@@ -324,7 +324,7 @@ def _show_score(console: Console, total: ScoreBoard, seat: str) -> None:
 
 
 def _actor(played: Played, name: str) -> str:
-    """Who sat in a seat; an environment may also pay somebody who had none."""
+    """The actor of a seat; an environment may also reward an actor without one."""
     return played.table[name].actor if name in played.table else name
 
 

@@ -1,4 +1,4 @@
-"""Several ranks as one trainer, however they are reached, and one rank's side of it."""
+"""Drives several ranks as one trainer, however they are reached, and answers calls on each rank."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -81,7 +81,7 @@ class RankGroup(ABC):
         self._number = 0
 
     async def feed(self, samples: Sequence[Sample]) -> None:  # noqa: B027 - nothing to do, by design
-        """Which rank trains what is decided when the batch is whole."""
+        """Does nothing: samples are assigned to ranks when the batch is whole."""
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         parallel = self._config.trainer.parallel
@@ -116,7 +116,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def _gone(self, rank: int, error: BaseException) -> BaseException | None:
-        """What to raise if this error means that the rank is lost; None if it only says what went wrong."""
+        """The error to raise if this one means that the rank is lost; None if it only says what went wrong."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,7 +139,7 @@ class RankGroup(ABC):
         return answers
 
     async def _together(self, answers: Sequence[Awaitable[T]]) -> list[T]:
-        """What all answer, or the first failure: the others may then wait for that rank for ever, so all are ended.
+        """All answers, or the first failure: the others may then wait for that rank for ever, so all are ended.
         Bounded by the life of the ranks, and inside them by the process group's timeout."""
         waiting = {asyncio.ensure_future(answer): rank for rank, answer in enumerate(answers)}
         try:
@@ -147,7 +147,7 @@ class RankGroup(ABC):
             while left:
                 done, left = await asyncio.wait(left, timeout=PULSE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
                 if done:
-                    beat()  # whoever works over there moves the run
+                    beat()  # a rank's answer is progress of the run
                 if any(task.exception() for task in done):
                     # A rank that dies is missed by the others first: the cause comes a moment after its echo.
                     late, left = await asyncio.wait(left, timeout=ECHO_SECONDS) if left else (set(), left)

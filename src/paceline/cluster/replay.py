@@ -1,10 +1,10 @@
-"""`paceline replay`: a recorded batch trained once more, on the CPU, with nothing kept of it.
+"""`paceline replay`: trains a recorded batch once more, on the CPU, and keeps nothing of it.
 
     weights before the step (a checkpoint, or the model itself) + its samples -> the same step, beside what was measured
     the same weights + dumps/bad-batch-N -> the same step, and each of its samples alone
 
 The samples are those of batches/step-N, or of the record where no batch was kept. Sampling, environments and engine
-play no part. What comes out differently is a matter of the trainer alone: another
+play no part. Any difference is due to the trainer alone: another
 device or type, another version of the code, or a setting given on the command line.
 """
 
@@ -32,13 +32,13 @@ from paceline.trainer.critic import cut
 from paceline.trainer.files import check_files
 
 TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
-"""What a step reports besides what it computed."""
+"""Metrics that a step reports besides what it computed."""
 DUMP = "bad-batch-"
 ROWS = 20
 """Samples of a bad batch that are listed."""
 
 Telling = Callable[[str], None]
-"""Is told what is being done now."""
+"""Receives progress messages."""
 
 
 def _silent(sentence: str) -> None:
@@ -64,14 +64,14 @@ class ReplayedStep:
     source: str = ""
     """Where the samples came from."""
     heard: dict[int, RecordedTokens] = field(default_factory=dict)
-    """What each sample's tokens said, by its place in the batch."""
+    """Each sample's recorded tokens, by its place in the batch."""
     optimizer_steps: int = 1
     """Over which the loss that is reported is a mean."""
     remarks: list[str] = field(default_factory=list)
-    """What keeps the figures from being those of the run."""
+    """Reasons why the figures may not be those of the run."""
 
     def differences(self) -> dict[str, float]:
-        """ReplayedStep minus recorded, where both are known."""
+        """Replayed minus recorded, where both are known."""
         return {name: self.now[name] - self.recorded[name] for name in self.now if name in self.recorded}
 
 

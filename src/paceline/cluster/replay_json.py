@@ -104,7 +104,7 @@ def _ids(run: Path, step: int) -> dict[tuple[int, int] | None, int]:
 
 
 def _pieces(config: RunConfig) -> tuple[Piece | None, list[str]]:
-    """What a token reads as, where the tokenizer is at hand."""
+    """A function that decodes one token, where the tokenizer is at hand; else None and a remark."""
     try:
         tokenizer = load_tokenizer(config.model)
     except PacelineError as error:

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as an object: its outcome, its curve, and the trained policy."""
+"""Defines the result of a run: its outcome, its curve, and the trained policy."""
 
 import base64
 import html
@@ -22,7 +22,7 @@ PICTURE_DPI = 90
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What a run left behind. In a notebook it shows its curve."""
+    """The result of a run. In a notebook it shows its curve."""
 
     outcome: RunOutcome
     directory: Path

@@ -41,7 +41,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """What to play, how often, and who speaks."""
+    """The episodes to play, their number, and the model that plays them."""
 
     count: int = 4
     """Episodes."""
@@ -93,7 +93,7 @@ def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None =
     with open_house(config, sampling_on(config, options.split), address, options.concurrency) as house:
         if house.voice is None and (options.raw or options.ids):
             raise PacelineError(
-                f"{options.endpoint} is asked in words, so nobody here sees its tokens: leave --raw and --ids out, or "
+                f"{options.endpoint} is asked in words, so its tokens are unknown here: leave --raw and --ids out, or "
                 "let the model of the run file play in this process or behind `paceline serve`"
             )
         played = run_to_the_end(play_some(section, options, house, environment, seed=config.seed, show=show))
@@ -175,7 +175,7 @@ async def ready(environment: Environment, split: Split, row: Row, ticket: Ticket
 def draws(
     section: BaseEnvConfig, split: Split, row: int | None, rows: Sequence[Row], seed: int
 ) -> Iterator[tuple[Ticket, int]]:
-    """Which rows, without end: one for all, the held-out ones in order, or those a run of this seed trains on first."""
+    """Rows without end: one for all, the held-out ones in order, or those a run of this seed trains on first."""
     if row is not None:
         if not 0 <= row < len(rows):
             raise EnvError(f"environment `{section.name}` has {split} rows 0 to {len(rows) - 1}, not {row}")
@@ -244,7 +244,7 @@ async def episode(
 
 
 def _sound(outcome: Outcome | None) -> Outcome | None:
-    """What of an outcome can be shown; what is wrong with the rest, the episode's error says."""
+    """The part of an outcome that can be shown; the episode's error says what is wrong with the rest."""
     if not isinstance(outcome, Outcome):
         return None
     numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
@@ -289,7 +289,7 @@ def records(played: Played, *, raw: bool = False, ids: bool = False) -> list[Rec
 
 
 def _record(rollout: Rollout, seat: Seat, house: EpisodeRuntime) -> Record:
-    """What the run directory keeps of a rollout, and what else is good to see."""
+    """A rollout as the run directory keeps it, with some more that is good to see."""
     conversations = told(rollout.turns, house.spell)
     last = conversations[-1] if conversations else {"messages": [], "sampled": []}
     record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}

@@ -1,8 +1,8 @@
-"""A worker that only scores: how likely given tokens are, by the trainer's own loading and log probability code.
+"""Computes log probabilities of given tokens, by the trainer's own loading and scoring code.
 
-References and teachers that never sample need no KV cache and no decode loop. A scorer packs whatever is asked for, by
-whomever, into micro-batches of one token budget; what does not fit any more is carried over into the next. So a long
-question does not hold up a short one for longer than a micro-batch, and the GPU sees full packs.
+References and teachers that never sample need no KV cache and no decode loop. A scorer packs the sequences of all
+requests into micro-batches of one token budget; what does not fit any more is carried over into the next. So a long
+request does not hold up a short one for longer than a micro-batch, and the GPU sees full packs.
 """
 
 import asyncio
@@ -162,7 +162,7 @@ class Scorer:
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
 
     def _fail(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
-        """Whoever waits hears of it, those in line too, and whoever asks from now on."""
+        """Fail every pending request, those in the queue too, and every later one."""
         with self._news:
             self._failure = error
             left = [*pack, *self._waiting]

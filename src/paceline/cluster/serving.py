@@ -1,4 +1,4 @@
-"""Building model and engine for `paceline serve`: in this process, or in one of their own."""
+"""Builds model and engine for `paceline serve`: in this process, or in one of their own."""
 
 import asyncio
 import contextlib
@@ -161,7 +161,7 @@ def _cause(child: subprocess.Popen) -> str:
 
 
 def _on_gpu(config: RunConfig) -> bool:
-    """Whether the engine computes where a process of its own pays."""
+    """Whether the engine computes on a GPU, where a process of its own pays off."""
     if on_mlx(config.backend):
         return False
     from paceline.cluster.torch_kit import pick_device
@@ -170,7 +170,7 @@ def _on_gpu(config: RunConfig) -> bool:
 
 
 def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], Guide] | None:
-    """Who compiles grammars, where what that needs is installed."""
+    """The grammar compiler, where the packages it needs are installed."""
     if importlib.util.find_spec("torch") is None:  # which xgrammar needs
         return None
     from paceline.inference.engine.grammar import grammars

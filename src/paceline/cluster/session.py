@@ -1,4 +1,4 @@
-"""One run from its config to its last line: directory, monitors, parts, conductor, export."""
+"""Conducts a run from its config to its end: directory, monitors, parts, orchestrator, export."""
 
 import asyncio
 import contextlib
@@ -184,7 +184,7 @@ def conduct_all(
 
 @dataclass(frozen=True, slots=True)
 class _RunContext:
-    """Where one run is written down."""
+    """The directory and monitors of one run."""
 
     run: Led
     directory: RunDirectory
@@ -247,7 +247,7 @@ async def _all(
 
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
-    """What a run that another process led has left behind."""
+    """The result of a run that another process led."""
     failed = UserCodeError(outcome.message, outcome.frames, outcome.trace) if outcome.frames else None
     return _result(outcome, directory.root, _metrics(directory), failed or PacelineError(outcome.message))
 
@@ -319,7 +319,7 @@ async def _conduct(
 
 @dataclass(slots=True)
 class Returns:
-    """How often a run went back to a checkpoint, and what must not be trained again."""
+    """Counts a run's returns to a checkpoint, and keeps the draws that must not be trained again."""
 
     shunned: frozenset[tuple[str, int]] = frozenset()
     """Draws that broke a gradient, by environment."""

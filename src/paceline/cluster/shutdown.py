@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from paceline.util.user_code import described, is_ctrl_c
 
 FAREWELL_SECONDS = 30.0
-"""What tasks get to clean up in after they were cancelled."""
+"""Time that cancelled tasks get to clean up."""
 MOST_THREADS = 2048
 T = TypeVar("T")
 log = logging.getLogger("paceline.ending")

@@ -22,7 +22,7 @@ STOPPING = "stopping after this step, with a checkpoint; press Ctrl-C again to s
 
 @dataclass(slots=True)
 class Stopping:
-    """Why a run is to end, and who is to hear of it."""
+    """The reason why a run is to end, and the orchestrator to stop."""
 
     why: str = ""
     _conductor: Orchestrator | None = None
@@ -93,7 +93,7 @@ class Signals:
         self.on_interrupt(lambda: loop.call_soon_threadsafe(stop))
 
     def on_interrupt(self, stop: Callable[[], object]) -> None:
-        """What to do when `interrupt` is called, from whatever thread; at once if it was called before."""
+        """Set what `interrupt` does, from any thread; it is done at once if `interrupt` was called before."""
         self._stop = stop
         if self._interrupts:
             stop()

@@ -50,7 +50,7 @@ def is_run(folder: Path) -> bool:
 
 
 def served_model(text: str) -> str:
-    """What `paceline serve` loads for `text`: a run's export in the place of the run."""
+    """The model that `paceline serve` loads for `text`: a run's export in the place of the run."""
     found = find_run(text)
     if found is None:
         return text

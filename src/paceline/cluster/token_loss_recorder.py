@@ -1,4 +1,4 @@
-"""Looks on while a batch trains, and keeps what each token said: `paceline replay` shows where a loss comes from."""
+"""Records each token's share of the loss while a batch trains, for `paceline replay`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class RecordedTokens:
     """The tokens of one sample that train, in their order."""
 
     places: NDArray
-    """Where they stand in the sample."""
+    """Their positions in the sample."""
     logprobs: NDArray
     """The policy's."""
     sampler: NDArray
-    """Who sampled; NaN where that was a frozen model."""
+    """The sampler's; NaN where that was a frozen model."""
     ratio: NDArray
     """Policy over where the rl term measures: the sampler, or under `proximal` the batch's start."""
     advantages: NDArray
@@ -32,13 +32,13 @@ class RecordedTokens:
     shares: dict[str, NDArray]
     """Of the optimizer step's loss, by component."""
     left: list[tuple[int, str, str]]
-    """TrainedTokens that a bound held back: which of these, in which component, and by which rule."""
+    """Tokens that a bound held back: which of these, in which component, and by which rule."""
     skipped: bool
     """The whole sample was left out (`clip_skip_threshold`)."""
 
 
 class Witness:
-    """What `Stepper.watch` is told, sample by sample. A micro-batch that runs again replaces what it said before."""
+    """A `Stepper.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
 
     def __init__(self, c: config.TrainerConfig, told: Callable[[int], None]) -> None:
         self._config, self._told = c, told

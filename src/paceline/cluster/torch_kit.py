@@ -1,4 +1,4 @@
-"""Engine and trainer of torch."""
+"""Builds engine and trainer with torch."""
 
 import copy
 import json
@@ -212,7 +212,7 @@ COMPILED_IN = {
 
 
 def background_compile(part: str, config: RunConfig, model: PreTrainedModel) -> BackgroundCompile | None:
-    """What makes compiled code for a part whose `compile` is "auto"; None where that part stays uncompiled.
+    """A background compiler for a part whose `compile` is "auto"; None where that part stays uncompiled.
 
     A deterministic run must not change its arithmetic on the way, and code that came with the model is not at hand in
     another process.

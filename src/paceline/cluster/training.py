@@ -1,4 +1,4 @@
-"""Building the trainer of a process that has nothing else to do."""
+"""Builds the trainer of a process that runs nothing else."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The run file: its models, and how it is read and written. Imports neither torch nor transformers."""
+"""Defines, reads and writes the run file. Imports neither torch nor transformers."""
 
 from paceline.config import algorithm, env, inference, model, trainer
 from paceline.config.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What a run's own figures may say against it: from when on, and what becomes of the environment."""
+"""Advisory settings: the limit of each, and which of them pause an environment."""
 
 from typing import Literal, get_args
 
@@ -35,7 +35,7 @@ class AdviceConfig(Section):
     """Steps between two looks of a run that may pause an environment."""
 
     flat_groups: float = Field(default=0.7, gt=0, lt=1)
-    """Share of groups without variance in reward. Groups that all do as well as anybody ever did are not counted."""
+    """Share of groups without variance in reward. Groups that all earn the best reward seen so far are not counted."""
     length: float = Field(default=0.5, gt=0)
     """Change in length of replies, as a share of what it was, while the reward does not rise."""
     truncation: float = Field(default=0.1, gt=0, lt=1)

@@ -1,4 +1,4 @@
-"""Algorithms: who gets credit, and which loss each token trains."""
+"""Algorithm settings: credit assignment, and which loss each token trains."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ FROZEN = 'write {name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 
 
 class BaseAlgorithmConfig(Section):
-    """What every algorithm's section has."""
+    """Base of every algorithm's section."""
 
     @property
     def group_relative(self) -> bool:
@@ -25,15 +25,15 @@ class BaseAlgorithmConfig(Section):
 
     @property
     def plays(self) -> bool:
-        """Somebody samples the rollouts; otherwise they are read off the rows."""
+        """A model samples the rollouts; otherwise they are read off the rows."""
         return True
 
 
 class OnPolicyConfig(BaseAlgorithmConfig):
-    """What an algorithm has that learns from what the policy sampled."""
+    """Base of the algorithms that learn from what the policy sampled."""
 
     source: Reference = "policy"
-    """Who samples the rollouts: the policy, and nobody else."""
+    """The model that samples the rollouts: always the policy."""
 
     @field_validator("source")
     @classmethod
@@ -50,7 +50,7 @@ Std = Literal["none", "population", "sample"]
 
 
 class GroupCreditConfig(OnPolicyConfig):
-    """What grpo and echo have in common."""
+    """Keys that grpo and echo share."""
 
     std: Std = "none"
     """Divide by the standard deviation of what the baseline is the mean of. `none` avoids overweighting very easy and
@@ -154,11 +154,11 @@ class OPDConfig(OnPolicyConfig):
     teacher: Reference | None = None
     """The frozen model to learn from: its `name` and `base_url`."""
     weight: float = Field(default=1.0, gt=0)
-    """How hard the teacher pulls beside what other environments train; alone in a run it changes next to nothing. A
-    word on every token is soon louder than a reward for all of them, so lower it where both shall be heard."""
+    """Weight of the teacher's signal beside what other environments train; alone in a run it changes next to nothing.
+    A per-token signal soon outweighs one reward per sequence; lower this weight when mixing."""
 
     @model_validator(mode="after")
-    def _somebody_else_teaches(self) -> "OPDConfig":
+    def _check_teacher_is_another(self) -> "OPDConfig":
         if self.teacher is None:
             raise ValueError(f"opd needs a teacher: {FROZEN} as `teacher`")
         if self.teacher == "policy":
@@ -174,11 +174,11 @@ class OPSDConfig(OnPolicyConfig):
 
     type: Literal["opsd"] = "opsd"
     teacher: Reference = "policy"
-    """Who is shown the demonstration: the policy, or a frozen model by `name` and `base_url`."""
+    """The model that is shown the demonstration: the policy, or a frozen model by `name` and `base_url`."""
     demo_key: str = "demonstration"
     """The field of a row that holds its demonstration, as text or as messages."""
     block: str = "This is a good answer to what you are asked, for you alone to see:\n\n{demonstration}"
-    """What the teacher is told before the conversation; `{demonstration}` stands for the row's own."""
+    """Text that the teacher gets before the conversation; `{demonstration}` stands for the row's own."""
     max_pull: float = Field(default=2.0, gt=0)
     """The most a token's log probability may be pulled up or down, in nats."""
     terminated_only: bool = True
@@ -193,13 +193,13 @@ class OPSDConfig(OnPolicyConfig):
 
 
 class SFTConfig(BaseAlgorithmConfig):
-    """The next-token loss on what somebody else said: a frozen teacher that plays, or the rows' own demonstrations."""
+    """The next-token loss on the replies of a frozen teacher that plays, or on the rows' own demonstrations."""
 
     type: Literal["sft"] = "sft"
     teacher: Reference | None = None
     """The frozen model that plays the rows in place of the policy: its `name` and `base_url`."""
     source: Reference | None = None
-    """Who samples the rollouts: the teacher, and nobody else."""
+    """The model that samples the rollouts: always the teacher."""
     demonstrations: bool | str = False
     """Train on the rows themselves and sample nothing: `true` where their `messages` end in what the assistant said, or
     the field that holds the reply."""
@@ -209,14 +209,14 @@ class SFTConfig(BaseAlgorithmConfig):
         return not self.demonstrations
 
     @model_validator(mode="after")
-    def _somebody_else_speaks(self) -> "SFTConfig":
+    def _check_sampler_is_another(self) -> "SFTConfig":
         if "policy" in (self.teacher, self.source):
             raise ValueError(
                 "sft on what the policy itself says teaches it nothing new: "
                 f"{FROZEN} as `teacher`, or set demonstrations = true"
             )
         if self.teacher is not None and self.source not in (None, self.teacher):
-            raise ValueError("sft learns from whoever samples: `source` and `teacher` differ, leave `source` out")
+            raise ValueError("sft learns from the sampling model: `source` and `teacher` differ, leave `source` out")
         # The teacher fills the slot, or the slot names the teacher.
         teacher = self.teacher or self.source
         if teacher is None and not self.demonstrations:

@@ -1,4 +1,4 @@
-"""Whether a run computes with mlx, and what it may ask of it."""
+"""Decides whether a run computes with mlx, and refuses settings that need torch."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ CHOICE = "PACELINE_BACKEND"
 
 
 def on_mlx(wanted: str) -> bool:
-    """What `backend` comes to on this machine."""
+    """Whether `backend` means mlx on this machine."""
     wanted = os.environ.get(CHOICE) or wanted if wanted == "auto" else wanted
     if wanted not in ("auto", "torch", "mlx"):
         raise PacelineError(f"{CHOICE}={wanted}: write torch or mlx")
@@ -30,14 +30,14 @@ def on_mlx(wanted: str) -> bool:
 
 
 def problems(config: "RunConfig") -> Iterator[str]:
-    """What a run file asks of mlx that it cannot do. Where `backend` is left to the machine, that is said when the run
-    starts: a run file is checked alike everywhere."""
+    """Settings that mlx cannot run. Where `backend` is left to the machine, they are reported when the run starts: a
+    run file is checked alike everywhere."""
     if config.backend == "mlx":
         yield from refused(config)
 
 
 def idle(config: "RunConfig") -> Iterator[str]:
-    """What a run file sets to no effect where it asks for mlx."""
+    """Settings that have no effect in a run file that asks for mlx."""
     if config.backend != "mlx":
         return
     if config.device == "cpu":
@@ -49,7 +49,7 @@ def idle(config: "RunConfig") -> Iterator[str]:
 
 
 def refused(config: "RunConfig") -> Iterator[str]:
-    """What a run asks for that needs torch."""
+    """Settings that need torch."""
     if config.placement != "local":
         yield f'backend = "mlx" computes in one process, and placement = "{config.placement}" in several: change one'
     if config.device == "cuda":

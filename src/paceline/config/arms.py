@@ -1,4 +1,4 @@
-"""Two run files out of one: what stands behind `--a.` and `--b.` is one arm's alone."""
+"""Makes the two run files of an A/B run: flags behind `--a.` and `--b.` apply to one arm only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfi
 
 
 def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """What both get, and what each gets alone, as `load` takes it."""
+    """The overrides of both arms, and those of each arm alone, as `load` takes them."""
     shared: list[str] = []
     own: dict[str, list[str]] = {arm: [] for arm in ARMS}
     to = shared

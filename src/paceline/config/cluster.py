@@ -1,4 +1,4 @@
-"""Where the parts of a run go: machines, GPUs, and the ranks that train together."""
+"""Placement of a run's parts: machines, GPUs, and the ranks that train together."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -120,7 +120,7 @@ def scored_here(config: "RunConfig") -> list[str]:
 
 
 def problems(config: "RunConfig") -> Iterator[str]:
-    """Teachers that nobody would serve."""
+    """Teachers without an endpoint, where the run has no scorers for them."""
     for where, plays, ref in references(config):
         if ref.base_url is not None:
             continue
@@ -131,13 +131,13 @@ def problems(config: "RunConfig") -> Iterator[str]:
             )
         elif config.placement != "ray":
             yield (
-                f"{where}: nobody serves `{ref.name}`: start `paceline serve {ref.name} --scores-only` and give its "
-                'base_url, or set placement = "ray", which starts scorers for it'
+                f"{where}: no server serves `{ref.name}`: start `paceline serve {ref.name} --scores-only` and "
+                'give its base_url, or set placement = "ray", which starts scorers for it'
             )
 
 
 def references(config: "RunConfig") -> Iterator[tuple[str, bool, ModelRef]]:
-    """Where a frozen model is named, whether it is to play there, and what is said of it."""
+    """Each frozen model: the place that names it, whether it plays there, and its section."""
     for env in config.env:
         for place, algo in env.credits:
             ref = getattr(algo, "teacher", None)

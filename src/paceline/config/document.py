@@ -1,4 +1,4 @@
-"""The run file while it is put together: layers of tables, and who wrote each key."""
+"""Merges the layers of a run file, and records which file or flag wrote each key."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,12 @@ from paceline.config.paths import resolve_paths
 
 @dataclass(frozen=True)
 class Origin:
-    """Who wrote a key: a file, or a flag of the command line."""
+    """The file or command-line flag that wrote a key."""
 
     source: str
     flag: str = ""
     folder: Path | None = None
-    """What relative paths written there start from; the working directory when None."""
+    """The folder that relative paths written there start from; the working directory when None."""
 
     def place(self, path: KeyPath) -> str:
         """The place as the user would look for it."""
@@ -27,7 +27,7 @@ class Origin:
 
 COMMAND_LINE = "command line"
 PYTHON = "paceline.train"
-"""Where keyword arguments come from."""
+"""The source of keyword arguments, as messages name it."""
 
 
 def plain_value(value: Any) -> Any:
@@ -49,7 +49,7 @@ class ConfigDocument:
     table: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     root: Spot = ROOT
-    """What the table as a whole is: a run file, or one section that is made in Python."""
+    """The schema of the whole table: a run file, or one section that is made in Python."""
 
     def merge(self, layer: dict[str, Any], origin: Origin) -> None:
         self._merge(self.table, layer, (), origin)
@@ -73,7 +73,7 @@ class ConfigDocument:
             self._replace(node, path, value, origin)
 
     def origin(self, path: KeyPath) -> Origin:
-        """Who wrote this key, or else the nearest table around it."""
+        """The origin of this key, or else of the nearest table around it."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]]

@@ -148,7 +148,7 @@ def _named(name: str, entries: list[Any]) -> int | None:
 
 
 def _names(entries: list[Any], *keys: str) -> list[str]:
-    """What each element is called: the first of `keys` it has, or ""."""
+    """The name of each element: the first of `keys` it has, or ""."""
     tables = [entry if isinstance(entry, dict) else {} for entry in entries]
     return [next((str(table[key]) for key in keys if table.get(key)), "") for table in tables]
 

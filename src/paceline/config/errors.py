@@ -265,7 +265,7 @@ def _missing_type(detail: ErrorDetails, document: ConfigDocument) -> Iterator[st
 
 
 def _rule(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    """A validator's own sentences. A rule over several keys is nobody's alone: name all who had a say."""
+    """A validator's own sentences. A rule over several keys names every source of keys."""
     path = path_of(detail["loc"], document.root)
     place = document.origin(path).place(path)
     flags = any(origin.flag for origin in document.origins.values())

@@ -1,4 +1,4 @@
-"""What becomes of work that fails, by kind of error: a section of the run file, and the policies it picks from."""
+"""Failure policies: retry, drop or fail, chosen by kind of error in a section of the run file."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 
 
 class FailuresConfig(Section):
-    """What becomes of an episode that fails, by kind of error. `retry` plays it again from its beginning, with the same
+    """How a failed episode is handled, by kind of error. `retry` plays it again from its beginning, with the same
     noise and after a growing pause, and drops it in the end; `drop` goes on without it; `fail` stops the run at once
     with the cause. `[breaker]` counts what was dropped, and stops a run that loses too much."""
 
@@ -75,7 +75,7 @@ class Fail:
 
 FailurePolicy = Retry | Drop | Fail
 USUAL: FailurePolicy = Retry(3)
-"""What most kinds of failure get."""
+"""The policy of most kinds of failure."""
 
 
 def failure_policy(choice: Choice, tries: int) -> FailurePolicy:

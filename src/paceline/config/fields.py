@@ -1,4 +1,4 @@
-"""A map of the run file, read off the models: what may stand at each place."""
+"""Maps each place of the run file to what may stand there, read off the section classes."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def type_of(section: type[Section]) -> str:
 
 @dataclass(frozen=True)
 class Spot:
-    """What may stand at one place: a section, one of several told apart by `type`, a list, a value."""
+    """The schema of one place: a section, one of several told apart by `type`, a list, a value."""
 
     annotation: Any
     constraints: tuple[Any, ...] = ()
@@ -115,7 +115,7 @@ ROOT = Spot.of(RunConfig)
 
 
 def spot_at(path: KeyPath, table: Any, root: Spot = ROOT) -> Spot | None:
-    """What may stand at `path` of this table, or None where nothing may."""
+    """The schema at `path` of this table, or None where nothing may stand."""
     spot: Spot | None = root
     for key in path:
         if spot is None:
@@ -126,7 +126,7 @@ def spot_at(path: KeyPath, table: Any, root: Spot = ROOT) -> Spot | None:
 
 
 def value_at(path: KeyPath, table: Any) -> Any:
-    """What is written at `path`, or None."""
+    """The value written at `path`, or None."""
     for key in path:
         if isinstance(table, dict):
             table = table.get(key)

@@ -1,4 +1,4 @@
-"""Which sampled groups reach the trainer: filters, and replay of groups that have trained before."""
+"""Filters, length rules and replay: settings that decide which sampled groups train."""
 
 from collections.abc import Sequence
 from math import floor, gcd
@@ -57,12 +57,12 @@ class FiltersConfig(Section):
 
 
 class LengthConfig(Section):
-    """What becomes of replies that come near `sampling.max_tokens`."""
+    """Handling of replies that come near `sampling.max_tokens`."""
 
     mask_truncated: bool = False
-    """What a cut-off rollout said does not train. Its reward still counts in the baseline of the others."""
+    """Sampled tokens of a cut-off rollout do not train. Its reward still counts in the baseline of the others."""
     buffer: int = Field(default=0, ge=0)
     """Tokens below `sampling.max_tokens` in which a reply costs some of its reward: nothing where they begin, all of
-    `penalty` at the limit; 0 costs nobody anything."""
+    `penalty` at the limit; 0 turns the penalty off."""
     penalty: float = Field(default=1.0, gt=0)
-    """What a reply at the limit loses."""
+    """Reward that a reply at the limit loses."""

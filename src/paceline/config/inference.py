@@ -33,7 +33,7 @@ class BackendConfig(Section):
     backend: Literal["paceline", "vllm", "sglang"] = "paceline"
     """`paceline`: the embedded engine. `vllm`, `sglang`: a server, attached (`base_url`) or, for vLLM, `launch`ed."""
     base_url: str | None = None
-    """Where a server that somebody else started is reached. It must see `folder` under the same path."""
+    """Address of a server that the run does not start. It must see `folder` under the same path."""
     api_key_env: str | None = None
     """Environment variable that holds its key."""
     folder: str | None = None
@@ -64,7 +64,7 @@ class BackendConfig(Section):
 
 
 def problems(config: "RunConfig") -> Iterator[str]:
-    """What a run asks of another maker's engine that it cannot do."""
+    """Settings that another maker's engine cannot run."""
     engine = config.engine
     if engine.backend == "paceline":
         return

@@ -21,7 +21,7 @@ class ConfigKey:
 
     name: str
     kind: str
-    """What may be written, in words."""
+    """The values it takes, in words."""
     default: str
     """As TOML has it; `unset` where leaving it out means something else, `required` where it cannot be left out."""
     meaning: str
@@ -99,7 +99,7 @@ def _parts(asked: str) -> list[str]:
 
 
 def _children(spot: Spot, part: str) -> Iterator[Spot]:
-    """What stands under a key, or under a type."""
+    """The places under a key, or under a type."""
     for section in _sections(spot):
         if part in section.model_fields:
             yield Spot.of_field(section.model_fields[part])

@@ -1,4 +1,4 @@
-"""Reading and writing the run file."""
+"""Reads and writes the run file."""
 
 import os
 import re
@@ -32,7 +32,7 @@ class Layer(NamedTuple):
     table: dict[str, Any]
     """Its contents without `include`."""
     folder: Path
-    """What its relative paths start from."""
+    """The folder that its relative paths start from."""
 
 
 def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:

@@ -1,4 +1,4 @@
-"""Models: the policy with its weights, tokenizer and LoRA, and models that are asked and never trained."""
+"""Model settings: the policy with its weights, tokenizer and LoRA, and frozen models."""
 
 from typing import Literal
 
@@ -8,15 +8,15 @@ from paceline.config.base import FilePath, ModelName, Section
 
 
 class ModelRef(Section):
-    """A frozen model: behind an endpoint that somebody else started (another `paceline serve`, a vLLM, anything that
+    """A frozen model: behind an endpoint that the run does not start (another `paceline serve`, a vLLM, anything that
     speaks OpenAI's API in token ids) or, to score alone, on scorers of the run. It must have the policy's
     vocabulary."""
 
     name: ModelName = Field(min_length=1)
-    """What the endpoint calls the model; without a `base_url`, its folder or hub name."""
+    """The model's name at the endpoint; without a `base_url`, its folder or hub name."""
     base_url: str | list[str] | None = None
-    """Where it is served, such as `http://127.0.0.1:8001/v1`. A list names several servers of the same model, which
-    share the work. Left out, `placement = "ray"` starts scorers for it (`cluster.scorers`)."""
+    """The endpoint's address, such as `http://127.0.0.1:8001/v1`. A list names several servers of the same model,
+    which share the work. Left out, `placement = "ray"` starts scorers for it (`cluster.scorers`)."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key; none is sent when left out."""
     concurrency: int = Field(default=16, ge=1)
@@ -34,7 +34,7 @@ class ModelRef(Section):
 
     @field_validator("api_key_env")
     @classmethod
-    def _a_key_for_somebody(cls, variable: str | None, info: ValidationInfo) -> str | None:
+    def _check_key_has_an_endpoint(cls, variable: str | None, info: ValidationInfo) -> str | None:
         if variable is not None and info.data.get("base_url", "") is None:
             raise ValueError("this is the key of an endpoint: give its base_url too, or leave the key out")
         return variable
@@ -80,8 +80,8 @@ class ModelConfig(Section):
     chat_template: FilePath | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     renderer: Literal["auto", "template", "renderers"] = "auto"
-    """Who writes conversations as tokens. `auto`: the `renderers` package where it is installed, knows the model and
-    agrees with its chat template, else the template; `renderers`: an error where the package cannot."""
+    """How conversations become tokens. `auto`: by the `renderers` package where it is installed, knows the model and
+    agrees with its chat template, else by the template; `renderers`: an error where the package cannot."""
     known_as: str | None = None
     """The model's hub name or family in `renderers` (such as `qwen3`), for a local folder or a fine-tune."""
     keep_thoughts: bool = False

@@ -14,7 +14,7 @@ from paceline.config.base import PathKey
 from paceline.config.fields import ROOT, KeyPath, Spot
 
 Folder = Callable[[KeyPath], Path | None]
-"""What relative paths at a place of the run file start from; None leaves them as they are."""
+"""The folder that relative paths at a place of the run file start from; None leaves them as they are."""
 _DATA_FILE = re.compile(r"[^@]*\.(?:jsonl|json|csv|parquet|arrow)")
 """A dataset that can only be a file; a name of the hub has an @, a scheme no such ending."""
 

@@ -100,7 +100,8 @@ class RecordConfig(Section):
 
 
 class RecordingConfig(Section):
-    """Where agents that know only a base URL reach their seat. Each episode has an unguessable address of its own."""
+    """The server through which agents that know only a base URL reach their seat. Each episode has an unguessable
+    address of its own."""
 
     host: str = "127.0.0.1"
     """Address to listen on; another than loopback for agents in a sandbox of their own."""
@@ -162,10 +163,10 @@ class RunConfig(Section):
     episodes that are hit, and now and then one that waited so long for its first token that it would have been young
     enough."""
     oversample: float = Field(default=0.0, ge=0, le=10)
-    """Share of a batch that is sampled beyond what the batch needs, so that it fills from whoever finishes first and
-    one long episode holds nobody up. What is left over trains later, as far as `staleness` allows; at staleness 0 it
-    is cancelled and dropped when the batch ships, unless `on_stale` lets it train. Whoever finishes first is on
-    average shorter, so the batch is too."""
+    """Share of a batch that is sampled beyond what the batch needs, so that it fills from the groups that finish first
+    and does not wait for one long episode. What is left over trains later, as far as `staleness` allows; at staleness
+    0 it is cancelled and dropped when the batch ships, unless `on_stale` lets it train. Groups that finish first are
+    on average shorter, so the batch is too."""
     max_inflight: int | None = Field(default=None, ge=1)
     """Most rollouts played at once; (staleness + 1) batches and what is sampled beyond them when left out."""
     deterministic: bool = False
@@ -173,8 +174,8 @@ class RunConfig(Section):
     allow_truncated_sampling: bool = False
     """Train although top-p or top-k bends the sampled distribution."""
     backend: Literal["auto", "torch", "mlx"] = "auto"
-    """What engine and trainer compute with. `auto`: mlx on a Mac with Apple silicon where it is installed, torch
-    elsewhere; PACELINE_BACKEND in the environment says otherwise."""
+    """The library that engine and trainer compute with. `auto`: mlx on a Mac with Apple silicon where it is installed,
+    torch elsewhere; PACELINE_BACKEND in the environment says otherwise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where torch computes; mlx takes the GPU of its machine."""
     placement: Literal["local", "processes", "colocated", "ray"] = "local"
@@ -219,7 +220,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _resolve(self) -> "RunConfig":
-        """Fill in what was left out, so that nobody looks twice later; then check what spans several keys."""
+        """Fill in what was left out, so that later code need not; then check what spans several keys."""
         explicit = set(self.model_fields_set)
         if self.steps is None and self.epochs is None:
             self.steps = DEFAULT_STEPS
@@ -248,7 +249,7 @@ class RunConfig(Section):
         env.algo = env.algo or self.algo.model_copy(deep=True)
         # A demonstration is the same however often it is read.
         env.group_size = env.group_size or (self.group_size if env.algo.plays else 1)
-        # A group of one says nothing only where everybody is compared with their group.
+        # A group of one says nothing only where every actor is compared with its group.
         relative = all(algo.group_relative for _, algo in env.credits)
         env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
         env.model_fields_set.intersection_update(explicit)  # another config made from this one resolves them again
@@ -353,8 +354,8 @@ class RunConfig(Section):
             )
         if self.extra and self.epochs and not self.staleness and self.on_stale == "drop":
             warnings.warn(
-                f"oversample = {self.oversample} at staleness 0 drops whoever finishes late, and with `epochs` their "
-                "rows do not come again: give `steps` instead, or raise staleness",
+                f"oversample = {self.oversample} at staleness 0 drops the groups that finish late, and with `epochs` "
+                "their rows do not come again: give `steps` instead, or raise staleness",
                 ConfigWarning,
                 stacklevel=2,
             )

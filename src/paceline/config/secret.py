@@ -1,4 +1,4 @@
-"""Secrets have no place in a run file: it is kept with the run, shown on the screen and sent to exporters.
+"""Finds secrets in a run file, which is kept with the run, shown on the screen and sent to exporters.
 
 Everything a run writes begins with its run file or comes from its environments, so this is the one place to stop a key.
 What needs one names the environment variable that holds it.
@@ -16,9 +16,9 @@ _NAME = re.compile(
 _WORD = re.compile(r"(?:.*_)?(?:bos|eos|pad|sep|cls|unk|mask|stop|start|begin|end|image|audio|video|special)_token")
 """Keys whose token is a word of a vocabulary."""
 _PASSES = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|(?i:none|null|dummy|not[-_]needed|unused|empty|local|)")
-"""What stands where no key is needed, or the name of an environment variable."""
+"""Placeholders where no key is needed, or the name of an environment variable."""
 _OPAQUE = re.compile(r"(?:Bearer )?[\w.~+/=:|-]{8,}", re.IGNORECASE | re.ASCII)
-"""What a token that opens doors is made of; one of a vocabulary is shorter, or has brackets or spaces."""
+"""The form of an access token; one of a vocabulary is shorter, or has brackets or spaces."""
 _SCHEME = r"\s*[a-z][a-z0-9+.:-]*://"
 _LOGIN = re.compile(rf"(?:\s*(?:[a-z0-9.]+\+)?https?://[^/?#\s]*|{_SCHEME}[^/?#\s:@]*:[^/?#\s]+)@", re.IGNORECASE)
 """Over HTTP whatever stands before the @ may be a key; elsewhere (`ssh://git@host`) a name without a password is none.
@@ -33,7 +33,7 @@ _QUERY = re.compile(
 
 
 def in_address(address: str) -> str | None:
-    """What of an address is nobody's business, in words; it is never quoted itself.
+    """The secret part of an address, in words; it is never quoted itself.
 
     >>> in_address("http://me:s3cret@host/v1")
     'a login before the @'
@@ -49,7 +49,7 @@ def in_address(address: str) -> str | None:
 
 
 def hidden(text: str, secret: str | None) -> str:
-    """What somebody answered, without the key that was sent to them: some say it back."""
+    """A server's answer without the key that was sent to it: some servers repeat it."""
     return text.replace(secret, "***") if secret else text
 
 

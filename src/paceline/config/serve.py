@@ -1,4 +1,4 @@
-"""`paceline serve`: where it listens, who may ask, what it may read. The model and engine come from the run file."""
+"""Settings of `paceline serve`: address, API key, readable folders. The model and engine come from the run file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from paceline.config.target import names_run_file
 from paceline.util.browser_requests import is_loopback
 
 SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
-"""What of a run file a server uses; other overrides would be read and change nothing."""
+"""Sections of a run file that a server uses; other overrides would be read and change nothing."""
 
 
 class ServeConfig(Section):

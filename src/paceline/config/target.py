@@ -26,12 +26,12 @@ KINDS = {
     "distill": ("algorithms/opd", "on-policy distillation from a served teacher"),
     "algorithm": ("algorithms/custom", "a credit function of your own"),
 }
-"""What `paceline init` writes by a short word: the example it comes from, and what that is."""
+"""Short names that `paceline init` takes: the example behind each, and what it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What was written, and for which example."""
+    """The files that `write_starter` wrote."""
 
     run_file: Path
     files: list[Path]

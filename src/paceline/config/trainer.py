@@ -1,4 +1,4 @@
-"""The trainer: loss, optimizer, packing. It knows no algorithm."""
+"""Trainer settings: loss, optimizer, packing. They do not depend on the algorithm."""
 
 from typing import Annotated, Literal
 

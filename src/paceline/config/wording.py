@@ -1,4 +1,4 @@
-"""What a key expects and what it was given, in plain words."""
+"""Describes in plain words what a key expects and what it was given."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def given(value: Any) -> str:
 
 
 def advice(spot: Spot, value: Any) -> str:
-    """What to write instead, where that can be guessed; else nothing."""
+    """A hint on what to write instead, where that can be guessed; else empty."""
     kind = spot.annotation
     if spot.is_list and isinstance(value, dict):
         return "; write the header in double brackets, such as [[env]]"

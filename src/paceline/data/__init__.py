@@ -1,4 +1,4 @@
-"""Samples, packing, rows, and the books that account for them."""
+"""Dataset rows, samples, packing, and the ledger of tickets."""
 
 from paceline.data.balance import Cost, Cut, balanced, cuts, imbalance, lockstep
 from paceline.data.contamination import ContaminationReport, decontaminate

@@ -1,4 +1,4 @@
-"""Micro-batches of equal work for ranks that run them in lockstep.
+"""Builds micro-batches of equal work for ranks that run them in lockstep.
 
 Under FSDP no rank goes on to micro-batch k + 1 before all have done k, so a step lasts
 
@@ -32,7 +32,7 @@ Row = Sequence[Pack]
 """One micro-batch of every rank."""
 _cost = attrgetter("cost")
 ALIKE = 0.02
-"""What rows of like packs may cost more than the cheapest rows found: they stay even where the cost is misjudged."""
+"""Share that rows of like packs may cost above the cheapest found: they stay even where the cost is misjudged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def balanced(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> lis
 
 
 def lockstep(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
-    """What a step costs when no rank goes ahead: in each row the costliest micro-batch."""
+    """Cost of a step when no rank goes ahead: in each row the costliest micro-batch."""
     bins = [members for row in zip(*cut, strict=True) for members in row]
     return _lockstep(_rows(_packs(bins, cost.each(lengths)), len(cut)))
 
@@ -139,7 +139,7 @@ def _built(lengths: Sequence[int], costs: NDArray, rows: int, ranks: int, budget
 
 
 def _targets(longest: Sequence[float], rows: int, share: float) -> list[float]:
-    """What each row should cost, all together a rank's `share`. Rows begin with `longest`, which falls: those that are
+    """Cost each row should have, all together a rank's `share`. Rows begin with `longest`, which falls: those that are
     above the level of the others by that alone stay there."""
     floors = [*longest, *[0.0] * (rows - len(longest))]
     left = share

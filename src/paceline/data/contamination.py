@@ -1,4 +1,4 @@
-"""Keep the evaluation honest: training rows that share thirteen words in a row with a held-out one are dropped.
+"""Drops training rows that share thirteen words in a row with a held-out row.
 
 Thirteen is the length of Brown et al. (arXiv 2005.14165, appendix C). Words are compared without case and punctuation.
 System messages do not count, because all rows of a task have the same one; an instruction that stands in every user
@@ -26,7 +26,7 @@ Text = list[str]
 
 @dataclass(slots=True)
 class ContaminationReport:
-    """What the gate did."""
+    """The rows that were checked, dropped or too short."""
 
     checked: int = 0
     too_short: int = 0
@@ -79,7 +79,7 @@ class Overlap:
         return None
 
     def _find(self, words: Text) -> int | None:
-        """Where the first shared run begins."""
+        """The place at which the first shared run begins."""
         code = array("i", [self._numbers.get(word, -1) for word in words]).tobytes()
         if self._blocks.isdisjoint(_pieces(code, self._block, step=self._block)):
             return None

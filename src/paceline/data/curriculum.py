@@ -1,4 +1,4 @@
-"""Draw what the policy cannot do yet more often than what it can."""
+"""Draws rows the policy cannot do yet more often than those it can."""
 
 import base64
 import binascii
@@ -14,7 +14,7 @@ from paceline.data.rows import DataError
 BETA = 0.05
 """Weight of the newest rollout in a row's accuracy."""
 START = 0.5
-"""Accuracy of a row nobody has tried."""
+"""Accuracy of a row that was never tried."""
 PASS = 0.5
 """Rewards from here on count as right."""
 SHARPNESS = 3.0

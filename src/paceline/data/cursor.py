@@ -1,4 +1,4 @@
-"""Which row comes next: a pure function of (seed, epoch, index), so a resumed run draws what an unbroken one would."""
+"""Draws rows by a pure function of (seed, epoch, index), so a resumed run draws as an unbroken one."""
 
 import zlib
 

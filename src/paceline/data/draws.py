@@ -1,4 +1,4 @@
-"""What decides which row comes next, as the orchestrator sees it."""
+"""Defines the order of draws, as the orchestrator sees it: shuffled, by weight, or by curriculum."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -40,6 +40,6 @@ def order_of(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False
 
 
 def learn(order: Draws, row: int, rewards: Sequence[float]) -> None:
-    """Tell an order how a row went. Shuffled epochs do not listen."""
+    """Tell an order how a row went. Shuffled epochs ignore it."""
     if isinstance(order, Curriculum | MixtureCursor):
         order.update(row, rewards)

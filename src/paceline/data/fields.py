@@ -1,8 +1,8 @@
-"""What a row must be, whatever its file calls things.
+"""Turns a file's rows into the common row format, whatever names the file uses.
 
     {"question": "2+2?", "gt_answer": 4}  ->  {"messages": [{"role": "user", "content": "2+2?"}], "answer": 4, ...}
 
-Nothing here knows where a row comes from: whoever reads it adds file and line to what is wrong.
+Nothing here knows where a row comes from: the reader adds file and line to an error.
 """
 
 import json
@@ -17,7 +17,7 @@ PROMPTS = ("prompt", "question")
 
 
 class BadRow(Exception):
-    """What is wrong with a row, as the end of a sentence that begins with its place."""
+    """A row that cannot be used: why, as the end of a sentence that begins with its place."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class RowShape:
     prompted: bool = True
     """A row must say what the policy hears. A user's own code may make that up from whatever a row has."""
     refine: Callable[[Row], Row] | None = None
-    """What the reader makes of a row when all else is well. It raises `BadRow`, and changes nothing inside the row: the
-    values may still be the file's own."""
+    """The reader's own change to a row when all else is well. It raises `BadRow`, and changes nothing inside the row:
+    the values may still be the file's own."""
 
     def __post_init__(self) -> None:
         targets = list(self.fields.values())

@@ -1,4 +1,4 @@
-"""Files of rows: each row is checked once, when the file is opened, and from then on read when it is asked for."""
+"""Opens files of rows: each row is checked once, when the file is opened, and read when asked for."""
 
 import codecs
 import copy
@@ -40,7 +40,7 @@ class StoredRows(Rows):
 
 
 class Numbered(StoredRows):
-    """StoredRows rows that are found by their number."""
+    """Stored rows that are found by their number."""
 
     def __init__(self, shape: RowShape) -> None:
         super().__init__(shape)
@@ -66,7 +66,7 @@ class Numbered(StoredRows):
 
 
 class Listed(Numbered):
-    """Rows that somebody else holds: a list in memory, a dataset of the hub, a generated task."""
+    """Rows that are held elsewhere: a list in memory, a dataset of the hub, a generated task."""
 
     def __init__(self, rows: Sequence[Row], places: Iterable[str], shape: RowShape, limit: int | None) -> None:
         super().__init__(shape)

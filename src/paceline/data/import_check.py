@@ -81,7 +81,7 @@ def _imports(body: Sequence[ast.stmt]) -> Iterator[tuple[int, str]]:
 
 
 def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """What statements bind, those inside `if`, `try`, `with` and loops included; `*` where only running it can tell."""
+    """Names bound by statements, also inside `if`, `try`, `with` and loops; `*` where only running it can tell."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

@@ -121,7 +121,7 @@ class Ledger:
         return min((ticket.draw for ticket in self._open if ticket.env == env), default=None)
 
     def state(self, step: int | None = None) -> dict:
-        """What the checkpoint of this step keeps: whatever happens from now on comes after it."""
+        """State for the checkpoint of this step: whatever happens from now on comes after it."""
         self.since = self.since if step is None else step
         return {
             "since": self.since,

@@ -75,7 +75,7 @@ def open_mixture(weights: Mapping[str, float], fields: Mapping[str, str] | None 
 def open_dataset(
     source: str | Sequence[str] | Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any
 ) -> Sequence[Row]:
-    """What a run file's `dataset` names: one URI, several in equal shares, or several by weight."""
+    """The rows that a run file's `dataset` names: one URI, several in equal shares, or several by weight."""
     if isinstance(source, str):
         return open_rows(source, fields, **options)
     return open_mixture(source if isinstance(source, Mapping) else dict.fromkeys(source, 1.0), fields, **options)

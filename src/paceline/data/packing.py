@@ -1,4 +1,4 @@
-"""Samples become micro-batches: packed arrays without padding, under a token budget."""
+"""Packs samples into micro-batches: arrays without padding, under a token budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,7 +23,7 @@ class MicroBatch:
     members: tuple[int, ...]
     """Which sample of the batch each sequence is."""
     names: tuple[str, ...]
-    """What each sequence is called in an error."""
+    """The name of each sequence in an error."""
     token_ids: NDArray
     positions: NDArray
     loss_mask: NDArray
@@ -38,7 +38,7 @@ class MicroBatch:
     base_logprobs: NDArray
     """NaN where no KL reference was asked for."""
     prox_logprobs: NDArray
-    """The policy's at the batch's start; NaN where nobody asked for them."""
+    """The policy's at the batch's start; NaN where they were not asked for."""
     rl_scale: NDArray
     ce_scale: NDArray
     ref_kl_scale: NDArray
@@ -142,7 +142,7 @@ class BinHeap:
         return opened[0] if opened else None
 
     def change(self, to: Place) -> None:
-        """What became of the bin that was found, now that it holds more."""
+        """Update the bin that was found, now that it holds more."""
         if to[2] >= self._length:
             heapreplace(self._open, to)
         else:

@@ -1,4 +1,4 @@
-"""Dataset rows from local files: bad ones are named and counted, and all of them have a digest."""
+"""Reads dataset rows from local files, names and counts bad ones, and computes a digest of all."""
 
 import csv
 import json
@@ -54,7 +54,7 @@ class BadRows:
             raise self._kind("; ".join([first, *others]))
 
     def __str__(self) -> str:
-        """What was skipped, as a sentence; empty where nothing was."""
+        """The skipped rows, as a sentence; empty where there are none."""
         if not self:
             return ""
         rows = "1 row is" if len(self) == 1 else f"{len(self)} rows are"
@@ -122,7 +122,7 @@ class RowSubset(Rows):
 
 @contextmanager
 def reading(source: str) -> Generator[None]:
-    """What the disk or its bytes object to, as a sentence."""
+    """Raise errors of reading a file as `DataError`, a sentence."""
     try:
         yield
     except FileNotFoundError:
@@ -200,7 +200,7 @@ def row_digest(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def row_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between the rows of a checkpoint and those of now, in a few words; empty if nothing does."""
+    """How the rows of a checkpoint and those of now differ, in a few words; empty if they do not."""
     if saved["rows"] != now["rows"]:
         return f"it had {saved['rows']} rows and has {now['rows']}"
     if saved["hashed"] == now["hashed"] and saved["blake2b"] != now["blake2b"]:

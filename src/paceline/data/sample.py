@@ -1,4 +1,4 @@
-"""What the trainer eats: one token sequence with parallel per-token streams."""
+"""Defines the training sample: one token sequence with parallel per-token streams."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,4 @@
-"""The loss's normalisers, folded into one per-token scale before the forward pass.
+"""Folds the loss's normalisers into one per-token scale before the forward pass.
 
 The loss is `rl / N_rl + ce / N_ce + ref_kl / N_ref_kl`, each N over one optimizer step on all ranks. Dividing early
 makes the gradient a plain sum over tokens: the same however the batch is cut into micro-batches and spread over ranks.
@@ -19,7 +19,7 @@ Normalise = Literal["token", "sample", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What each token's loss is multiplied by, per component."""
+    """Factors that each token's loss is multiplied by, per component."""
 
     rl: NDArray
     ce: NDArray

@@ -1,4 +1,4 @@
-"""Rows by URI.
+"""Opens rows by URI.
 
     rows.jsonl  .json  .csv  .parquet  .arrow      a local file
     train@openai/gsm8k                             a split of a dataset of the hub
@@ -64,7 +64,7 @@ class DatasetUri:
     uri: str
     scheme: str
     name: str
-    """What stands before the question mark: a task, a split."""
+    """The part before the question mark: a task, a split."""
     options: Mapping[str, str]
 
     def integer(self, option: str, default: int | None = None, least: int = 1) -> int | None:

@@ -1,4 +1,4 @@
-"""Samples as bytes: msgpack with raw array buffers. Never pickle, never a Python list per token.
+"""Encodes samples as msgpack with raw array buffers. Never pickle, never a Python list per token.
 
 An array travels as (dtype, shape, bytes). Decoding wraps the buffer without copying, so decoded streams are read-only
 views; the trainer copies once, when it packs.

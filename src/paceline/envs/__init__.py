@@ -43,7 +43,7 @@ BUILDERS: dict[type[config.BaseEnvConfig], str] = {
     config.RewardEnvConfig: "paceline.envs.reward:RewardEnvironment",
     config.CustomEnvConfig: "paceline.envs.custom:custom_environment",
 }
-"""What builds each section's environment, imported only if a run file names it."""
+"""The builder of each section's environment, imported only if a run file names it."""
 
 
 def build_environment(c: config.BaseEnvConfig) -> Environment:

@@ -100,7 +100,7 @@ class NameList:
         self._words = [word.capitalize() for word in words("train", POOL, seed=0)]
 
     def draw(self, rng: random.Random, count: int) -> list[str]:
-        """Nobody shares a first or a last name, so there is one right order."""
+        """No two share a first or a last name, so there is one right order."""
         parts = rng.sample(self._words, 2 * count)
         return [f"{first} {last}" for first, last in zip(parts[:count], parts[count:], strict=True)]
 

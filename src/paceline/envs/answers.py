@@ -1,4 +1,4 @@
-"""Answers: what a row wants, what a reply gives, and when the two are the same."""
+"""Reads the answers that rows accept and replies give, in a form that can be compared."""
 
 import re
 from fractions import Fraction
@@ -19,7 +19,7 @@ _LATEX_SPACES = re.compile(r"\\[,;:! ]|~")
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last complete pair of tags.
+    """The text in the last complete pair of tags.
 
     >>> tagged("<answer>1</answer> no: <answer>2</answer>")
     '2'
@@ -30,7 +30,7 @@ def tagged(text: str, tag: str = "answer") -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}`, braces inside included.
+    r"""The text in the last `\boxed{}`, braces inside included.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -62,7 +62,7 @@ class Environment(ABC):
         return example
 
     async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
-        """What chance adds to the row of a group of training, before `prepare`. A draw that a restart interrupted is
+        """Add random choices to the row of a training group, before `prepare`. A draw that a restart interrupted is
         assigned again, with the same dice, and should get the same."""
         return example
 
@@ -74,7 +74,7 @@ class Environment(ABC):
         """Play one episode on a copy of a row. None drops it."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this environment, as JSON."""
+        """State of this environment for the checkpoint, as JSON."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional by design
@@ -104,7 +104,7 @@ def number(value: Any, where: str) -> float:
 
 
 def not_a_reward(value: Any) -> str:
-    """What is wrong with a value that is to be a reward; empty if nothing is."""
+    """Why a value cannot be a reward; empty if it can."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return "return a number, a bool, or None to drop the episode"
     try:

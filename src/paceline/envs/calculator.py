@@ -1,4 +1,4 @@
-"""Sums that are too long for the head, with a calculator at hand."""
+"""Asks for the value of an arithmetic expression, with a calculator as a tool."""
 
 import ast
 import json
@@ -112,8 +112,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 
 class Calculator(Environment):
-    """Asks for the value of an expression. Calls of the calculator are answered until the last turn, in which what is
-    said must be the answer: nothing is run that nobody would hear of."""
+    """Asks for the value of an expression. Calls of the calculator are answered until the last turn, in which the
+    reply must be the answer: no call is run whose result the policy would not see."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -148,7 +148,7 @@ class Calculator(Environment):
         return Outcome.solo(reward, correct=float(correct), calls=float(calls), tool_errors=float(errors))
 
     def _consolation(self, said: str, answer: str, shown: bool) -> float:
-        """What a wrong answer earns: nothing, unless the run file says otherwise. Calls count by what they showed (paid
+        """Reward of a wrong answer: nothing, unless the run file says otherwise. Calls count by what they showed (paid
         for any call, a policy learns to have 5 worked out), digits only if they could be copied (else it guesses)."""
         return shown * (self._config.call_reward + self._config.partial_credit * in_place(said, answer))
 
@@ -183,7 +183,7 @@ class CalculatorCall:
 
 @dataclass(frozen=True, slots=True)
 class CalculatorResult:
-    """What the calculator shows."""
+    """The calculator's answer to a call."""
 
     call: CalculatorCall
     text: str

@@ -17,9 +17,9 @@ from paceline.util.user_code import user_code
 
 MOST_VERSIONS = 2**31 - 1
 LARGEST = 3e38
-"""What still fits the streams' types."""
+"""The largest values that fit the streams' types."""
 SAMPLED = ("logprobs", "versions", "log_z")
-"""What goes with each sampled token."""
+"""Streams with an entry for each sampled token."""
 
 
 def take_over(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
@@ -124,7 +124,7 @@ class FunctionEnvironment(Environment):
 
 
 def custom_environment(config: Config) -> Environment:
-    """What the import path names, ready to play."""
+    """The environment that the import path names, ready to play."""
     found = import_object(config.import_path)
     if inspect.isclass(found) and issubclass(found, Environment):
         with user_code(f"the environment `{config.import_path}` ([[env]] `{config.name}`)"):

@@ -1,4 +1,4 @@
-"""The one door through which environments read their datasets."""
+"""Opens the datasets that an environment's section of the run file names."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def dataset_rows(
 ) -> Sequence[Row]:
     """The rows a section of the run file names for a split; none when it names none.
 
-    `refine` is what the environment makes of a row. It raises `BadRow`, and the door adds file and line.
+    `refine` turns a row into the environment's form. It raises `BadRow`, and the reader adds file and line.
     """
     source = config.dataset if split == "train" else config.eval_dataset
     if source is None:

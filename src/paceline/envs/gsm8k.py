@@ -11,7 +11,7 @@ from paceline.envs.dataset import dataset_rows
 from paceline.rollout import Seat
 
 MARK = "####"
-"""What the dataset writes before the final answer."""
+"""The mark that the dataset writes before the final answer."""
 
 
 class GSM8K(Environment):

@@ -1,4 +1,4 @@
-"""Mathematics: answers that are equal though they are written differently."""
+"""Grades mathematical answers, also where equal ones are written differently."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence

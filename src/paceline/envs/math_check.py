@@ -23,5 +23,5 @@ def wanted(answer: str) -> list:
 
 
 def read(parsed: list) -> bool:
-    """What it cannot read it returns as text."""
+    """Whether math-verify could read it: what it cannot it returns as text."""
     return any(not isinstance(value, str) for value in parsed)

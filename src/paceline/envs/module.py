@@ -13,7 +13,7 @@ from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object
 
 REQUIRED = ("messages", "answer")
-"""What no row may lack."""
+"""Fields that every row must have."""
 
 
 class ModuleEnvironment(Environment):

@@ -1,6 +1,6 @@
-"""Other people's code, kept away from the event loop that feeds the engine.
+"""Runs user code off the event loop that feeds the engine.
 
-Async functions are awaited. Sync ones run in threads, so that a tool which sleeps two seconds stops nobody else.
+Async functions are awaited. Sync ones run in threads, so that a tool which sleeps two seconds stops no other episode.
 
 A thread cannot be killed. A call that ran past its deadline, or whose episode was cancelled, is *abandoned*: the caller
 goes on at once, whatever the call still returns is thrown away, its place goes to another thread, and its own thread
@@ -34,7 +34,7 @@ IDLE_SECONDS = 10.0
 async def run_user_code(
     function: Callable[..., Any], *args: Any, timeout: float | None = None, advice: str = ""
 ) -> Any:
-    """What `function(*args)` returns, wherever it runs. Context variables are those of the caller.
+    """The result of `function(*args)`, wherever it runs. Context variables are those of the caller.
 
     Raises what the function raises, except that an attempt to end the process is an `EnvError`; `TimeoutError` when it
     takes longer than `timeout` seconds, with `advice` on what to change.
@@ -49,7 +49,7 @@ async def run_user_code(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What its author calls it."""
+    """The function's name, as its author wrote it."""
     if isinstance(function, partial):
         return name_of(function.func)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -91,7 +91,7 @@ class _Call:
     def run(self) -> tuple[Any, BaseException | None]:
         try:
             return self._context.run(self._function, *self._args), None
-        except Exception as error:  # handed to whoever awaits the call
+        except Exception as error:  # handed to the caller that awaits it
             return None, error
         except BaseException as error:  # would end this thread, or pass for a cancellation over there
             return None, _contained(self._function, error)
@@ -101,7 +101,7 @@ class _Call:
         try:
             self._loop.call_soon_threadsafe(lambda: self.done.done() or self.done.set_result(result))
         except RuntimeError:
-            assert self._loop.is_closed()  # the run ended first, nobody waits any more
+            assert self._loop.is_closed()  # the run ended first, no caller waits any more
 
 
 class Threads:
@@ -136,7 +136,7 @@ class Threads:
             self._staff()
 
     def _staff(self) -> None:
-        """Somebody for everyone who waits, as far as the limit goes."""
+        """A thread for every waiting call, as far as the limit goes."""
         if len(self._waiting) <= self._idle or self._threads >= self._limit:
             self._changed.notify()
             return
@@ -147,7 +147,7 @@ class Threads:
             self._understaffed(error)
 
     def _understaffed(self, error: RuntimeError) -> None:
-        """The machine gives no more threads. If there are any, they will come to everyone."""
+        """The machine gives no more threads. If there are any, they will come to every call."""
         while self._threads == 0 and self._waiting:
             lost = EnvError(f"no thread can be started for user code: {error}")
             self._waiting.popleft().deliver((None, lost))

@@ -19,7 +19,7 @@ PROMPT = (
     "Follow the format the question asks for, and put nothing but the answer between the tags."
 )
 UNSCORABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
-"""What a task's rule raises over an answer it cannot read; anything else fails the episode."""
+"""Errors that a task's rule raises over an answer it cannot read; any other fails the episode."""
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 

@@ -32,7 +32,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What a reply does. `formed`: this once, at its end, and without results the model made up itself."""
+    """A reply's search or answer. `formed`: the only one, at its end, and without results the model made up itself."""
 
     kind: Literal["search", "answer"]
     text: str

@@ -112,7 +112,7 @@ class RewardFunction:
         return "completions" if self.batched else first.name
 
     def _chosen(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """What of all that is known it takes."""
+        """Those of the known values that the function takes."""
         parameters = self._parameters()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return dict(known)

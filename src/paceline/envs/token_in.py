@@ -14,7 +14,7 @@ from paceline.rollout import Seat
 from paceline.util.importing import import_object
 
 REQUIRED = ("input_token_ids",)
-"""What no row may lack, whoever scores the reply."""
+"""Fields that every row must have, with a scorer or without."""
 
 
 class TokenIn(Environment):
@@ -41,7 +41,7 @@ class TokenIn(Environment):
         return await self._judged(example, reply.text)
 
     async def _judged(self, example: Row, text: str) -> Outcome | None:
-        """What the user's function makes of it. A plain one runs beside the event loop: it may take its time."""
+        """The outcome by the user's scorer. A sync one runs off the event loop: it may take its time."""
         hook = self._config.scorer
         assert hook is not None
         assert self._scorer is not None

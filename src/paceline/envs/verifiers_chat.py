@@ -104,7 +104,7 @@ class _Talk:
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
     async def _result(self, call: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> dict[str, Any]:
-        """What a tool said to a call, or why it was not asked."""
+        """A tool's answer to a call, or why it was not asked."""
         from verifiers.v1.harnesses.utils.mcp import call_mcp  # ty: ignore[import-not-found]
 
         name, written = call["function"]["name"], call["function"].get("arguments") or "{}"

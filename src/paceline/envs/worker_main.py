@@ -1,4 +1,4 @@
-"""What a worker process runs: one JSON line in, "loaded" and one JSON line out, until its parent is gone.
+"""Runs a worker process: one JSON line in, "loaded" and one JSON line out, until its parent is gone.
 
 Run by `workers.py`, as a file. The pipes move away from stdin and stdout before any user code runs, so that it may
 print, read and close what it likes.

@@ -1,4 +1,4 @@
-"""Functions that may hang, crash or flood, each call in a process of its own that can be killed.
+"""Calls functions that may hang, crash or flood in worker processes that can be killed.
 
 A call names its function by import path and takes plain JSON values. Workers start when they are needed and are used
 again; one that overruns its deadline, dies or talks nonsense is killed with whatever it started, and the next call gets
@@ -25,9 +25,9 @@ from paceline.util.deadlines import within
 MAIN = Path(__file__).with_name("worker_main.py")
 """Run as a file: as a module it would import all of `paceline.envs`, torch included, into every worker."""
 ATTEMPTS = 2
-"""Processes a call may see die. The first may have been killed by somebody else; two have met their killer."""
+"""Processes a call may see die. Something else may have killed the first; a second death is the call's own doing."""
 GONE_SECONDS = 30.0
-"""What is killed is gone at once, unless it hangs in the kernel."""
+"""A killed process is gone at once, unless it hangs in the kernel."""
 LOAD_SECONDS = 120.0
 """A worker may take this long to start and import a function, before the call's own time begins."""
 
@@ -45,7 +45,7 @@ class WorkerFailed(PacelineError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What workers may use."""
+    """Limits on what workers may use."""
 
     count: int
     """Processes at once; further calls wait in line."""
@@ -60,7 +60,7 @@ _elsewhere: list[Elsewhere] = []
 
 @contextmanager
 def elsewhere(call: Elsewhere) -> Generator[None]:
-    """Meanwhile calls are made by somebody else: on other machines."""
+    """Inside, `call` makes the calls instead: on other machines."""
     _elsewhere.append(call)
     try:
         yield
@@ -76,7 +76,7 @@ class Workers:
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.WeakKeyDictionary()
 
     async def call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
-        """What `function(*args)` returns, as JSON gives it back. `function` is an import path; its time counts from
+        """The result of `function(*args)`, as JSON gives it back. `function` is an import path; its time counts from
         when a worker has it loaded. Raises `WorkerFailed`."""
         if _elsewhere:
             return await _elsewhere[-1](function, args, timeout, self._limits)
@@ -117,7 +117,7 @@ class _Pool:
             worker = self._idle.pop() if self._idle else await self._start()
             try:
                 answer = await worker.call(request, timeout)
-            except BaseException:  # cancelled too: whatever it is doing now, nobody else may get it
+            except BaseException:  # cancelled too: whatever it is doing now, no other call may get it
                 await self._discard(worker)
                 raise
             if self.closed:  # meanwhile
@@ -226,7 +226,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already; macOS says it the second way
             os.killpg(self._process.pid, signal.SIGKILL)
         await within(GONE_SECONDS, "the end of a worker that was killed", asyncio.shield(self._process.wait()))
-        # Somebody it started may have left the group and hold the pipes open; asyncio has no public way to let go.
+        # A process it started may have left the group and hold the pipes open; asyncio has no public way to let go.
         self._process._transport.close()  # ty: ignore[missing-attribute]
         await asyncio.sleep(0)
 

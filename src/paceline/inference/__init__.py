@@ -1,4 +1,4 @@
-"""Engines that sample from the policy, and the pool through which everybody reaches them."""
+"""Engines that sample from the policy, and the pool that routes requests to them."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from paceline.inference.base import (
 )
 from paceline.inference.http import HttpEngine
 from paceline.inference.noise import noise_key
-from paceline.inference.pool import NobodyLeft, Pool
+from paceline.inference.pool import NoEngineLeft, Pool
 from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ __all__ = [
     "HttpEngine",
     "Listener",
     "Mismatch",
-    "NobodyLeft",
+    "NoEngineLeft",
     "Overloaded",
     "Piece",
     "Pool",

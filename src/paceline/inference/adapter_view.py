@@ -1,4 +1,4 @@
-"""One adapter of an engine as if it were the engine's policy: so several policies share one engine."""
+"""Presents one adapter of an engine as its policy, so that several policies share one engine."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from paceline.model.weights import ServedPolicy, WeightUpdate
 
 
 class AdapterView:
-    """What is asked of the policy, and sent to it, goes to the adapter of this name. Whoever made the engine starts and
+    """Sends requests and updates of the policy to the adapter of this name. The code that made the engine starts and
     ends it."""
 
     def __init__(self, engine: Engine, name: str) -> None:

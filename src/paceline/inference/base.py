@@ -1,4 +1,4 @@
-"""What every engine speaks: requests in, completions out, weights between two tokens."""
+"""Defines the `Engine` protocol: requests in, completions out, weight updates between two tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class OtherBase(EngineError):
 
 
 class UpdateLost(EngineError):
-    """The weights of an update are gone: nobody can be given them any more."""
+    """The weights of an update are gone: no engine can be given them any more."""
 
 
 class Unreachable(EngineError):
@@ -45,13 +45,13 @@ class Unreachable(EngineError):
 
 
 class PartialUpdateError(Unreachable):
-    """An update broke off in the middle: the engine holds a mixture of two versions, says so, and answers nobody until
-    it is sent all weights."""
+    """An update broke off in the middle: the engine holds a mixture of two versions, says so, and answers no request
+    until it is sent all weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must look like: any JSON, JSON of a schema, or a regular expression."""
+    """The form a completion must have: any JSON, JSON of a schema, or a regular expression."""
 
     kind: Literal["json", "json_schema", "regex"]
     source: str = ""
@@ -142,7 +142,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine can take; a request beyond it is refused at once."""
+    """The engine's limits; a request beyond them is refused at once."""
 
     max_context: int
     vocabulary: int

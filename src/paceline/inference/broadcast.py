@@ -27,7 +27,7 @@ from paceline.model.delta import DTYPES
 SECONDS = 120.0
 """For a group to form, and for one bucket to arrive."""
 FIND_SECONDS = 10.0
-"""For a receiver to reach the sender, who listens before anybody is invited."""
+"""For a receiver to reach the sender, which listens before it invites receivers."""
 BUCKET = 64 << 20
 ALIGN = 64
 
@@ -115,7 +115,7 @@ class BroadcastGroup:
 
 
 class Sender(BroadcastGroup):
-    """Rank 0: whoever has the weights."""
+    """Rank 0: the process that has the weights."""
 
     def __init__(
         self, members: int, device: torch.device | str = "cpu", seconds: float = SECONDS, bucket: int = BUCKET,
@@ -133,7 +133,7 @@ class Sender(BroadcastGroup):
         )
 
     def invitation(self, rank: int) -> dict[str, Any]:
-        """What receiver `rank` must be told, as `POST /weights/group` takes it."""
+        """The invitation of receiver `rank`, as `POST /weights/group` takes it."""
         where: dict[str, Any] = {"address": self._host, "port": self._port, "world": self.world, "rank": rank}
         return where | {"seconds": self.seconds, "bucket": self.bucket}
 
@@ -161,7 +161,7 @@ class Sender(BroadcastGroup):
 
 
 class Receiver(BroadcastGroup):
-    """Any other rank: whoever has an engine."""
+    """Any other rank: a process that has an engine."""
 
     def __init__(
         self, address: str, port: int, world: int, rank: int, device: torch.device | str = "cpu",
@@ -178,7 +178,7 @@ class Receiver(BroadcastGroup):
             self._store = dist.TCPStore(*self._where, None, False, limit)
         except (RuntimeError, ValueError) as error:
             address, port = self._where
-            raise EngineError(f"nobody waits for us at {address} port {port}: {_first_line(error)}") from error
+            raise EngineError(f"no sender listens at {address} port {port}: {_first_line(error)}") from error
         self._join(self._store)
 
     def receive(self, layout: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What engines of other makers have in common: whole weights from a folder, adapters by name, truth by canary."""
+"""Base class of third-party engines: whole weights from a folder, adapters by name, checked by canary."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class LoadedAdapter:
 class ForeignEngine(ABC):
     """Speaks the `Engine` protocol to a server that knows nothing of Paceline.
 
-    Adapters: each version is loaded under a name of its own and proved by its canary before anybody is sent to it.
+    Adapters: each version is loaded under a name of its own and proved by its canary before any request is sent to it.
     Requests end with the version they began with, and the last of them takes the adapter away.
 
     Whole weights: new requests are held while they change, and answers until the canary is found again, so that nothing
@@ -310,7 +310,7 @@ class ForeignEngine(ABC):
         return 0 if self._version is None else None
 
     def _stamp(self, label: str) -> int:
-        """The version behind a label; a server that was started anew holds weights nobody can name."""
+        """The version behind a label; a server that was started anew holds weights of no known version."""
         version = self._version_of(label)
         if version is None:
             raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")

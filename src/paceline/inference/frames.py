@@ -1,4 +1,4 @@
-"""What crosses between a process that asks and a process that holds the engine: msgpack frames, never pickle.
+"""Encodes messages between a client process and the engine's process: msgpack frames, never pickle.
 
 A frame is eight bytes of length and a list of messages. Sampled tokens travel as packed arrays, weights as safetensors
 bytes or as the paths of files both sides can read.
@@ -46,18 +46,18 @@ class EngineMessage(msgspec.Struct, array_like=True, tag=True):
 
 
 class Generate(EngineMessage):
-    """Sample a completion, and tell of its tokens while they come if somebody listens."""
+    """Sample a completion; with `listen`, send its tokens while they come."""
 
     request: GenerateRequest
     listen: bool
 
 
 class Cancel(EngineMessage):
-    """Nobody waits for this request any more."""
+    """The client no longer waits for this request."""
 
 
 class ScoreFrame(EngineMessage):
-    """ScoreFrame sequences."""
+    """Score sequences."""
 
     sequences: list[bytes]
     temperature: float
@@ -146,7 +146,7 @@ class Scores(EngineMessage):
 
 
 class Answer(EngineMessage):
-    """What a question or an update led to."""
+    """The result of a question or an update."""
 
     policy: ServedPolicy | None = None
     limits: EngineLimits | None = None
@@ -170,13 +170,13 @@ class FailureFrame(EngineMessage):
 
 
 class ToEngine(msgspec.Struct, array_like=True):
-    """What the asking side sends."""
+    """A batch of messages from the client."""
 
     messages: list[Generate | Cancel | ScoreFrame | Load | Ask]
 
 
 class FromEngine(msgspec.Struct, array_like=True):
-    """What the engine's side sends: everything that happened since its last frame."""
+    """A batch of messages from the engine: everything that happened since its last frame."""
 
     messages: list[EngineHello | TokensFrame | CompletionFrame | Scores | Answer | FailureFrame]
     busy_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Models that are asked and never trained: somebody else started them, we only attach to their endpoint.
+"""Attaches to endpoints of frozen models, which a run samples or scores but neither starts nor trains.
 
 A `paceline serve` is asked through `HttpEngine` and scores at any temperature. Whatever else speaks OpenAI's API is
 asked at `/v1/completions` in token ids. It must say which ids it sampled (`return_token_ids`, as vLLM does) to play,
@@ -80,7 +80,7 @@ class FrozenPool(Pool):
             return await self._within(deadline, super().score(sequences, temperature, model or self.ref.name))
 
     async def _within(self, seconds: float | None, work: Awaitable[T]) -> T:
-        """The pool's own deadlines speak to whoever plays an environment; here it matters what the endpoint did."""
+        """Report a timeout as the endpoint's: the pool's own message addresses environment code."""
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await work
@@ -126,7 +126,7 @@ async def _engine(
 
 
 def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
-    """Raise unless the policy and somebody else split `SAMPLE` alike."""
+    """Raise unless the policy and the model `who` split `SAMPLE` alike."""
     if list(ours) != list(theirs):
         raise EngineError(
             f"{who} has another vocabulary than the policy: it reads a text of {len(ours)} tokens as {len(theirs)}, or "
@@ -177,8 +177,8 @@ class CompletionsEngine:
             ids = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(ids, list):
             raise EngineError(
-                f"{self.name} does not say how it splits a text (`return_token_ids`, `/tokenize`), so nobody can know "
-                "that its vocabulary is the policy's: serve the model with `paceline serve` or vLLM"
+                f"{self.name} does not say how it splits a text (`return_token_ids`, `/tokenize`), so Paceline cannot "
+                "check that its vocabulary is the policy's: serve the model with `paceline serve` or vLLM"
             )
         return ids
 
@@ -236,10 +236,10 @@ class CompletionsEngine:
         return EngineStats(capacity=1)
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        raise EngineError(f"{self.name} is frozen: nobody trains it")
+        raise EngineError(f"{self.name} is frozen: it takes no weights")
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        raise EngineError(f"{self.name} is frozen: nobody trains it")
+        raise EngineError(f"{self.name} is frozen: it takes no weights")
 
     async def pause(self) -> None: ...
 
@@ -287,7 +287,7 @@ class CompletionsEngine:
 
 
 def _kind(status: int) -> type[EngineError]:
-    """What an answer that is none means: too much at once passes, a request that is refused stays refused."""
+    """The error class of an HTTP status: overload passes, a request that is refused stays refused."""
     if status in (429, 503):
         return Overloaded
     return RequestError if status in (400, 404, 405, 413, 422) else EngineError

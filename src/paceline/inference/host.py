@@ -45,7 +45,7 @@ class EngineHost:
 
     @property
     def waited_for(self) -> bool:
-        """Whether somebody has not been answered. From any thread."""
+        """Whether any request is unanswered. From any thread."""
         return bool(self._running or self._pile)
 
     async def serve(self, door: socket) -> None:

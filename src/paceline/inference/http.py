@@ -357,6 +357,6 @@ def _error(response: httpx.Response, answer: Any) -> EngineError:
 
 
 def _forgive(task: "asyncio.Task[EngineStats]") -> None:
-    """Vital signs nobody waits for may fail; whoever asks next will hear of it."""
+    """Ignore a failure of stats that no caller awaits; the next caller will hear of it."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""HTTP to an engine that somebody else wrote: one client for each event loop, and its refusals as our errors."""
+"""HTTP client for third-party engines: one client per event loop, refusals raised as our errors."""
 
 import asyncio
 from typing import Any
@@ -95,7 +95,7 @@ class EngineHttpClient:
 
 
 def _kind(status: int) -> type[EngineError]:
-    """What a refusal means: too much at once passes, a request that is refused stays refused."""
+    """The error class of an HTTP status: overload passes, a request that is refused stays refused."""
     if status == 404:
         return UnknownModel
     if status in (429, 503):

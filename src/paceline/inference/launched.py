@@ -1,4 +1,4 @@
-"""Starting a vLLM of our own on this machine, and ending it."""
+"""Starts a vLLM server of this run on this machine, and ends it."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ STOP_SECONDS = 30.0
 MOST_STARTS = 4
 """A server that dies more often than this is not started again."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as the highest rank of an adapter."""
+"""Values that vLLM takes as the highest rank of an adapter."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class LaunchedVllm(VllmEngine):
         self._met = False
 
     def start(self) -> None:
-        """Begin only: it takes long to come up, and the first update waits for it without holding up everybody."""
+        """Begin only: it takes long to come up, and the first update waits for it without blocking the event loop."""
         self._process.begin()
 
     async def load_weights(self, update: WeightUpdate) -> float:
@@ -142,7 +142,7 @@ class LaunchedVllm(VllmEngine):
         return await super().policy()
 
     async def limits(self) -> EngineLimits:
-        """Whoever looks after a server that is gone asks for this again and again."""
+        """While a server is gone the pool asks for this again and again."""
         self._process.revive()
         return await super().limits()
 

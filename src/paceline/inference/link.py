@@ -71,7 +71,7 @@ class EngineLink:
         self._lost: asyncio.Future[EngineError] | None = None
         self._busy = 0.0
         self._folder: PrivateFolder | None = None
-        """Where weights lie on their way."""
+        """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
 
     # -- the engine's protocol ----------------------------------------------------------------------------------------

@@ -30,14 +30,14 @@ MOST_BROKEN = 2
 MOST_LOST = 4
 """Connections to a healthy engine that may break under a request."""
 SHAPES = (LookupError, TypeError, ValueError, AttributeError)
-"""What comes of reading an answer that is none, from an engine behind a wire."""
+"""Errors that reading a malformed answer of a remote engine raises."""
 LONG_SECONDS = 20.0
 """A request that has waited this long is worth a word."""
 T = TypeVar("T")
 seldom = RateLimitedLogger(logging.getLogger("paceline.pool"))
 
 
-class NobodyLeft(EngineError):
+class NoEngineLeft(EngineError):
     """Every engine is gone, and none of them can come back."""
 
 
@@ -89,7 +89,7 @@ class Pool:
             completion = await member.engine.generate(request)
             if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
                 raise _misshapen(member, completion)
-            # An engine may have been restarted, with the weights it began with, while nobody looked.
+            # An engine may have been restarted unnoticed, with the weights it began with.
             if min(completion.versions, default=floor) < floor and await self._roster.fails(member):
                 raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
             return completion
@@ -121,7 +121,7 @@ class Pool:
         self._roster.add(engine)
 
     async def policies(self) -> list[ServedPolicy]:
-        """What each engine in service really serves."""
+        """The policy that each engine in service really serves."""
         return list(await asyncio.gather(*(member.engine.policy() for member in self._roster.serving)))
 
     async def stats(self) -> list[EngineStats]:
@@ -129,12 +129,12 @@ class Pool:
         return list(await asyncio.gather(*(member.engine.stats() for member in self._roster.serving)))
 
     def close(self) -> None:
-        """Stop looking after engines that are set aside; the engines belong to whoever made them."""
+        """Stop looking after engines that are set aside; the engines belong to the code that made them."""
         self._roster.close()
 
     @property
     def trouble(self) -> EngineError | None:
-        """Why nobody serves; None while somebody does."""
+        """Why no engine serves; None while one does."""
         return None if self._roster.serving else self._roster.trouble
 
     @property
@@ -221,7 +221,7 @@ class Pool:
                 return free
             if self._roster.hopeless:
                 trouble = errand.trouble or self._roster.trouble
-                raise NobodyLeft(str(trouble)) from trouble
+                raise NoEngineLeft(str(trouble)) from trouble
             await self._wait(errand, deadline)
             errand.full.clear()
 
@@ -281,7 +281,7 @@ class LeaguePool(Pool):
         self._past: dict[str, tuple[Engine, Pool]] = {}
 
     async def keep(self, name: str, update: WeightUpdate) -> None:
-        """From now on this version answers to `name`; whoever did before is gone."""
+        """Serve this version as `name` from now on, in place of the one before."""
         if update.adapter is not None:
             # The canary speaks of the policy's own adapter; the fingerprint still proves the tensors.
             adapter = Adapter(name, update.adapter.scale)

@@ -49,7 +49,7 @@ def choose(candidates: Sequence[PoolMember], home: PoolMember | None = None) -> 
 class PrefixAffinity:
     """Remembers which engine last computed the beginning of a prompt.
 
-    Only a beginning that is at least half of the prompt counts: a chat template's first words are everybody's.
+    Only a beginning that is at least half of the prompt counts: all prompts share a chat template's first words.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class EngineRegistry:
     in service -> (a failure, and no answer or other weights when asked) -> set aside
                -> (asked again, with back-off) answers -> gets the last updates -> in service
 
-    An engine that lives and dies with this process never answers again, so nobody waits for it.
+    An engine that lives and dies with this process never answers again, so the pool does not wait for it.
     """
 
     def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
@@ -136,13 +136,13 @@ class EngineRegistry:
 
     @property
     def hopeless(self) -> bool:
-        """Nobody serves and nobody will: an engine of this process comes back only by an update."""
+        """No engine serves and none will: an engine of this process comes back only by an update."""
         remote = any(isinstance(member.engine, RejoiningEngine) for member in self.members)
         return not self.serving and not self._publishing and not remote
 
     @property
     def trouble(self) -> EngineError:
-        """Why nobody serves."""
+        """Why no engine serves."""
         causes = "; ".join(f"{member.name}: {member.trouble}" for member in self.members)
         return EngineError(f"no engine is left: {causes}")
 
@@ -208,7 +208,7 @@ class EngineRegistry:
         before = self._updates
         name = None if update.adapter is None else update.adapter.name
         self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
-        # An engine of this process has nobody to bring it back but the next update.
+        # Only the next update can bring back an engine of this process.
         asked = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
         self._publishing += 1
         try:
@@ -303,7 +303,7 @@ class EngineRegistry:
 
 
 async def _asked(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
-    """What an engine answers in time. One elsewhere that talks nonsense is as good as gone."""
+    """The engine's answer, if in time. A remote engine whose answer cannot be read counts as unreachable."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work

@@ -28,8 +28,8 @@ MOST_STRETCHES = 64
 
 
 class SglangEngine(ForeignEngine):
-    """Attached to a server that somebody else started; where the run trains adapters with `--enable-lora`, their rank
-    and their modules."""
+    """Attached to a server that you started; where the run trains adapters, with `--enable-lora`, their rank and their
+    modules."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class StoredTensors(Mapping[str, Array]):
         self._names = [name for file in files for name in _names(file)]
 
     def fill(self) -> None:
-        """Read the files now; else whoever first looks at a tensor does."""
+        """Read the files now; else the first access to a tensor does."""
         if self._tensors is None:
             try:
                 tensors = {name: tensor for file in self.files for name, tensor in read_file(file).items()}
@@ -53,7 +53,7 @@ class StoredTensors(Mapping[str, Array]):
 
 
 def read_delta(data: bytes) -> "WeightDelta":
-    """A delta that somebody sent."""
+    """A delta from received bytes."""
     from paceline.model.delta import DeltaError, WeightDelta  # which needs torch
 
     try:

@@ -1,4 +1,4 @@
-"""Tool calls in what the model wrote: read out of the text, also while it is still being written.
+"""Parses tool calls out of the model's text, also while it is still being written.
 
 Two spellings are known, those of most open models:
 
@@ -68,7 +68,7 @@ class ToolReader:
             self._began, self._after_call, self._held = True, call is not None, after
 
     def _sure(self, before: str, mark: str) -> str:
-        """What is text whatever comes. White space that only separates calls is no answer, so it waits too."""
+        """The part that is text whatever comes. White space that only separates calls is no answer, so it waits too."""
         return before[: len(before) - (0 if mark else _overlap(before, OPEN))].rstrip()
 
     def flush(self) -> Heard:

@@ -1,4 +1,4 @@
-"""How full weights get to an engine behind HTTP. Adapters are small and always travel in the request.
+"""Sends full weights to an engine behind HTTP. Adapters are small and always travel in the request.
 
     disk        as a file, in a folder both sides see: the request names it
     http        as the body of a request, raw safetensors bytes: nothing is shared
@@ -30,7 +30,7 @@ UPDATE_HEADER = "Paceline-Update"
 
 
 class WeightChannel(Protocol):
-    """What a carrier needs of the way to a server."""
+    """The connection to a server, as a carrier uses it."""
 
     async def post(self, path: str, body: dict[str, Any]) -> Any: ...
 
@@ -95,7 +95,7 @@ class Upload:
 
 
 class Deltas:
-    """What changed, to whoever holds the version before; all of it to others."""
+    """Sends a delta to an engine that holds the version before, and all weights to others."""
 
     def __init__(self, full: Disk | Upload) -> None:
         self._full = full

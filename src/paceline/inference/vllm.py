@@ -180,7 +180,7 @@ class VllmEngine(ForeignEngine):
             await self.wire.order("/update_weight_version", {"new_version": self._label(version)})
             await self.wire.order("/reset_prefix_cache")
         except EngineError:
-            # It is left without weights, and a step on none would end it: nobody is to be woken.
+            # It is left without weights, and a step on none would end it: no request may resume.
             await self.wire.order("/abort_requests", {})
             raise
         await self.wire.order("/resume")

@@ -1,4 +1,4 @@
-"""Weights kept where engines in other processes find them, and where the trainer cannot change them any more."""
+"""Stores weights as files that engines in other processes read and the trainer no longer changes."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.model.delta import LastSent, WeightDelta
 
 LONGEST_CHAIN = 64
-"""Deltas since the last whole file. Whoever comes back is given the file with all of them applied."""
+"""Deltas since the last whole file. An engine that comes back is given the file with all of them applied."""
 NARROW = 2
 """Bytes of a published element up to which deltas are worth trying: of float32 a step changes nearly every one."""
 
@@ -28,7 +28,7 @@ class WeightStore:
 
     With `deltas`, the shelf remembers what it kept last. Where few elements have changed, it writes those, and the
     update it returns has both: the delta, for an engine that holds the version before, and all tensors, read from the
-    last whole file and the deltas since only if somebody needs them. A whole file is written once more when the deltas
+    last whole file and the deltas since only if an engine needs them. A whole file is written once more when the deltas
     since are together as long.
     """
 
@@ -46,7 +46,7 @@ class WeightStore:
         self._composing = asyncio.Lock()
 
     def adopt(self) -> None:
-        """Take what lies there for ours: whoever wrote it had our place before us."""
+        """Take over the files that lie there: an earlier process in this role wrote them."""
         left = (*self.folder.glob("*.safetensors"), *self.folder.glob("*.delta"))
         self._ours = deque([left] if left else [])
         for half in self.folder.glob("*.part"):

@@ -1,6 +1,6 @@
-"""What engine and trainer share: Hugging Face models, tokenizers, LoRA, attention, weights.
+"""Model code that engine and trainer share: loading, tokenizers, LoRA, attention, weights.
 
-What needs torch is imported when it is first used: a run on MLX has none.
+Code that needs torch is imported when it is first used: a run on MLX has none.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A LoRA adapter from a folder in peft's form: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reads a LoRA adapter from a folder in peft's form: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
 import math

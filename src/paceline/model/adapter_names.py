@@ -1,4 +1,4 @@
-"""What adapters are called, and which of them fit: one name for a LoRA tensor, whoever wrote it, in any library."""
+"""Maps LoRA tensor names of any library to one form, and checks that an adapter fits the model."""
 
 import math
 import re
@@ -17,7 +17,7 @@ class AdapterError(PacelineError):
 
 
 def canonical(name: str) -> str:
-    """One name for a LoRA tensor, whoever wrote it.
+    """One name for a LoRA tensor, whichever library wrote it.
 
     >>> canonical("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'model.layers.0.self_attn.q_proj.lora_A.weight'

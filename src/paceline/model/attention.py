@@ -46,7 +46,7 @@ class NoPlan(RuntimeError):
 
 
 class AttentionPlan(Protocol):
-    """Who attends to whom in one forward pass."""
+    """Which tokens attend to which in one forward pass."""
 
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """`q` is [T, heads, dim], `k` and `v` [T, kv heads, dim]; the result is like `q`. `layer` is a tensor on the

@@ -1,4 +1,4 @@
-"""Makes compiled code in another process while this one goes on uncompiled.
+"""Compiles layers in another process while this one goes on uncompiled.
 
 torch keeps compiled kernels in a folder on disk, found again by what was compiled. A worker process compiles a few
 layers of the same shape, which fills that folder; this process then switches to compiled code in a few seconds instead
@@ -27,7 +27,7 @@ from paceline.util.gc_tuning import freeze_more
 from paceline.util.parent_death import WITH_PARENT
 
 SWITCH_SECONDS = 10.0
-"""What a switch to compiled code costs the run: a pause for tracing and, in the engine, for capturing graphs."""
+"""Cost of a switch to compiled code: a pause for tracing and, in the engine, for capturing graphs."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 log = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ class CanaryScorer:
         with torch.inference_mode():
             if self._model.device.type != "cuda":
                 return sequence_logprobs(self._model, self._head, token_ids)
-            # A plan of another kind than the compiled one: compiling for a single short pass would hold everybody up.
+            # A plan of another kind than the compiled one: compiling for a single short pass would hold up other work.
             with torch.compiler.set_stance("force_eager"):
                 return self._launched(token_ids)
 

@@ -1,4 +1,4 @@
-"""What a canary sings: always the same tokens for a vocabulary, and how exactly two parties must agree on them."""
+"""Fixed canary prompts, always the same for a vocabulary, and their tolerances."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,12 +24,12 @@ def canary_ids(model: Vocabulary) -> tuple[int, ...]:
 
 
 def signed(ids: tuple[int, ...], logprobs: Sequence[float], dtype: Any) -> Canary:
-    """A canary of what a model that computes in this type said of these tokens."""
+    """A canary of these tokens, with the log probabilities of a model that computes in this type."""
     return Canary(ids, tuple(logprobs), HALF_TOLERANCE if is_half(dtype) else TOLERANCE)
 
 
 def rounding(dtype: Any) -> float:
-    """How far apart two parties may be whose weights are the same and of which one computes in this type."""
+    """The tolerance between two parties with the same weights, of which one computes in this type."""
     return HALF_TOLERANCE if is_half(dtype) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a CPU needs to be told before it is fast."""
+"""CPU settings for speed: threads, small matrix products, lock handover, a warning about slow types."""
 
 import platform
 import sys
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 SLOW = 10.0
-"""How many times as long as float32 a type may take before it is worth a word."""
+"""How many times as long as float32 a type may take before it is worth a warning."""
 
 
 def warn_of_slow(dtype: "torch.dtype") -> None:
@@ -84,7 +84,7 @@ def quick_handover(device: str = "cpu") -> Generator[None]:
 
     Engine, trainer and event loop are threads that release the lock around every tensor operation. By default a busy
     thread may keep it for 5 ms each time, which is longer than most of those operations take. On a GPU they take
-    microseconds: whoever waits for each of some thousand launches leaves it idle.
+    microseconds: a thread that waits for each of some thousand launches leaves it idle.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5 if device.startswith("cuda") else 2e-4)

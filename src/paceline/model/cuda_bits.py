@@ -47,7 +47,7 @@ def _sum(tensors, work, out, BITS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.c
 
 
 def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """What `weights.tensor_sums` computes, with one wait for all."""
+    """`weights.tensor_sums` on CUDA, with one wait for all."""
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for width in {tensor.element_size() for tensor in tensors}:
         places = [i for i, tensor in enumerate(tensors) if tensor.element_size() == width]

@@ -1,4 +1,4 @@
-"""Rows of logits on CUDA: what a loss needs of them in one read, and their gradient in place."""
+"""Log probabilities and entropies of logits on CUDA in one read, and their gradient in place."""
 
 import torch
 import triton  # comes with torch's CUDA builds

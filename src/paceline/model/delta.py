@@ -1,4 +1,4 @@
-"""What changed between two versions of the weights: which elements, and their new bits.
+"""Encodes the elements that changed between two versions of the weights, and their new bits.
 
 At the learning rates of RL an optimizer step moves few of the published bfloat16 numbers: most steps are smaller than
 half the distance to the next number, and stay in the trainer's float32 masters. A delta holds the others. On the wire:
@@ -55,7 +55,7 @@ class Change:
     positions: Tensor
     """Into the flat tensor, ascending."""
     bits: Tensor
-    """What stands there now, as integers of the same width."""
+    """The new values there, as integers of the same width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class WeightDelta:
         return len(self.data)
 
     def changes(self, device: torch.device | str = "cpu") -> dict[str, Change]:
-        """What changed, by tensor, on this device; tensors that did not are left out."""
+        """The changed elements by tensor, on this device; unchanged tensors are left out."""
         device = torch.device(device)
         if device not in self._changes:
             payload = torch.from_numpy(np.frombuffer(self._payload, np.uint8).copy()).to(device)
@@ -107,7 +107,7 @@ class WeightDelta:
         return self._changes[device]
 
     def check_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whether these are tensors of its names and forms."""
+        """Refuse tensors of other names or forms than the delta's."""
         if unknown := self.entries.keys() - tensors.keys():
             raise DeltaError(f"the delta names tensors this model does not have: {sorted(unknown)[:3]}")
         for name, entry in self.entries.items():
@@ -157,7 +157,7 @@ class LastSent:
         self._copy: dict[str, Tensor] = {}
 
     def advance(self, version: int, tensors: Mapping[str, Tensor]) -> WeightDelta | None:
-        """What leads from the last version to this one; None if there was none, or all of it would be shorter."""
+        """The delta from the last version to this one; None if there was none, or a full update would be shorter."""
         made = self._encoded(version, tensors) if self._fits(tensors) else None
         if made is None:
             self.policy = ServedPolicy(version, fingerprint(tensors.items()))

@@ -1,4 +1,4 @@
-"""From hidden states to logits and log probabilities, alike in engine and trainer."""
+"""Computes logits and log probabilities from hidden states, alike in engine and trainer."""
 
 import torch
 import torch.nn.functional as F

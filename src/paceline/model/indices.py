@@ -1,4 +1,4 @@
-"""Ascending positions as few bytes, on whatever device they lie.
+"""Packs ascending positions into few bytes, and unpacks them, on the device where they lie.
 
 gaps     the distance to the one before, 7 bits a byte, the highest bit set where more follow: one byte a position
          where neighbours are less than 128 apart

@@ -1,4 +1,4 @@
-"""Hugging Face models for torch, from a folder, a hub name, or the package itself."""
+"""Loads Hugging Face models for torch from a folder, a hub name, or the package itself."""
 
 import copy
 from functools import partial

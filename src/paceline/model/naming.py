@@ -1,4 +1,4 @@
-"""What a model is called, and where that leads: a folder, a hub name, or the package itself."""
+"""Resolves a model's name to a folder, a hub name, or the model in the package."""
 
 import importlib.resources
 from pathlib import Path
@@ -47,7 +47,7 @@ def gguf_problem(file: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in short."""
+    """The first line of an error's message, or else its type."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Which sequences share a padded call."""
+"""Groups sequences of similar length, each group for one padded call."""
 
 
 def similar_lengths(lengths: list[int], waste: float = 0.3) -> list[list[int]]:

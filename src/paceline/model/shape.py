@@ -1,4 +1,4 @@
-"""What a model's attention looks like from outside: all that a KV cache must know about it."""
+"""Finds the shape of a model's attention: all that a KV cache must know about it."""
 
 from dataclasses import dataclass
 

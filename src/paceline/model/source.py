@@ -19,7 +19,7 @@ WEIGHTS = "model.safetensors"
 PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth")
 """Weights in files that can run code when they are read."""
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
-"""What a tokenizer's vocabulary is kept in, by the name its family gives it."""
+"""Files that hold a tokenizer's vocabulary, by the names that families give them."""
 TRAINABLE_QUANTISED = ("bitnet",)
 """Quantised in the forward pass only: the checkpoint holds plain weights."""
 TEXT_MODELS = "use a text model, such as Qwen2.5, Qwen3, Llama 3 or SmolLM2"
@@ -28,7 +28,7 @@ LISTED = 4
 
 
 def source_problems(folder: Path, *, trust_remote_code: bool = False, mlx: bool = False) -> Iterator[str]:
-    """What keeps the model in a local folder from being loaded and trained, one sentence each."""
+    """Reasons why the model in a local folder cannot be loaded and trained, one sentence each."""
     if problem := folder_problem(folder):
         yield problem
         return
@@ -49,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def config_problems(
     config: Mapping[str, Any], name: str, *, trust_remote_code: bool = False, mlx: bool = False
 ) -> Iterator[str]:
-    """What config.json alone says against training the model."""
+    """Reasons against training the model that config.json alone shows."""
     if not mlx and (problem := _quantised(config, name)):
         yield problem
     if not isinstance(config.get("model_type"), str):

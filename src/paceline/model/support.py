@@ -1,8 +1,8 @@
-"""Which models may run: refused by name is better than silently wrong.
+"""Checks whether a model is supported: refused by name is better than silently wrong.
 
 Three questions, each asked only if the one before went well. Does the config or the module tree name something the
-attention function does not do? Does every layer attend through it, once, and alike? And for models nobody has checked
-yet: does a rehearsal give what transformers' own attention gives?
+attention function does not do? Does every layer attend through it, once, and alike? And for model types not yet
+verified: does a rehearsal give what transformers' own attention gives?
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -33,8 +33,8 @@ VERIFIED = frozenset((
 
 
 def check_family(config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
-    """What `check_supported` says of the model that a config describes, without its weights: the module tree is built
-    on the meta device, where tensors have shapes and no memory. Only the rehearsal waits for the weights."""
+    """Run `check_supported` on the model that a config describes, without its weights: the module tree is built on
+    the meta device, where tensors have shapes and no memory. Only the rehearsal waits for the weights."""
     with torch.device("meta"):
         model = build(
             lambda: AutoModelForCausalLM.from_config(
@@ -89,7 +89,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def _named_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """What config and modules say that we do not do."""
+    """Unsupported features that config and modules name."""
     config = model.config.get_text_config()
 
     def has(*names: str) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors in and out of safetensors files and bytes, for whichever library is at hand: torch, or mlx where it is alone.
+"""Reads and writes tensors as safetensors files and bytes: in torch, or in mlx where torch is missing.
 
 >>> import numpy
 >>> {name: list(tensor.shape) for name, tensor in unpacked(packed({"a": numpy.zeros((2, 3))})).items()}
@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from paceline.model.weights import Array
 
 LIBRARIES = {"torch": "safetensors.torch", "numpy": "safetensors.numpy", "mlx": "paceline.model.mlx.arrays"}
-"""Who reads and writes whose tensors."""
+"""The module that reads and writes each library's tensors."""
 
 
 @cache
 def framework() -> str:
-    """What tensors are read as, by safetensors' name for it."""
+    """The framework that tensors are read as, by safetensors' name for it."""
     return "pt" if importlib.util.find_spec("torch") is not None else "mlx"
 
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer, and the tokens that end a turn."""
+"""Loads a model's tokenizer, and finds the tokens that end a turn."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What travels from trainer to engine, and how both prove that they hold the same bits."""
+"""Weight updates from trainer to engine, and fingerprints that prove both hold the same bits."""
 
 import functools
 import hashlib
@@ -48,7 +48,7 @@ class Canary:
 class WeightUpdate:
     """The trainable tensors of one policy version, by parameter name.
 
-    In one process the tensors are the trainer's own: whoever publishes must await the engine's copy before training on.
+    In one process the tensors are the trainer's own: the publisher must await the engine's copy before training on.
     """
 
     version: int
@@ -73,7 +73,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """What an engine really serves."""
+    """The version and the weights that an engine really serves."""
 
     version: int
     fingerprint: str
@@ -93,7 +93,7 @@ def fingerprint(named: Iterable[tuple[str, Array]]) -> str:
 
 
 def salt(name: str) -> int:
-    """What a tensor's sum is multiplied by."""
+    """The factor of a tensor's sum."""
     # All of the name: `layers.0` and `layers.1` differ in the middle, not in length or ending.
     return (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") << 1) | 1
 

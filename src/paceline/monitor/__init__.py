@@ -1,4 +1,4 @@
-"""What a run shows and keeps. Imports neither torch nor transformers."""
+"""Monitors of a run: live views, files, exporters and the watchdog. Imports neither torch nor transformers."""
 
 from paceline.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
 from paceline.monitor.directory import RunDirectory, RunDirectoryError

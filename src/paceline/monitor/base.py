@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: one small interface, and the fan-out to several of them."""
+"""The `Monitor` interface to which a run reports its progress, and the fan-out to several monitors."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ Gauges = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is about to run. `start_step` is 0 for a fresh run, the checkpoint's step for a resumed one."""
+    """The run that is about to start. `start_step` is 0 for a fresh run, the checkpoint's step for a resumed one."""
 
     name: str
     directory: Path
@@ -46,7 +46,7 @@ class Monitor:
     phase* -> begin -> (phase | step | rollouts | played | tickets | spans | note | roll_back)* -> end -> close
 
     Phases and notes may come before `begin`, since a model is loaded before its size is known. Used as a
-    context manager a monitor is closed on every way out, also when nobody came as far as `end`.
+    context manager a monitor is closed on every way out, also when `end` was never called.
     """
 
     essential: ClassVar[bool] = False
@@ -72,13 +72,13 @@ class Monitor:
 
     def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
         """All rollouts whose fate is known: `trained` in the batch `step`, `dropped:<reason>` on the way to it,
-        `evaluated` after it. Nobody changes them any more. Steps never fall, but for a roll-back."""
+        `evaluated` after it. The run no longer changes them. Steps never fall, but for a roll-back."""
 
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
-        """What a step's time went into: lane, kind, and from when to when in seconds since 1970."""
+        """The spans of a step's time: lane, kind, start and end in seconds since 1970."""
 
     def gauges(self, look: Gauges) -> None:
-        """How to see who is busy, from any thread and at any time, until the next one is given."""
+        """A callback that tells how busy engines and environments are, from any thread, until the next one is given."""
 
     def note(self, text: str) -> None:
         """A warning or an event the user should see."""

@@ -1,4 +1,4 @@
-"""The small pieces the view is put together from."""
+"""Small rich renderables, such as sparklines, that the live view is built from."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The run directory: who may write there, and where everything lies."""
+"""The run directory: its paths, and the lock that gives one process the right to write there."""
 
 import fcntl
 import os
@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def live(self) -> Path:
-        """What the processes of a running run share: weights on their way, and each one's log."""
+        """Files that the processes of a running run share: weights in transfer, and each one's log."""
         return self.root / ".live"
 
     @property

@@ -1,4 +1,4 @@
-"""How is this run? Read from its directory alone, while it lives and after it died."""
+"""Diagnoses a run from its directory alone, while it lives and after it died."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _EVENTS = 6
 
 @dataclass(slots=True)
 class Findings:
-    """What the directory says."""
+    """The diagnosis of a run directory."""
 
     run: Path
     verdict: str
@@ -92,7 +92,7 @@ def report(found: Findings) -> RenderableType:
 
 
 def resume_command(found: Findings) -> str:
-    """What to type to go on; nothing where the run is finished."""
+    """The command that resumes the run; empty where the run is finished."""
     if found.ended and found.ended.get("status") == "finished":
         return ""
     return way_on(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
@@ -146,7 +146,7 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
     except ProcessLookupError:
         return "gone"
     except PermissionError:
-        pass  # somebody else's, but there
+        pass  # another user's process, which exists
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

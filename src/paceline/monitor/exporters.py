@@ -1,4 +1,4 @@
-"""Metrics for the trackers people already use. Each needs its extra, and none is on by default."""
+"""Exports metrics to Weights & Biases, TensorBoard or Trackio. Each needs its extra, and none is on by default."""
 
 import importlib
 import math

@@ -1,4 +1,4 @@
-"""Keeps what happened, as append-only JSON lines in the run directory."""
+"""Writes metrics, rollouts, tickets and events as append-only JSON lines in the run directory."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A played episode on the terminal: who said what, what was sampled and what was given, and what it earned.
+"""Prints an episode to the terminal: its messages, which of them were sampled, and its reward.
 
 A record is a plain dict, as `Rollout.record()` gives it. Keys, all of them optional:
 

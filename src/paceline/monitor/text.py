@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats counts, scores and durations as short text."""
 
 from collections.abc import Mapping
 

@@ -135,7 +135,7 @@ def lines(frames: Iterable[FrameType]) -> list[str]:
 
 
 def _hang_by_name(nodes: list[Node]) -> None:
-    """Waits that are nobody's children go below whoever said to wait for their like, the innermost of them."""
+    """Put each wait without a parent below the innermost wait whose `on` names its like."""
     for index, node in enumerate(nodes):
         if node["parent"] is None:
             above = (

@@ -1,4 +1,4 @@
-"""The conductor: gate, dispatcher, loop, evaluation, resume."""
+"""Orchestrates a run: gate, dispatcher, training loop, evaluation, resume."""
 
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
 from paceline.orchestrator.clock import Clock, DeadlineError, RealClock

@@ -1,4 +1,4 @@
-"""Judges a finished group: whether enough of it is left, what credit it gets, and whether it may train."""
+"""Admits finished groups: checks that enough is left, assigns credit, and decides whether they train."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ SOLVED_SHARE = 0.9
 LEAST_GROUPS = 100
 """However small a batch is: a hard task may well go without a signal for some groups."""
 FULL_REWARD = 1.0
-"""What counts as the highest reward of a run that has seen no other."""
+"""Counts as the highest reward in a run that has seen no other."""
 OFF = "or set breaker.no_signal = 0 to draw on all the same"
 
 
@@ -188,7 +188,7 @@ class GroupAdmission:
                 self._breaker.failure(rollout.error + where, rollout.cause)
 
     def _count_drop(self, group: Group, reason: str) -> None:
-        """That no group carries a signal is a state a run may pass through, but nobody should have to guess it."""
+        """Warn where many groups in a row are dropped: a run may pass through that, but the user should know."""
         self._drops_in_a_row += 1
         if self._drops_in_a_row == self._next_warning:
             self._next_warning *= 2

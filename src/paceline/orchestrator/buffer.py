@@ -49,7 +49,7 @@ class Buffer:
         return batch
 
     def promise(self, batch: Sequence[Group]) -> list[Group]:
-        """What the next batch begins to train on; answers with those that were not promised already."""
+        """Mark groups that the next batch begins to train on; returns those that were not promised already."""
         new = [held for group in batch if not (held := self._held[group.ticket]).promised]
         for held in new:
             held.promised = True
@@ -75,5 +75,5 @@ class Buffer:
 
 
 def places(groups: Iterable[Group]) -> int:
-    """What the groups count in a batch."""
+    """Places that the groups take in a batch."""
     return sum(group.places for group in groups)

@@ -1,4 +1,4 @@
-"""Groups as a file of the checkpoint: what the dispatcher holds between two batches.
+"""Writes and reads the groups that the dispatcher holds between two batches, as a checkpoint file.
 
 A finished group is sampled, credited and counted; to play it again after a resume would count it twice with every
 baseline that saw it, and would not give the same tokens. So a checkpoint keeps it whole: exact turns, rewards, and the
@@ -89,7 +89,7 @@ class _Group(msgspec.Struct, array_like=True):
 
 
 class _Held(msgspec.Struct, array_like=True):
-    """Groups once each; whoever holds one names its index."""
+    """Each group once; the lists hold indices into `groups`."""
 
     version: int
     groups: list[msgspec.Raw]
@@ -153,7 +153,7 @@ def decode_held(data: bytes) -> Held:
 
 
 def read_held(checkpoint: Path) -> Held:
-    """What a checkpoint's folder keeps; nothing if it is older than this file."""
+    """The groups of a checkpoint's folder; none if it is older than this file."""
     path = checkpoint / FILE
     if not path.is_file():
         return Held()

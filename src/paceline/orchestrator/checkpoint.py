@@ -100,7 +100,7 @@ class Checkpoints:
         return DamagedCheckpoint(f"checkpoint {path} is damaged: {several(found)}; {then}", whole)
 
     def offer(self) -> str:
-        """What can be resumed, as the end of a sentence."""
+        """The checkpoints that can be resumed, as the end of a sentence."""
         *earlier, newest = [None, *self.all()]
         if newest is None:
             return f"there is no checkpoint in {self._folder}"
@@ -128,7 +128,7 @@ class Checkpoints:
         return own if not path.exists() and own.is_dir() else path
 
     def _newest(self) -> Path:
-        """What `latest` names; should a crash have left it dangling, the newest whole checkpoint."""
+        """The checkpoint that `latest` names; should a crash have left it dangling, the newest whole checkpoint."""
         link = self._folder / LATEST
         return link if (link / STATE).is_file() else next(reversed(self.all()), link)
 

@@ -1,4 +1,4 @@
-"""The one source of time: all sleeps and deadlines of the orchestrator go through a clock that can be replaced."""
+"""Provides the replaceable clock that all sleeps and deadlines of the orchestrator go through."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Keeps the sampler riding: draws tickets while the gate has room, has them judged, and ships batches.
+"""Dispatches groups: draws tickets while the gate has room, admits finished groups, ships batches.
 
     ticket -> group in flight -> credit -> filters -> buffer -> batch
                    |                                   |         |
@@ -35,7 +35,7 @@ the slow ones would get less than their weight."""
 SHUNNED = "shunned"
 BAD_ROW = "bad_row"
 CLEAN_UP_SECONDS = ABANDON_SECONDS + 5.0
-"""What cancelled episodes get to clean up in: by then, those that do not end are abandoned."""
+"""Time for cancelled episodes to clean up: by then, those that do not end are abandoned."""
 
 Ahead = Callable[[list[Group]], Awaitable[None]]
 """Begins the work on part of a batch."""
@@ -73,7 +73,7 @@ class Dispatcher:
         self._judge = GroupAdmission(config, courses, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
-        """What the batch being filled replays."""
+        """Groups that the batch being filled replays."""
         self._met = self._aged_at = gate.version
         """The versions that drawing and shipping have taken note of."""
         self._flights: dict[Ticket, GroupInFlight] = {}
@@ -87,7 +87,7 @@ class Dispatcher:
         self._failure: BaseException | None = None
         self._stopped = False
         self.let_go: list[tuple[Group, str]] = []
-        """ReadyGroup groups that were dropped, and why, until somebody takes them away."""
+        """Finished groups that were dropped, and why, until the orchestrator records them."""
         self.shunned: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
@@ -134,7 +134,7 @@ class Dispatcher:
     # -- calling off ------------------------------------------------------------------------------------------------
 
     def _call_off_stale(self) -> None:
-        """What started too long ago for the next batch. Where somebody else speaks for the policy nothing grows old."""
+        """Cancel groups too old for the next batch. Those sampled by a frozen model never go stale."""
         oldest = self._gate.version - self._config.staleness
         for ticket, flight in list(self._flights.items()):
             if flight.since < oldest and flight.course.algorithm.voice is None:
@@ -180,7 +180,7 @@ class Dispatcher:
 
     def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
-        if self._flights.pop(ticket, None) is None:  # called off: whatever it still said, nobody listens
+        if self._flights.pop(ticket, None) is None:  # called off: its result is ignored
             self._leaving.discard(task)
             _ = task.cancelled() or task.exception()
             return
@@ -203,8 +203,8 @@ class Dispatcher:
         self._changed.set()
 
     def _judge_early(self) -> None:
-        """Where a run must repeat itself, credit goes by ticket and not by who came first: a moving baseline hangs on
-        the order. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
+        """In a deterministic run credit is given in ticket order, not in order of completion: a moving baseline depends
+        on it. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
         while self._early and (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
             self._settle(self._early.pop(first))
 
@@ -276,7 +276,7 @@ class Dispatcher:
         return batch
 
     def _drop_left_over(self) -> None:
-        """At the next version it is too old, but for what somebody else said in the policy's place."""
+        """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
         for group in self._buffer.groups():
             if self._courses[group.ticket.env].algorithm.voice is None:
                 self._let_go(group, OVERSAMPLED)
@@ -293,7 +293,7 @@ class Dispatcher:
 
     @property
     def tally(self) -> Tally:
-        """What happened since the last batch was reported."""
+        """The tally since the last batch was reported."""
         return self._judge.tally
 
     @property
@@ -302,7 +302,7 @@ class Dispatcher:
         return self._judge.solved
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
-        """What led to this batch: groups drawn after its last ticket are left for the next one."""
+        """Take the tally of this batch: groups drawn after its last ticket are left for the next one."""
         tally, self._judge.tally = self.tally, self.tally.cut(batch)
         return tally
 
@@ -311,7 +311,7 @@ class Dispatcher:
         return self.tally.resolved_by(batch)
 
     def stop(self) -> None:
-        """Draw nothing more and wake whoever waits for a batch."""
+        """Draw nothing more and wake a pending `next_batch`."""
         self._stopped = True
         self._changed.set()
 
@@ -328,7 +328,7 @@ class Dispatcher:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> Held:
-        """What a checkpoint keeps. Groups in flight are not in it: their tickets wait for a resume."""
+        """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""
         late = {course.name: course.late for course in self._courses.values()}
         forgone = {course.name: course.forgone for course in self._courses.values()}
         return Held(
@@ -344,7 +344,7 @@ class Dispatcher:
 
         They are credited and counted already, so they are not judged again; what has grown too old by now goes when
         the next batch is filled. If the run file has changed so that a group no longer fits, its ticket is played
-        again. The breaker starts with new patience: whoever resumes may have mended what it counted.
+        again. The breaker starts anew: you may have fixed what it counted.
         """
         version = self._gate.version
         self._replay.load(held.remembered)

@@ -12,7 +12,7 @@ from paceline.config.failures import Fail, Retry
 from paceline.data import Row, Ticket
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import LARGEST_REWARD, shown
-from paceline.inference import NobodyLeft
+from paceline.inference import NoEngineLeft
 from paceline.inference.base import Mismatch
 from paceline.orchestrator.clock import Clock, DeadlineError
 from paceline.orchestrator.failures import Kind, kind_of, stopped, told
@@ -32,7 +32,7 @@ seldom = RateLimitedLogger(logging.getLogger("paceline.episodes"))
 
 
 class EpisodeLost(Exception):
-    """What happened instead of playing on, and of which kind that is. It belongs to its episode alone."""
+    """An episode failed: why, and of which kind the failure is. It concerns that episode alone."""
 
     def __init__(self, cause: str, kind: Kind = "episode") -> None:
         super().__init__(cause)
@@ -40,11 +40,11 @@ class EpisodeLost(Exception):
 
 
 class RolloutRunner:
-    """Seats the policy at an environment's table. A failing episode is an outcome with its error, never a crash.
+    """Plays an environment's episodes with the policy. A failing episode is an outcome with its error, never a crash.
 
-    What fails is tried again, given up or the end of the run, as the course says of its kind. Each try is a whole
-    episode: at a fresh table, with the same noise and so the same tokens from the same weights, and with all of the
-    environment's `timeout` before it. Whoever fails in the end tells what went wrong first.
+    A failure is retried, given up or ends the run, as the environment's policy for its kind says. Each try is a whole
+    episode: with fresh seats, with the same noise and so the same tokens from the same weights, and with all of the
+    environment's `timeout` before it. An episode that fails in the end reports its first failure.
     """
 
     def __init__(self, voice: SamplingClient, clock: Clock, seed: int, domain: int = TRAIN) -> None:
@@ -53,12 +53,12 @@ class RolloutRunner:
         self._seed = seed
         self._domain = domain
         self.retried: Counter[str] = Counter()
-        """Tries that were repeated, by kind of failure, since somebody last took this away."""
+        """Tries that were repeated, by kind of failure, since the last call of `metrics`."""
         self.lost: Counter[str] = Counter()
         """Likewise, episodes and preparations that were given up, by the kind of what went wrong first."""
 
     def metrics(self) -> dict[str, float]:
-        """What failed since this was last asked, by kind."""
+        """Counts of failures since the last call, by kind."""
         kinds = {f"retried/{kind}": float(count) for kind, count in self.retried.items()}
         kinds |= {f"failed/{kind}": float(count) for kind, count in self.lost.items()}
         self.retried.clear()
@@ -78,7 +78,7 @@ class RolloutRunner:
         tasks = [asyncio.ensure_future(self.episode(course, row, ticket, m, ticket.number)) for m in members]
         try:
             episodes = await asyncio.gather(*tasks)  # bounded: each episode has a timeout
-        except BaseException:  # called off, or the end of the run: nobody is to play on without being heard
+        except BaseException:  # called off, or the end of the run: no episode may play on
             for task in tasks:
                 if not task.cancelling():  # twice would cut short how it cleans up
                     task.cancel()
@@ -96,13 +96,13 @@ class RolloutRunner:
         return Group(ticket=ticket, rollouts=alive, places=course.group_size, failed=failed)
 
     async def prepare(self, course: TrainEnv, row: Row) -> Row:
-        """What all episodes on a held-out row have in common; raises `EpisodeLost`."""
+        """The prepared row that all episodes on a held-out row share; raises `EpisodeLost`."""
         return await self._prepared(course, lambda: course.environment.prepare(own(row)))
 
     async def episode(self, course: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
-        # In training somebody else may speak in the policy's place, for it to learn from.
+        # In training a frozen model may speak in the policy's place, for it to learn from.
         voice = (course.algorithm.voice if self._domain == TRAIN else None) or self._voice
         losses: list[EpisodeLost] = []
         while True:
@@ -135,7 +135,7 @@ class RolloutRunner:
     async def _once_more(self, course: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
         if is_cancelled():
-            raise asyncio.CancelledError  # the environment made a failure of it, and nobody waits for another try
+            raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
         first, last, failed = losses[0], losses[-1], len(losses)
         match policy := course.policies[last.kind]:
             case Fail():
@@ -154,13 +154,13 @@ class RolloutRunner:
                 raise EpisodeLost(text, first.kind) from first.__cause__
 
     async def _users(self, course: TrainEnv, voice: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What a user's code answers within its time; whatever it raises is the loss of its episode."""
+        """The result of user code within its timeout; an exception in it loses the episode."""
         try:
             return await self._clock.within(course.config.timeout, f"{what} of `{course.name}`", work())
-        except (NobodyLeft, Mismatch, ToolsDropped):
+        except (NoEngineLeft, Mismatch, ToolsDropped):
             raise  # no other episode would fare better, now or later
         except DeadlineError as error:
-            # Who waited for an engine all that time is not to blame for it.
+            # An episode that waited for an engine all that time is not to blame for it.
             trouble = voice.pool.trouble
             if trouble is None:
                 advice = course.config.to_raise("timeout")
@@ -185,7 +185,7 @@ class RolloutRunner:
 
 
 async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
-    """What all episodes of a ticket of training have in common."""
+    """The prepared row that all episodes of a training ticket share."""
     dice = random.Random(f"{seed} {ticket.env} {ticket.draw}")
     return await environment.prepare(await environment.assign(own(row), ticket.draw, dice))
 
@@ -246,7 +246,7 @@ def failure(
     dropped: bool = False,
     cause: BaseException | None = None,
 ) -> Rollout:
-    """What is left of an episode that gives no rollout."""
+    """The record of an episode that gives no rollout."""
     rollout = Rollout(ticket=ticket, member=member, error=error, dropped=dropped, cause=cause)
     spoke = [seat for seat in seats.values() if seat.turns]
     for seat in [*spoke, *seats.values()][:1]:

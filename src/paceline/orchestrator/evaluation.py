@@ -93,7 +93,7 @@ def by_actor(course: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Ro
 
 
 def summarise(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
-    """What an evaluation reports of one actor's rollouts."""
+    """The metrics that an evaluation reports for one actor's rollouts."""
     finished = [r for r in rollouts if r.reward is not None]
     if not finished:
         return {"failed": float(len(rollouts))}

@@ -71,7 +71,7 @@ Policies = Mapping[Kind, FailurePolicy]
 
 
 def policies(config: FailuresConfig) -> Policies:
-    """What the run file says of each kind of failed episode."""
+    """The run file's policy for each kind of failed episode."""
     return {kind: failure_policy(getattr(config, kind), config.tries) for kind in KINDS}
 
 

@@ -1,6 +1,6 @@
-"""What a user may set between a finished group and its place in a batch, on both sides of its credit.
+"""Applies the user's filters to finished groups, before and after credit is assigned.
 
-fined for length -> credit -> cut-off rollouts fall silent -> (no signal: dropped) -> the user's own judgement
+length penalty -> credit -> truncated rollouts masked -> (no signal: dropped) -> the user's own filter
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class FilterError(PacelineError):
 
 
 class Filters:
-    """The rules of length and the user's own filter. Which algorithm gives the credit is nothing to them."""
+    """The length rules and the user's own filter. They do not depend on the algorithm."""
 
     def __init__(self, config: RunConfig) -> None:
         self._hook = config.filters.group
@@ -74,7 +74,7 @@ def fine(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
 
 
 def unfined(rollout: Rollout) -> float:
-    """What the environment paid."""
+    """The environment's reward, before the length penalty."""
     return (rollout.reward or 0.0) + rollout.metrics.get(FINE, 0.0)
 
 

@@ -45,9 +45,9 @@ class Gate:
     really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay shrinks
     fresh sampling by the places it fills, and never pushes a fresh rollout past the last batch it may join.
 
-    `extra` rollouts are let in beyond that as long as a batch is still to be filled, so that it fills from whoever
-    comes first. Those may come too late for their last batch: counting alone no longer keeps the limit, and whoever
-    ships a batch looks at ages.
+    `extra` rollouts are let in beyond that as long as a batch is still to be filled, so that it fills from those that
+    finish first. The others may come too late for their last batch: counting alone no longer keeps the limit, and the
+    dispatcher checks ages before it ships.
 
     >>> gate = Gate(batch=8, staleness=0, max_inflight=100)
     >>> gate.start(8); gate.capacity

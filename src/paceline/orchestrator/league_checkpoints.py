@@ -1,4 +1,4 @@
-"""Leagues of a run: which versions are kept as opponents, how they survive a restart, and how strong everybody is."""
+"""Keeps past versions for a run's leagues, saves them in checkpoints, and plays the rating games."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class LeagueCheckpoints:
         self._weights: dict[int, StoredVersion] = {}
 
     async def offer(self, update: WeightUpdate) -> None:
-        """A version was published: whoever keeps it from now on is told."""
+        """Offer a published version to every league; those that admit it have it served from now on."""
         for member in self.members:
             if (address := member.league.admit(update.version)) is None:
                 continue
@@ -94,7 +94,7 @@ class LeagueCheckpoints:
             if rows := member.environment.meetings(version):
                 metrics |= await self._assess(member, rows, player, version, concurrency, progress, played)
             elif any(kept != version for kept in member.league.versions):
-                self._note(f"{member.course.name}: nobody was rated, for matches() gave no episode of two actors")
+                self._note(f"{member.course.name}: no version was rated: matches() gave no episode of two actors")
         return metrics
 
     async def _assess(
@@ -135,7 +135,7 @@ class LeagueCheckpoints:
 
 
 def members(courses: dict[str, TrainEnv]) -> list[LeagueMember]:
-    """The environments that have a league, whoever gave it to them."""
+    """The environments that have a league, from the run file or from the caller."""
     return [
         LeagueMember(course, course.environment, course.environment.league)
         for course in courses.values()
@@ -159,7 +159,7 @@ def _file(version: int) -> str:
 
 
 def _notes(path: Path) -> dict[str, str] | None:
-    """What a file says of its weights; None if it cannot be read."""
+    """A file's metadata about its weights; None if it cannot be read."""
     try:
         with safe_open(path, framework=framework()) as file:
             return file.metadata()

@@ -1,7 +1,7 @@
-"""The loop: sample, score, train, publish, and again.
+"""Runs the training loop: sample, score, train, publish.
 
-Everything else in a run hangs on these lines. `staleness = 0` and `staleness = S` are the same loop: how far sampling
-rides ahead of training is the gate's business, and the dispatcher goes on sampling whenever this loop awaits.
+`staleness = 0` and `staleness = S` are the same loop: the gate bounds how far sampling runs ahead of training, and the
+dispatcher goes on sampling whenever this loop awaits.
 """
 
 import json
@@ -37,7 +37,7 @@ from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 
 @dataclass(slots=True)
 class OrchestratorParts:
-    """What a placement hands to the conductor."""
+    """The parts that a placement gives to the orchestrator."""
 
     pool: Pool
     trainer: Trainer
@@ -52,7 +52,7 @@ class OrchestratorParts:
 
 
 class RollBack(PacelineError):
-    """A batch must be undone: the run has to go back to its newest checkpoint, and train it never."""
+    """Roll back to the latest checkpoint and skip this batch."""
 
     def __init__(self, cause: str, batch: Sequence[Group]) -> None:
         super().__init__(cause)
@@ -61,9 +61,9 @@ class RollBack(PacelineError):
 
 
 class Orchestrator:
-    """Leads one run, or what of it lies between two roll-backs.
+    """Executes one run, or the part of it between two roll-backs.
 
-    Draws that are `shunned` are dropped instead of trained: an earlier life of this run found that they break it.
+    Draws that are `shunned` are dropped instead of trained: an earlier attempt of this run found that they break it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Orchestrator:
         """Why the run ended before its last step, where nothing was left to learn."""
 
     async def run(self) -> None:
-        """Train until the steps are done, the rows are used up, or somebody asks to stop."""
+        """Train until the steps are done, the rows are used up, or `stop` is called."""
         self._p.monitor.gauges(self._look)
         await self._begin()
         try:
@@ -123,7 +123,7 @@ class Orchestrator:
             elif not self._finished:
                 self.halted = self._pauses.halt()
         finally:
-            self._tell_dropped(self.step + 1)  # what ended the run is what somebody will want to look at
+            self._tell_dropped(self.step + 1)  # the groups that ended the run are worth a look
             self._pauses.close()
             await self._dispatcher.close()
             await self._p.voice.close()
@@ -265,7 +265,7 @@ class Orchestrator:
         self._flush_tickets()
 
     def _tell_dropped(self, step: int) -> None:
-        """What was dropped since the last batch belongs to this one: a checkpoint of it knows of them."""
+        """Record the groups dropped since the last batch under this one: its checkpoint knows of them."""
         for group, reason in self._dispatcher.let_go:
             self._played(step, f"dropped:{reason}", _all([group]))
         self._dispatcher.let_go.clear()
@@ -275,7 +275,7 @@ class Orchestrator:
         self._pauses.played(state, rollouts)
 
     def _look(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Who is busy: may be asked from any thread."""
+        """Busy seconds by engine, and running episodes by environment; may be called from any thread."""
         return self._p.pool.busy, self._dispatcher.playing()
 
     def _flush_tickets(self) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of one batch, under their public names."""
+"""Computes the metrics of one batch, under their public names."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -96,7 +96,7 @@ class Stopwatch:
 
 
 def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, version: int) -> dict[str, float]:
-    """What was sampled, filtered and shipped. `reward/*` is before filters, `reward_trained/*` after; both
+    """Metrics of a batch as sampled, filtered and shipped. `reward/*` is before filters, `reward_trained/*` after; both
     are what the environment paid, whatever length then cost."""
     sampled = [rollout for group in tally.resolved for rollout in group.rollouts]
     trained = [rollout for group in batch for rollout in group.rollouts]
@@ -149,7 +149,7 @@ def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str
 
 
 def _mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What sampler and trainer disagree about before any number is compared, over all that was sampled for the batch.
+    """Mismatch of sampler and trainer that is known before any number is compared, over all rollouts of the batch.
 
     `mask`: top-p and top-k sample from q = p / Z on the tokens they keep, the trainer computes p over all; the mean of
     -log Z is KL(q || p). `template`: the share of turns whose prompt rewrote what was recorded (`rewritten`).

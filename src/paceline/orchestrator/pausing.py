@@ -1,9 +1,9 @@
-"""Environments that rest while an advisory speaks against them.
+"""Pauses an environment for some steps when an advisory that the run file names fires for it.
 
-    a step is told -> a thread notes it down and looks -> before the next draws it is known who rests
+    a step ends -> a thread records it and applies the rules -> pauses are known before the next draws
 
-What a look finds takes effect when the next weights are published: at staleness 0 nobody plays then, so that a run
-which must repeat itself rests at the same draw.
+Pauses take effect when the next weights are published: at staleness 0 no episode runs then, so that a deterministic
+run pauses at the same draw.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Played = list[tuple[str, Sequence[Rollout]]]
 
 
 class Pauses:
-    """Who rests, why, and until when. A run that may pause nobody remembers nothing."""
+    """The paused environments, why, and until when. A run without rules to pause by remembers nothing."""
 
     def __init__(self, config: RunConfig, courses: Mapping[str, TrainEnv], monitor: Monitor) -> None:
         self._courses, self._monitor = courses, monitor
@@ -39,12 +39,12 @@ class Pauses:
             course.paused = False
 
     def played(self, state: str, rollouts: Sequence[Rollout]) -> None:
-        """These rollouts are done, and nobody changes them any more."""
+        """Take finished rollouts, which do not change any more."""
         if self._rules and rollouts:
             self._played.append((state, rollouts))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is finished; now and then somebody looks at the last ones."""
+        """Take a finished step; every `advice.interval` steps the rules are applied."""
         self._step = step
         if self._rules:
             played, self._played = self._played, []
@@ -59,7 +59,7 @@ class Pauses:
             found = await look  # bounded: some thousand rows in memory, asked for a step ago
         except Exception as error:  # a run is worth more than advice
             self._rules, found = frozenset(), []
-            self._monitor.note(f"advice failed and pauses nobody from now on: {type(error).__name__}: {error}")
+            self._monitor.note(f"advice failed and pauses no environment from now on: {type(error).__name__}: {error}")
         self._keep_up()
         for name, until in list(self._until.items()):
             if self._step >= until:
@@ -74,7 +74,7 @@ class Pauses:
             self._look.cancel()
 
     def halt(self) -> str:
-        """Why a run ends that has drawn all it may, if that is because somebody rests; else nothing."""
+        """Why a run that has drawn all it may ends, if that is because environments are paused; else empty."""
         left = [name for name, course in self._courses.items() if course.paused and not course.exhausted]
         if not left:
             return ""
@@ -105,7 +105,7 @@ class Pauses:
         self._monitor.note(f"step {self._step}: `{name}` has rested and is drawn from again")
 
     def _keep_up(self) -> None:
-        """Whoever rests must not have all draws to itself afterwards."""
+        """A paused environment must not have all draws to itself afterwards."""
         awake = [course.share for course in self._courses.values() if not (course.paused or course.exhausted)]
         for course in self._courses.values():
             if course.paused and awake:

@@ -23,7 +23,7 @@ class ReplayedGroup(Group):
     """A group that has trained before."""
 
     first: Ticket
-    """What it trained as then."""
+    """The ticket of its first training."""
 
 
 @dataclass(slots=True)

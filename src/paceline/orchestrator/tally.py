@@ -1,4 +1,4 @@
-"""What happened between two batches, for metrics and curriculum."""
+"""Counts finished, dropped and failed groups between two batches, for metrics and curriculum."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,24 +11,24 @@ from paceline.rollout import Group
 
 @dataclass(slots=True)
 class Tally:
-    """What happened since the last batch shipped."""
+    """Finished groups and counts since the last batch shipped."""
 
     resolved: list[Group] = field(default_factory=list)
     """Groups that finished, before any filter."""
     past: list[Group] | None = None
-    """Of those, what led to the batch that shipped, once somebody has asked."""
+    """Of those, the groups that led to the batch that shipped, once `resolved_by` was called."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups, by reason."""
     failed_rollouts: int = 0
     stale_samples: int = 0
     stale_tokens: int = 0
-    """What the policy said in those: dropping by the oldest token hits the long ones."""
+    """Sampled tokens of those: dropping by the oldest token hits the long ones."""
     lost_samples: Counter[str] = field(default_factory=Counter)
     """Samples an algorithm could not finish when their batch shipped, by reason."""
 
     def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
-        """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Whoever asks
-        again gets the same answer; a straggler that has landed since is the next batch's."""
+        """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Another call
+        returns the same list; a group that has finished since belongs to the next batch."""
         if self.past is None:
             last = max(group.ticket.number for group in batch if not isinstance(group, ReplayedGroup))
             past = [group for group in self.resolved if group.ticket.number <= last]

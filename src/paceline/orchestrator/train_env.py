@@ -1,4 +1,4 @@
-"""One environment's place in a run: its rows, its cursor, its algorithm."""
+"""Sets up the environments of a run: their rows, cursors and algorithms."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -39,9 +39,9 @@ class TrainEnv:
     note: str = ""
     """Something about the rows that the user should hear of."""
     policies: Policies = field(default_factory=lambda: policies(FailuresConfig()))
-    """What becomes of a failed episode, by kind of failure."""
+    """Policy for a failed episode, by kind of failure."""
     teacher: FailurePolicy = USUAL
-    """What becomes of a sample that a reference could not score."""
+    """Policy for a sample that a reference could not score."""
 
     row_digest: dict[str, Any] = field(default_factory=dict)
     """Of the training rows: a checkpoint keeps it, and a resumed run compares."""
@@ -71,8 +71,8 @@ class TrainEnv:
 
     @property
     def share(self) -> float:
-        """Places drawn so far over the weight: the environment with the least is next. What came too late was nobody's
-        gain, so a slow environment draws it again and has its share of what trains. What was filtered counts: an
+        """Places drawn so far over the weight: the environment with the least is next. Groups that came too late do not
+        count, so a slow environment draws them again and has its share of what trains. Filtered groups count: an
         environment without a signal must not keep the others waiting."""
         return (self.cursor.draws - self.late) * self.group_size / self.config.weight + self.forgone
 

@@ -1,4 +1,4 @@
-"""What a run file will need and how long it will take, before anything is loaded; and how right that was."""
+"""Predicts the memory and the step time of a run file before anything is loaded, and compares them with the run."""
 
 from paceline.planner.compare import Comparison, compare
 from paceline.planner.hardware import Hardware, found, parse, with_memory

@@ -1,4 +1,4 @@
-"""What to turn where a run does not fit, and by how much. Every piece of advice was tried before it is given."""
+"""Finds the settings to change where a run does not fit in memory. Each change is tried before it is advised."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from paceline.planner.layout import PlannedLayout
 from paceline.planner.memory import MemoryPlan
 
 Look = Callable[[RunConfig], MemoryPlan]
-"""MemoryPlan of a run file, on hardware that stays."""
+"""The memory plan of a run file on given hardware."""
 
 
 @dataclass(frozen=True, slots=True)

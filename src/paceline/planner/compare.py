@@ -1,4 +1,4 @@
-"""What was expected of a run beside what came."""
+"""Compares the plan of a run with what the run measured."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class Comparison:
     steps: int
     lines: list[ComparedFigure]
     busy: str = ""
-    """What else the machine was doing when the run began, if it was."""
+    """Other load on the machine when the run began, if any."""
     problems: list[str] = field(default_factory=list)
     """What could not be read, each as a sentence."""
 
@@ -91,7 +91,7 @@ def _planned(file: Path) -> dict[str, Any]:
 
 
 def _figures(columns: Columns) -> Iterator[dict[str, float]]:
-    """What each line has measured."""
+    """The figures that each line has."""
     for values in zip(*columns.values(), strict=True):
         yield {name: value for name, value in zip(columns, values, strict=True) if value is not None}
 

@@ -1,4 +1,4 @@
-"""What a run computes on: found on this machine, or given by name."""
+"""The hardware of a run: found on this machine, or given by name."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 SIDE = 48
 """So small that no library spreads it over threads, which on busy cores would wait for one another for ever."""
 SMALL = 0.67
-"""What so small a product reaches of a large one's speed: 23.6 of 35.6 Gflop/s on a Neoverse N1."""
+"""Speed of so small a product, relative to a large one: 23.6 of 35.6 Gflop/s on a Neoverse N1."""
 COPIED = 1 << 24
 """Elements of a copy, beyond every cache."""
 
@@ -108,7 +108,7 @@ class Hardware:
     kind: str = "cuda"
     """`cuda`, `cpu`, or `mlx` for a Mac, whose GPU computes in the machine's own memory."""
     host_memory: float | None = None
-    """None where nobody said."""
+    """None where it was not given."""
     cores: int = 1
     load: float = 0.0
     """Processes that wanted a core of it in the last minute, where it is this machine."""
@@ -137,7 +137,7 @@ class Hardware:
 
 def mac(memory: float, origin: str = "given") -> Hardware:
     """A Mac with so much unified memory. macOS lets its GPU hold two thirds of it, of 64 GB and more three quarters;
-    the rest is for everything else. How fast it is nobody has measured here."""
+    the rest is for everything else. Its speed has not been measured here."""
     share = 3 / 4 if memory >= 64e9 else 2 / 3
     return Hardware(HardwareSpec("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
 

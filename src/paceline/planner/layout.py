@@ -1,4 +1,4 @@
-"""Which part of a run is on which device."""
+"""Assigns the parts of a run to devices."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class DevicePlace:
 
     name: str
     capacity: float | None
-    """Bytes that can be used; None where nobody knows."""
+    """Bytes that can be used; None where unknown."""
     count: int = 1
     parts: dict[str, float] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""How much of a device's data sheet real runs reach, fitted to measurements; each says which."""
+"""Shares of a device's data-sheet speed that real runs reach, fitted to measurements; each says which."""
 
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ DETERMINISTIC = 0.44
 OVER_HTTP = 0.93
 """Speed of an engine behind HTTP (engine-http-h200.json)."""
 RANKS = 0.9
-"""What each of several ranks reaches of one alone. Assumed, not measured."""
+"""Speed of each of several ranks, relative to one alone. Assumed, not measured."""
 CONDUCTED = 5170.0
 """Rollouts a second that one core can conduct (orchestrator-cpu.json)."""
 

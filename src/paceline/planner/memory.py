@@ -29,7 +29,7 @@ EAGER = 1.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where everything lies."""
+    """The bytes of each part of a run, on each device."""
 
     places: list[DevicePlace]
     requests: int
@@ -201,7 +201,7 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
     for parts in (rank, shared):
         parts["trainer activations"] = sizes.activations(micro)
     own = rank if layout.apart or layout.processes > 1 else shared
-    if layout.colocated:  # whoever computes has the other's room
+    if layout.colocated:  # engine and trainer take turns in the same memory
         shared["trainer activations"] = max(0.0, shared["trainer activations"] - cache)
     process = sum(own.values()) - (runtime if sizes.on_gpu else 0.0)
     places = _places(layout, hardware, device, alone, shared, rank)
@@ -209,7 +209,7 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
         if sizes.on_gpu:
             places.append(scorers)
             continue
-        for name, size in scorers.parts.items():  # one memory for everybody
+        for name, size in scorers.parts.items():  # scorers share the machine's memory
             places[0].parts[name] = places[0].parts.get(name, 0.0) + scorers.count * size
     if host:
         places.append(DevicePlace("host", USABLE * hardware.host_memory if hardware.host_memory else None, 1, host))
@@ -227,7 +227,7 @@ def _places(
     shared: dict[str, float],
     rank: dict[str, float],
 ) -> list[DevicePlace]:
-    if hardware.kind != "cuda":  # one memory for everybody
+    if hardware.kind != "cuda":  # all parts share the machine's memory
         parts = dict(shared)
         for name, size in (shared if layout.colocated else rank).items():
             parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)

@@ -1,4 +1,4 @@
-"""The plan of a run: what it needs, how long a step takes, who waits for whom."""
+"""The plan of a run: its memory, the time of a step, and whether sampler or trainer waits."""
 
 import contextlib
 import json
@@ -24,12 +24,12 @@ FILE = "plan.json"
 AT_START = 0.1
 """Seconds that a run spends on measuring its CPU."""
 CLOSE = 0.1
-"""Sides that differ by less than this wait for nobody worth naming."""
+"""Sampling and training times that differ by less than this keep pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourcePlan:
-    """All that is said of a run before it runs."""
+    """The prediction of a run: memory, times and advice."""
 
     hardware: Hardware
     layout: PlannedLayout
@@ -94,7 +94,7 @@ def predict(
 
 
 def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: Hardware) -> str:
-    """Who waits for whom, and what would change that."""
+    """A sentence on whether sampler or trainer waits, and on what would change that."""
     rest = times.score + times.train + times.publish
     parts = []
     if config.staleness == 0:
@@ -120,7 +120,7 @@ def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: H
 
 
 def keep_plan(config: RunConfig, directory: Path) -> None:
-    """Write what is expected of a run that begins. Nobody depends on it, so what cannot be planned is left out."""
+    """Write what is expected of a run that begins. The run does not depend on it, so a plan that fails is left out."""
     with contextlib.suppress(PacelineError, OSError, ValueError):
         plan = predict(config, found(config.device, AT_START, config.backend))
         replace_file(directory / FILE, [json.dumps(plan.table(), indent=1).encode()])

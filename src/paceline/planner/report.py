@@ -1,4 +1,4 @@
-"""A plan and a comparison, to be read."""
+"""Renders a plan, and its comparison with the run, for a terminal."""
 
 from rich.console import Group
 from rich.table import Table

@@ -31,7 +31,7 @@ class Times:
     decode_tokens_s: float
     train_tokens_s: float
     evaluate: float
-    """One evaluation, which happens every so many steps beside them; 0 where nobody knows how many episodes it has."""
+    """One evaluation, which happens every so many steps beside them; 0 where its number of episodes is unknown."""
     device_busy: float
     """Of `sample`, what the engine's device computes; the rest is launches, in which others may compute."""
 

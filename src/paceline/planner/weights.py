@@ -1,4 +1,4 @@
-"""Seconds from a trained step to an engine that samples from it, by the way the weights take."""
+"""Estimates the seconds from a trained step to an engine that samples from it, by weight transport."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What one batch asks for: how many tokens come in, go out and are trained."""
+"""Counts the tokens of one batch: prompts, replies, and those that train."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ POLICY = ""
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """Whoever is asked about a share of the rollouts."""
+    """A model that scores a share of the rollouts."""
 
     share: float
     shape: ModelShape | None
@@ -26,7 +26,7 @@ class Teacher:
 
 
 def teachers(config: RunConfig) -> Iterator[Teacher]:
-    """Those whose speed can be planned: an endpoint is somebody else's."""
+    """The teachers whose speed can be planned; an external endpoint's cannot."""
     total = sum(env.weight for env in config.env)
     shares: dict[str, float] = {}
     for env in config.env:
@@ -56,7 +56,7 @@ def scorer_places(config: RunConfig, device: float | None, runtime: float) -> li
 
 
 PROMPT = 128
-"""Tokens of a prompt where nobody said."""
+"""Tokens of a prompt where none are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Work:
 
 
 def assumed(config: RunConfig, shape: ModelShape, prompt: int | None = None, reply: int | None = None) -> Work:
-    """Prompts of 128 tokens and replies of half the allowed length, where nobody knows better."""
+    """Prompts of 128 tokens and replies of half the allowed length, where no lengths are given."""
     limit = min(config.engine.max_context or shape.max_context, shape.max_context)
     most = config.sampling.max_tokens
     weights = [(env.weight, env.algo.plays if env.algo else True, env.group_size or 1) for env in config.env]

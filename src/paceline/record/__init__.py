@@ -1,4 +1,4 @@
-"""Everything a run did, written off its hot path and read from its directory alone. Imports neither torch nor
+"""Writes the record of a run off its hot path, and reads it from the run directory alone. Imports neither torch nor
 transformers."""
 
 from paceline.record.decode import ToldTurn

@@ -1,4 +1,4 @@
-"""One rollout as bytes, and back.
+"""Encodes one rollout as bytes.
 
 A conversation grows by repeating itself: each prompt holds all turns before it. A turn keeps only what is new, tokens
 and messages alike, and says which turn it goes on from; so the record grows with what happened and not with its square.
@@ -20,14 +20,14 @@ from paceline.record.streams import Packed, Runs, each, floats, ids, one_or_each
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
 SAID = ("loss_mask", "logprobs", "versions", "temperatures")
-"""Streams that the turns say already, where nobody has changed them since."""
+"""Streams that the turns hold already, unless they were changed since."""
 ALL_SAID = (1 << len(SAID)) - 1
 LATER = tuple(name for name in STREAM_DTYPES if name not in SAID and name != "token_ids")
 """Streams that come in when a rollout is judged."""
 
 
 class TurnLike(Protocol):
-    """What is read of a turn, as `paceline.rollout.Turn` has it."""
+    """The attributes of a turn that are read, as `paceline.rollout.Turn` has it."""
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
@@ -46,7 +46,7 @@ class TurnLike(Protocol):
 
 
 class RolloutLike(Protocol):
-    """What is read of a rollout, as `paceline.rollout.Rollout` has it."""
+    """The attributes of a rollout that are read, as `paceline.rollout.Rollout` has it."""
 
     ticket: Ticket
     member: int
@@ -101,7 +101,7 @@ class _Sample(msgspec.Struct, array_like=True):
 
 
 class RolloutRecord(msgspec.Struct, array_like=True, tag=1):
-    """What `rollouts.data` holds of a rollout. New fields come last, with a default."""
+    """A rollout as `rollouts.data` holds it. New fields come last, with a default."""
 
     ticket: tuple[int, str, int, int, int]
     member: int

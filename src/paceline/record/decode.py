@@ -1,4 +1,4 @@
-"""A body read back: every turn whole, every sample as it shipped, bit for bit."""
+"""Decodes a body: every turn in full, every sample as it shipped, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

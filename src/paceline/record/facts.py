@@ -1,4 +1,4 @@
-"""What a row of the index says of a rollout, before names become numbers."""
+"""The columns of a rollout's row in the index, before names become numbers."""
 
 import math
 import re
@@ -84,7 +84,7 @@ def _versions(turns: Sequence[TurnLike]) -> tuple[int, int]:
 
 
 def fate(rollout: RolloutLike, state: str) -> str:
-    """What became of one rollout of a batch or group."""
+    """The fate of one rollout of a batch or group."""
     if state in (EVALUATED, MATCHED):
         return state
     if rollout.error is not None:

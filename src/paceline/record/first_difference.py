@@ -1,4 +1,4 @@
-"""Where two runs part: the first thing that is not the same, in the order in which one thing leads to the next.
+"""Finds the first difference between two runs, in the order in which one thing leads to the next.
 
     settings | step by step: for each rollout in order of tickets its row, prompt, weights, tokens with their log
     probabilities, reward, credit; which rollouts there are; the loss, the gradient, and all else that was measured;
@@ -27,7 +27,7 @@ TIMED = ("time", "busy/", "memory/", "wait", "overlap_ratio")
 """Metrics that begin so tell of the machine, and so does what is counted by the second."""
 GRADIENT = ("grad_norm", "lr")
 JUDGED = ("sample", "fate")
-"""What a rollout gets once all of its group are known."""
+"""Results of a rollout that depend on its whole group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Compared:
     rollouts: int
     """Compared until then."""
     remarks: list[str] = field(default_factory=list)
-    """What keeps the comparison from being complete."""
+    """Reasons why the comparison is incomplete."""
 
     def as_json(self) -> dict[str, Any]:
         settings = [{"key": key, "one": one, "other": other} for key, one, other in self.settings]
@@ -86,7 +86,7 @@ MISSING = "(not set)"
 
 def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None) -> Compared:
     """Find where two runs part. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
-    `seen` counts the `steps` and `rollouts` that are done, for whoever waits."""
+    `seen` counts the `steps` and `rollouts` that are done, for a caller that shows progress."""
     seen = Counter() if seen is None else seen
     first = next(_differences(one, other, tolerance, seen), None)
     remarks = [f"{run.name}: {problem}" for run in (one, other) for problem in run.problems()]

@@ -77,7 +77,7 @@ class RunFolder:
         return self._config()[0]
 
     def changed(self) -> list[Changed]:
-        """What differs from the defaults; empty where the config is another version's."""
+        """The keys that differ from the defaults; empty where the config is another version's."""
         try:
             return changed(self.config()) if self.config() else []
         except ValueError:
@@ -91,7 +91,7 @@ class RunFolder:
         return {name: [_number(line.get(name)) for line in lines] for name in names}
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
-        """What was noted, without the first `since`: whoever asks again begins where the last answer ended."""
+        """The events, without the first `since`: a caller that asks again continues where the last answer ended."""
         return self._events.read()[since:]
 
     def batches(self) -> list[int]:
@@ -110,12 +110,12 @@ class RunFolder:
             raise PacelineError(f"{path} cannot be read: {error}") from error
 
     def lanes(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
-        """Who did what in this time, in seconds since 1970."""
+        """The timeline spans in this time, in seconds since 1970."""
         return self._lanes.find(start, end)
 
     def problems(self, patient: bool = True) -> list[str]:
-        """What could not be read, each as a sentence. Not to be patient is to leave out what a long journal of tickets
-        would say, until somebody has read it."""
+        """What could not be read, each as a sentence. Without `patient`, a long journal of tickets is left out until
+        another call has read it."""
         return [*self.brief_problems(), *self.tickets.problems(patient)]
 
     def brief_problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The lines of `tickets.jsonl` as columns: a long run has millions of them, and objects of them would fill memory."""
+"""Parses `tickets.jsonl` into columns: a long run has millions of lines, too many for an object each."""
 
 import contextlib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ NAMED = ("env", "state", "reason")
 """Columns that hold the number of a name."""
 COUNTED = ("number", "draw", "row", "replays", "epoch", "step", "since")
 NOTHING = -(2**31)
-"""What a column holds where the line says nothing."""
+"""The value of a column that a line leaves out."""
 MOST_NAMES = 2**16
 
 _Small = Annotated[int, msgspec.Meta(ge=NOTHING, lt=2**31)]

@@ -1,10 +1,10 @@
-"""Where the record lies in a run directory, and how its rows are laid out. Writer and readers share this file alone.
+"""The files of the record in a run directory, and the layout of their rows. Writer and readers share this file alone.
 
     record/schema.json      {"schema": 1}
     record/rollouts.index   one fixed-width row a rollout: what lists, filters and charts need
     record/rollouts.data    one msgpack body a rollout: messages, tokens, samples with all their streams
     record/rollouts.text    what was said, case-folded UTF-8, one rollout after the other, for searching alone
-    record/lanes.index      one fixed-width row a span of time: who did what, from when to when
+    record/lanes.index      one fixed-width row a span of time: lane, kind, start and end
     record/names.jsonl      the strings that rows name by number; the first line is number 1, and 0 is nothing
 
 A row is written after all that it points at, so whatever a crash cuts off, the rows before it can be read. Steps never
@@ -22,7 +22,7 @@ NOWHERE: Final = 0xFFFF
 """More names than a row can tell apart: the rest are called `other`."""
 
 TRAINING, EVALUATION, MATCH = 0, 1, 2
-"""What a rollout was played for."""
+"""The purpose of a rollout."""
 DOMAINS = ("training", "evaluation", "match")
 
 BODY, IMAGES, CUT_TEXT = 1, 2, 4
@@ -75,7 +75,7 @@ _KINDS = {
 ROW: Final[np.dtype[Any]] = np.dtype([(name, _KINDS[name][0]) for name in IndexRow._fields])
 PACK_ROW: Final = struct.Struct("<" + "".join(_KINDS[name][1] for name in IndexRow._fields))
 NAMED: Final = ("env", "actor", "kind", "state", "finish", "error")
-"""IndexRow that hold numbers of names."""
+"""Columns that hold the numbers of names."""
 
 LANE: Final[np.dtype[Any]] = np.dtype(
     [

@@ -1,4 +1,4 @@
-"""Append-only JSON lines, read while somebody writes them."""
+"""Reads append-only JSON lines while another process writes them."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""What two runs got for the same draws. Runs of one seed draw the same rows with the same noise, so the luck of the
-draw is in both and cancels."""
+"""Compares the rewards of two runs over the same draws. Runs of one seed draw the same rows with the same noise, so the
+luck of the draw is in both and cancels."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ConfidenceSequence:
 
 
 def course(differences: NDArray[np.float64], alpha: float = ALPHA) -> ConfidenceSequence:
-    """What is known of the mean difference, each time one more was seen."""
+    """The estimate of the mean difference after each further pair."""
     n = np.arange(1, len(differences) + 1, dtype=np.float64)
     mean = np.cumsum(differences) / n
     spread = np.sqrt(np.maximum(np.cumsum(np.square(differences)) / n - np.square(mean), 0.0))
@@ -99,7 +99,7 @@ def paired(one: RunFolder, other: RunFolder) -> Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What can be said of two runs by now."""
+    """The comparison of two runs so far."""
 
     pairs: Pairs
     course: ConfidenceSequence
@@ -133,7 +133,7 @@ class Verdict:
 
 
 def verdict(one: RunFolder, other: RunFolder, alpha: float = ALPHA) -> Verdict | None:
-    """What is known of the difference; None as long as no draw was made by both."""
+    """The comparison of both runs; None as long as they share no draw."""
     pairs = paired(one, other)
     return Verdict(pairs, pairs.course(alpha)) if len(pairs.ticket) else None
 

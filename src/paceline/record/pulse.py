@@ -1,4 +1,4 @@
-"""How busy engines and environments are, twice a second, and what the parts of a run did over time."""
+"""Samples how busy engines and environments are, twice a second, and reads the timeline of a run."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from paceline.record.stored import strange_schema
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """Somebody did something, from when to when, in seconds since 1970."""
+    """One span of work on a lane; `start` and `end` in seconds since 1970."""
 
     lane: str
     kind: str
@@ -43,7 +43,7 @@ class Lanes:
         for column in ("lane", "kind", "detail"):
             fits &= rows[column] < len(names)
         for column in ("start", "end", "value"):
-            fits &= np.isfinite(rows[column])  # a damaged file has times that nobody can draw
+            fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
         if start is not None:
             fits &= rows["end"] >= start
         if end is not None:
@@ -60,7 +60,7 @@ LANES = 8
 LEVELS = 16
 """Shares are rounded to so many, or no two windows would ever be equal."""
 LONGEST = 10.0
-"""Seconds after which a span is written though it goes on, so that whoever watches sees it."""
+"""Seconds after which a span is written though it goes on, so that live views show it."""
 
 
 class Beat(NamedTuple):
@@ -101,7 +101,7 @@ class Pulse:
         return self._joined(values, since, now)
 
     def end(self) -> list[Beat]:
-        """What was still going on."""
+        """The spans that were still open."""
         beats, self._open = list(self._open.values()), {}
         return beats
 

@@ -1,7 +1,7 @@
-"""The record's files, open for appending. One process writes them: whoever holds the run's lock.
+"""Appends to the record's files. One process writes them: the one that holds the run's lock.
 
 Rows are never changed. To go back, a tail is cut off: the index is replaced, so that readers who have mapped the old
-one keep what they see and notice; only then are text and bodies cut, which nobody maps.
+one keep what they see and notice; only then are text and bodies cut, which no reader maps.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""Keeps every rollout of a run, off its hot path.
+"""Writes every rollout of a run to the record, off the run's hot path.
 
     the run hands over references -> a bounded queue -> a thread turns them into rows, bodies and text -> the files
 
-Rollouts are final once their fate is known, so nothing is copied when they are handed over. A record is worth much, but
-a run more: if the thread falls behind, bodies are left out and their rows stay; if a file cannot be written, the record
-ends with a note and the run goes on.
+Rollouts are final once their fate is known, so nothing is copied when they are handed over. The run comes first: if the
+thread falls behind, bodies are left out and their rows stay; if a file cannot be written, the record ends with a note
+and the run goes on.
 """
 
 import errno
@@ -28,14 +28,14 @@ from paceline.record.short_codec import brief
 
 log = logging.getLogger("paceline.record")
 MOST_WAITING = 8_000_000
-"""Tokens that may wait to be written, prompts included. A batch that finds nobody waiting is always taken whole."""
+"""Tokens that may wait to be written, prompts included. With an empty queue a batch is always taken whole."""
 CHUNK = 4 << 20
 """Bytes of bodies after which rows are written, so that memory stays small whatever a batch holds."""
 RESERVE = 1 << 30
 """Bytes of the disk that are left to checkpoints and metrics, without which the run could not go on."""
 GATHER_SECONDS = 0.5
-"""What dropped groups wait for one another, unless a batch has trained: late in a run there are dozens a step, and each
-by itself costs more to write."""
+"""Seconds that dropped groups wait for one another, unless a batch has trained: late in a run there are dozens a step,
+and each by itself costs more to write."""
 CLOSE_SECONDS = 60.0
 _LARGEST_BODY = (1 << 32) - 1
 _IDLE = 3600.0
@@ -51,7 +51,7 @@ class _Played(NamedTuple):
 
 
 class _DroppedRows(NamedTuple):
-    """What is left of rollouts whose bodies nobody had time for."""
+    """The rows of rollouts whose bodies were left out for lack of time."""
 
     step: int
     time: float
@@ -75,7 +75,7 @@ class RolloutRecorder(Monitor):
         self._shelf: RecordWriter | None = None
         self._queue: queue.SimpleQueue[_Played | _DroppedRows | _Spans | _Back | None] = queue.SimpleQueue()
         self._next_item: list[_Played | _DroppedRows | _Spans | _Back | None] = []
-        """What was taken out of the queue and comes next; none or one."""
+        """The item that was taken out of the queue and comes next; none or one."""
         self._hurry = threading.Event()
         """Something came that is to be written at once."""
         self._thread = threading.Thread(target=self._work, name="record", daemon=True)
@@ -179,7 +179,7 @@ class RolloutRecorder(Monitor):
             beats = pulse.beat(self._clock())
         except Exception as error:  # a look into parts that may be on their way down
             self._pulse = None
-            log.debug("nobody looks at who is busy any more: %s", error)
+            log.debug("stopped recording how busy engines and environments are: %s", error)
             return
         self._beats += beats
         if len(self._beats) >= _MOST_BEATS:
@@ -214,7 +214,7 @@ class RolloutRecorder(Monitor):
     def _gathered(self, first: _Played) -> list[_Played]:
         """This one and those behind it, which take a moment to come where nothing is urgent."""
         self._hurry.wait(GATHER_SECONDS)
-        self._hurry.clear()  # before the queue is emptied: whoever sets it later has put something there before
+        self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
         played = [first]
         while not self._queue.empty():
             item = self._queue.get_nowait()

@@ -1,6 +1,6 @@
-"""Asking for rollouts: pages of rows by what is wanted of them, and one rollout with all that was kept.
+"""Queries the rollouts of a run: pages of matching rows, and one rollout with all that was kept.
 
-Each question looks at the files as they are now. Two readers and the writer need not know of one another.
+Each query reads the files as they are now. Readers and the writer need no coordination.
 """
 
 import math
@@ -103,7 +103,7 @@ def _integer(value: Any) -> int:
 
 SORTS = ("step", "reward", "advantage", "tokens", "turns", "ticket", "time")
 _TRIES = 5
-"""A run that goes back while it is read is read again; more often than this nobody goes back."""
+"""A run that goes back while it is read is read again, at most this many times."""
 
 View = RecordView | TextRecordView
 

@@ -1,4 +1,4 @@
-"""What readers ask and what they are told, as plain values."""
+"""Queries of the record and their results, as plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Query:
     ticket: int | None = None
     row: int | None = None
     text: str = ""
-    """Somebody said this; capitals do not matter."""
+    """Text that a message contains; case does not matter."""
     sort: str = "-step"
     """A column, with `-` for the largest first: step, reward, advantage, tokens, turns, ticket, time."""
     offset: int = 0

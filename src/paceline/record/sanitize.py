@@ -1,4 +1,4 @@
-"""Messages are other people's values: what msgpack cannot take becomes something it can, and says what it was."""
+"""Converts message values that msgpack cannot encode into values that it can, and that say what they were."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def _hook(value: Any) -> Any:
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
-"""What it raises for a value that must be tamed first."""
+"""Errors that it raises for a value that must be tamed first."""
 
 
 def tamed(value: Any, depth: int = DEEPEST) -> Any:

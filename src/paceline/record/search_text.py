@@ -1,4 +1,4 @@
-"""What was said in a rollout, as one text to search in."""
+"""The text of a rollout's messages, case-folded for search."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

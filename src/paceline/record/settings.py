@@ -1,7 +1,7 @@
-"""What a run's config says that the defaults do not.
+"""Lists the keys of a run's config that differ from the defaults.
 
 A key counts where the config would be another without it. So nothing that Paceline fills in by itself is listed, and
-nobody has to know its rules.
+readers need not know its rules.
 """
 
 import copy
@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 
 Path = tuple[str | int, ...]
 FILLED_IN: dict[Path, Any] = {("model", "dtype"): "float32"}
-"""What a run writes down in the place of `auto`, where that is what any machine may choose."""
+"""Values that a run writes in place of `auto`, where any machine may choose them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def understood(config: dict[str, Any]) -> dict[str, Any]:
     """The config with every key; raises `ValueError` where this Paceline cannot read it."""
     resolved = _resolved(config)
     if resolved is None:
-        raise ValueError("this version of Paceline does not take the config, so nobody can say what its defaults are")
+        raise ValueError("this version of Paceline does not take the config, so its defaults are unknown")
     return resolved
 
 

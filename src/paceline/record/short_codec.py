@@ -1,6 +1,6 @@
-"""Short rollouts of one turn, written as they are.
+"""Encodes short rollouts of one turn as they are.
 
-A step may hold hundreds of them, and to look for what could be left out would cost more than it saves. Their numbers go
+A step may hold hundreds of them, and looking for what could be left out would cost more than it saves. Their numbers go
 into the file as msgpack's own, their streams as bytes.
 """
 
@@ -44,7 +44,7 @@ class BriefSample(msgspec.Struct, array_like=True, gc=False):
 
 
 class ShortRolloutRecord(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """What `rollouts.data` holds of a short rollout. New fields come last, with a default."""
+    """A short rollout as `rollouts.data` holds it. New fields come last, with a default."""
 
     ticket: tuple[int, str, int, int, int]
     member: int

@@ -1,4 +1,4 @@
-"""How a run is, from its directory alone."""
+"""Determines the status of a run from its directory alone."""
 
 import fcntl
 import json
@@ -20,10 +20,10 @@ _ELSEWHERE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Where a run stands."""
+    """The status of a run."""
 
     state: State
-    """`crashed`: nobody holds its lock, and it did not say how it ended."""
+    """`crashed`: no process holds its lock, and it did not say how it ended."""
     step: int
     total_steps: int | None
     began: float | None
@@ -36,12 +36,12 @@ class RunStatus:
 
 
 def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
-    """Read from the events, and from whether somebody holds the run's lock."""
+    """Read from the events, and from whether a process holds the run's lock."""
     living = alive(run)
     marks = [event for event in events if event.get("event") in ("begin", "end")]
     begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
     end = marks[-1] if marks and marks[-1]["event"] == "end" else None
-    # While somebody holds the lock, an end that is not the last word belongs to an earlier life.
+    # While a process holds the lock, an end that is not the last word belongs to an earlier life.
     over = end if end is not None and (not living or events[-1] is end) else None
     state: State
     if over is not None and (how := over.get("status")) in ("finished", "interrupted", "failed"):
@@ -69,7 +69,7 @@ def alive(run: RunDirectory) -> bool:
 
 
 def _locked(path: Path) -> bool:
-    """The kernel's list of locks says so without touching the lock, which would be in the way of who wants it. Some
+    """The kernel's list of locks says so without touching the lock, which would block a process that wants it. Some
     file systems have another device there; then the process in the file must be the one in the list."""
     try:
         status, holder = path.stat(), path.read_text(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""The record of a run as it is at one moment: rows mapped, names read, bodies and texts fetched when asked for."""
+"""A snapshot of a run's record: rows mapped, names read, bodies and texts read on demand."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def strange_schema(at: RecordFiles) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError):
-        return "record/schema.json cannot be read, so nobody knows how record/ is laid out: restore it"
+        return "record/schema.json cannot be read, so the layout of record/ is unknown: restore it"
     if schema != SCHEMA:
         return f"record/ is of schema {schema!r} and this Paceline reads schema {SCHEMA}: use the version that wrote it"
     return None
 
 
 class RecordView:
-    """A view of the record that does not change. Whoever finds it old makes another."""
+    """A view of the record that does not change. A reader that finds it stale makes another."""
 
     def __init__(self, at: RecordFiles, names: Lines, before: "RecordView | None" = None) -> None:
         """With a view from `before`, only what came since is looked at."""

@@ -1,4 +1,4 @@
-"""Arrays in a body, no larger than they need to be.
+"""Packs the arrays of a rollout's body into few bytes.
 
 A stream is kept as its bytes, or as runs of equal values where that is much shorter: most streams of a sample say the
 same of thousands of tokens in a row.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _INT = struct.Struct("i")
 SHORT = 16
-"""Tokens up to which nobody looks for runs."""
+"""Tokens up to which `squeeze` does not look for runs."""
 
 Runs = tuple[bytes, bytes]
 """The value of each run, and where it ends; without ends, the one value of all that was said."""
@@ -35,7 +35,7 @@ class Packed(NamedTuple):
     versions: int | bytes
     """One for all, or one for each."""
     made: tuple[NDArray, NDArray, NDArray]
-    """Token ids, log probabilities and temperatures of the sample. Nobody can write into them: a sample that has them
+    """Token ids, log probabilities and temperatures of the sample. They are read-only: a sample that has them
     still has what was sampled."""
 
 

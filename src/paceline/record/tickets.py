@@ -1,4 +1,4 @@
-"""The life of every row that was drawn, from `tickets.jsonl`."""
+"""Reads the states of every ticket from `tickets.jsonl`."""
 
 import contextlib
 import hashlib
@@ -76,7 +76,7 @@ _BLOCK = 1 << 20
 _WORTH = 50_000
 """So many lines that were read anew are worth keeping beside the journal."""
 _SOON = 4 << 20
-"""Bytes that are read before anybody notices."""
+"""Bytes that are read without a noticeable delay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Tickets:
         return found
 
     def problems(self, patient: bool = True) -> list[str]:
-        """What could not be read. Who is not patient hears what is known, where the rest would take a while to read."""
+        """What could not be read. Without `patient`, only what is known, where the rest would take a while to read."""
         if patient or self._behind() < _SOON:
             self._read()
         if not self._strange:

@@ -1,4 +1,4 @@
-"""One HTML file about a run, which asks nobody for anything: no script, no picture, no font, no link out."""
+"""Writes the report of a run as one self-contained HTML file: no script, no image, no font, no link out."""
 
 import base64
 import hashlib
@@ -96,7 +96,7 @@ def _unread(problems: list[str]) -> Element | None:
 
 
 def write_report(directory: Path, file: Path | None, rollouts: int) -> Path:
-    """Write the report of a run and say where it is; whoever reads an older one meanwhile sees that one whole."""
+    """Write the report of a run and return its path; a reader of an older one still sees that one whole."""
     if rollouts < 0:
         raise PacelineError(f"--rollouts {rollouts}: write how many, 0 or more")
     run = open_run(directory)

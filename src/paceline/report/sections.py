@@ -1,4 +1,4 @@
-"""The rest of a report: what speaks against the run, its settings, what it said, and how to go on."""
+"""Sections of a report: summary, advisories, settings, conversations, events, and commands."""
 
 import json
 import shlex
@@ -118,7 +118,7 @@ STATES = {
 
 
 def summary(signs: Signs, advice: list[Advisory]) -> Element:
-    """Sentences for somebody who has not seen the run."""
+    """Sentences for a reader who has not seen the run."""
     return tag("div", *(tag("p", sentence) for sentence in _sentences(signs, advice)))
 
 
@@ -222,7 +222,7 @@ def _advisory(one: Advisory) -> Element:
 
 
 def settings(run: RunFolder) -> Element:
-    """What the run file says that the defaults do not."""
+    """The keys of the run file that differ from the defaults."""
     changed = run.changed()
     if not changed:
         return tag("p", "Nothing, or its run file cannot be read by this version.", class_="faint")
@@ -262,7 +262,7 @@ def _what(event: dict[str, Any]) -> Element:
 
 
 def commands(signs: Signs) -> Element:
-    """What to type where the run lies."""
+    """Commands to run where the run directory is."""
     place = shlex.quote(str(signs.path))
     what, command = signs.onward
     found = [

@@ -1,4 +1,4 @@
-"""A rollout becomes samples: turns that extend one another exactly share one, any other starts its own."""
+"""Assembles a rollout's turns into samples; turns that extend one another exactly share one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ def threads(turns: Sequence[Turn]) -> list[Thread]:
 
 def rewritten(turns: Sequence[Turn]) -> int:
     """Turns that go on from something said before while their prompt does not repeat its tokens: the chat template, or
-    whoever wrote the prompt, changed the past, and a new sample had to be started.
+    the code that wrote the prompt, changed the past, and a new sample had to be started.
 
     A turn that goes on exactly from any turn before it is a branch, and one that goes on from none is a new
     conversation; both start samples too, and neither rewrites anything.
@@ -70,7 +70,7 @@ def _goes_on(turn: Turn, earlier: Sequence[Turn]) -> bool:
 
 
 def _replies(turn: Turn) -> int:
-    """Messages of the assistant in a prompt; the first prompt's are nobody's words but the environment's."""
+    """Messages of the assistant in a prompt; the first prompt's are all the environment's."""
     return sum(message.get("role") == "assistant" for message in turn.messages or ())
 
 

@@ -1,4 +1,4 @@
-"""A conversation that somebody wrote down, as the turns in which the policy would have said it."""
+"""Turns a written conversation into the turns in which the policy would have said it."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ def recite(renderer: Renderer, messages: Sequence[Message], tools: Tools | None 
     """A turn for each message of the assistant, in the words and with the end the chat template gives it.
 
     Each prompt is the template's own, so turns share a sample only where the template writes the past as it was said.
-    Nothing was sampled, so log probabilities and versions are placeholders: whoever trains on these turns must not
-    weigh them by a ratio.
+    Nothing was sampled, so log probabilities and versions are placeholders: a loss on these turns must not weigh
+    them by a ratio.
     """
     turns: list[Turn] = []
     for place, message in enumerate(messages):
@@ -45,7 +45,7 @@ def _reply(renderer: Renderer, before: Sequence[Message], message: Message, tool
     opening, closed = renderer.text(before, tools), renderer.text([*before, message], tools, reply=False)
     if not closed.startswith(opening):
         raise RenderError(
-            "the chat template writes a reply otherwise than it opens one, so nobody can say which tokens are the reply"
+            "the chat template writes a reply otherwise than it opens one, so the reply's tokens cannot be told apart"
         )
     # Whatever follows the end-of-turn token is the template's: a newline, or the next opening.
     words = message_text(message).strip()

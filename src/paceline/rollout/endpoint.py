@@ -1,5 +1,7 @@
-"""Seats whose words come from elsewhere, such as any OpenAI-compatible endpoint: to look at episodes, not to train on
-them, since no tokens are recorded."""
+"""Provides seats that other sources answer, such as any OpenAI-compatible endpoint.
+
+They are for looking at episodes, not for training on them, since no tokens are recorded.
+"""
 
 import json
 from abc import abstractmethod
@@ -101,14 +103,14 @@ class WordSeat(Seat):
     """A seat that is answered in words. Turns hold what was said but no tokens."""
 
     def __init__(self, sampling: SamplingConfig, lodge: SessionAddress | None, actor: str = "policy") -> None:
-        # Not the parent's: that one is about tokens, which nobody sees here.
+        # Not the parent's: that one is about tokens, which are not seen here.
         self.actor, self.trained = actor, True
         self.parent, self.kind = "", ""
         self.max_tokens: int | None = None
         self.turns: list[Turn] = []
         self.overrides: Counter[str] = Counter()
         self.tokens = 0
-        """Tokens sampled, as far as whoever speaks counts them."""
+        """Tokens sampled, as far as answers count them in `usage`."""
         self._sampling, self._lodge = sampling, lodge
         self._left = False
 
@@ -127,7 +129,7 @@ class WordSeat(Seat):
 
     @property
     def vocabulary(self) -> int:
-        """Whoever speaks here has tokens of their own."""
+        """No limit: the source that answers has tokens of its own."""
         return 2**31
 
     def note(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:

@@ -1,4 +1,4 @@
-"""Which recorded turn a conversation goes on from."""
+"""Finds the recorded turn that a conversation goes on from."""
 
 import json
 from collections import deque

@@ -1,4 +1,4 @@
-"""Models whose chat template the `renderers` package has written out as a program.
+"""Renders for models whose chat template the `renderers` package has written out as a program.
 
 The template says how a whole conversation is written; how to go on after tokens that were sampled must be found out
 from what it writes (`Renderer`). For the models it knows, `renderers` says it outright. That keeps two turns in one
@@ -61,7 +61,7 @@ class KnownRenderer(Renderer):
         return super().go_on(turn, messages, opening or None) if ids is None else Prompt(ids, "")
 
     def said(self, completion_ids: Sequence[int], prompt_ids: Sequence[int], tools: Tools | None) -> Message:
-        """What was sampled as a message, with the calls the model's own grammar finds in it.
+        """The sampled tokens as a message, with the calls the model's own grammar finds in it.
 
         Where a call is malformed, or of no tool there is, only the common spellings are read and the rest stays text.
         """
@@ -96,7 +96,7 @@ class KnownRenderer(Renderer):
         return list(bridged.token_ids)
 
     def disagreement(self) -> str | None:
-        """Where the program and the template differ, if they do: the tokenizer may come with a template of its own."""
+        """How the program and the template differ, if they do: the tokenizer may come with a template of its own."""
         for messages, tools in _OPENINGS:
             if self._program.render_ids(messages, tools=tools, add_generation_prompt=True) != self.prompt(
                 messages, tools

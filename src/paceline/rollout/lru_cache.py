@@ -1,4 +1,4 @@
-"""A memory of bounded size."""
+"""An LRU cache of bounded size."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 ENTRY = 16
-"""What an entry weighs by itself: a great many small ones fill the memory too."""
+"""Weight of an entry by itself: a great many small ones fill the memory too."""
 
 
 class Recent(Generic[V]):

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt are a message's own words, and which the chat template's."""
+"""Finds which tokens of a prompt are a message's own words, and which the chat template's."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -28,7 +28,7 @@ class Bodies:
     after must stay the same to the letter. Where the tokens of a prompt stand in that text is known from their
     spelling, byte by byte, and the bytes must be those the text ends in. A prompt that goes on from a recorded turn
     begins with tokens that are spelled as they were sampled; they are no message's body, and only the rest is looked
-    at. A token that is partly template, and a special token somebody wrote into a message, belong to nobody.
+    at. A token that is partly template, and a special token written into a message, belong to no message.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -37,13 +37,13 @@ class Bodies:
         self._special = frozenset(renderer.tokenizer.all_special_ids)
 
     def find(self, turn: Turn, messages: Sequence[int], begin: int = 0) -> list[MessageSpan]:
-        """Where the bodies of some messages are in a turn's prompt, from token `begin` on. A message whose words cannot
+        """The spans of some messages' bodies in a turn's prompt, from token `begin` on. A message whose words cannot
         be told from the template's has none."""
         assert turn.messages is not None
         ids = turn.prompt_ids[begin:]
         try:
             whole = self._text(turn.messages, turn.tools)
-        except RenderError:  # a turn that somebody else made, of messages this template cannot write
+        except RenderError:  # a hand-made turn, of messages this template cannot write
             return []
         written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.spell(token)[1]) for token in ids)]
         if b"".join(bytes(self._lexicon.spell(token)[1]) for token in ids) != written[len(written) - edges[-1] :]:

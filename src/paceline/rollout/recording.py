@@ -1,4 +1,4 @@
-"""An OpenAI endpoint per episode, so that agents which know nothing of us are recorded token for token.
+"""Serves an OpenAI endpoint for each seat, so that any agent is recorded token for token.
 
 http://127.0.0.1:PORT/<key>/v1        the seat's own address, unguessable; 410 once its episode is over
 """
@@ -36,9 +36,9 @@ START_SECONDS = 30.0
 MODEL = "policy"
 
 _RUNS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop_token_ids")
-"""What an agent may ask for and the run has settled."""
+"""Settings an agent may ask for that the run has settled."""
 
-_NOBODYS = {
+_WITHOUT_EFFECT = {
     "seed": None,
     "noise": None,
     "order": None,
@@ -61,7 +61,7 @@ _NOBODYS = {
     "verbosity": None,
     "prediction": None,
 }
-"""What an agent may ask for and nobody gets, with the value that asks for nothing."""
+"""Settings an agent may ask for that are never granted, with the value that asks for nothing."""
 
 
 # Somewhere outside, in blocks that are kept for documentation, and home.
@@ -236,7 +236,7 @@ class RecordingServer:
         return FastJsonResponse(writer.whole(reply.message, _finish(reply), _usage(replies)))
 
     async def _replies(self, request: Request, lodging: RecordingSession, body: AgentBody) -> list[Reply]:
-        """What the policy says. Settings in whose place the run's own are used are counted."""
+        """The policy's replies. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
         _check(body)
         seat = lodging.seat
@@ -264,7 +264,7 @@ def reachable(host: str) -> str:
 
 
 class _Quiet(uvicorn.Server):
-    """Leaves the process's signals to whoever runs it."""
+    """Leaves signal handling to the process it runs in."""
 
     def capture_signals(self) -> Any:
         return nullcontext()
@@ -287,7 +287,7 @@ async def _not_here(request: Request, error: Exception) -> Response:
 
 
 def _check(body: AgentBody) -> None:
-    """What can neither be done nor overridden."""
+    """Refuse what can neither be done nor overridden."""
     if body.chat_template_kwargs:
         raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
     if body.stream_options and not body.stream:
@@ -300,7 +300,7 @@ def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
     differs = [name for name in _RUNS if name in asked and asked[name] != seat.setting(name)]
     if given.get("tool_choice", "auto") not in ("auto", "none"):  # the policy decides by itself whether it calls a tool
         differs.append("tool_choice")
-    return differs + [name for name, nothing in _NOBODYS.items() if name in asked and asked[name] != nothing]
+    return differs + [name for name, nothing in _WITHOUT_EFFECT.items() if name in asked and asked[name] != nothing]
 
 
 async def _all(seat: Seat, messages: list[Message], tools: list[dict[str, Any]] | None, count: int) -> list[Reply]:

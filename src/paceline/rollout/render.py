@@ -1,4 +1,4 @@
-"""Conversations to exact tokens and back."""
+"""Renders conversations to exact tokens and back."""
 
 import logging
 import re
@@ -62,7 +62,7 @@ class Pieces:
         return ids
 
     def _whole(self, text: str) -> list[int]:
-        # The same tokens by the shorter way: half of the time would go into options nobody set.
+        # The same tokens by the shorter way: half of the time would go into options that are not set.
         quick = self._quick
         if quick is not None and quick.truncation is None and quick.padding is None:
             return quick.encode(text, add_special_tokens=False).ids
@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """What the model is given."""
+    """The model's prompt, as token ids and as text."""
 
     ids: list[int]
     text: str
@@ -108,7 +108,7 @@ class Renderer:
         self._rendered: Recent[Prompt] = Recent(REMEMBERED)
         self._end_texts = {token: self.decode([token]) for token in self._ends}
         self.on_dropped_tools: Dropped = "allow"
-        """What follows where the template writes nothing of the tools it is given: an error, or one warning."""
+        """What to do where the template writes nothing of the tools it is given: nothing, one warning, or an error."""
         self.refused_tools: ToolsDropped | None = None
         """The error, once it was raised: an agent behind a URL may make another of it."""
         self._tools_written = False
@@ -187,12 +187,12 @@ class Renderer:
         return Prompt([*turn.prompt_ids, *turn.completion_ids, *appended], whole)
 
     def reply(self, completion_ids: Sequence[int]) -> str:
-        """What was said, without the token that ended it."""
+        """The text of a completion, without the token that ended it."""
         said = completion_ids[:-1] if completion_ids and completion_ids[-1] in self._ends else completion_ids
         return self.decode(said)
 
     def message(self, text: str, tools: Tools | None) -> Message:
-        """What was said as a message: calls of the tools there are, and the text around them."""
+        """The text as a message: calls of the tools there are, and the text around them."""
         if not tools:
             return {"role": "assistant", "content": text}
         reader = ToolReader([tool.get("function", tool).get("name", "") for tool in tools])
@@ -207,7 +207,7 @@ class Renderer:
         return self._end_texts.get(completion_ids[-1], "") if completion_ids else ""
 
     def _suffix(self, turn: Turn, messages: Sequence[Message], opening: str, whole: str, end: str) -> str | None:
-        """What the template writes after the turn, if it writes all that came before as it was recorded.
+        """The text the template writes after the turn, if it writes all that came before as it was recorded.
 
         Usually it repeats the reply letter by letter. Otherwise it may do so in a spelling of its own: Llama 3 trims
         replies, others set calls or thoughts apart with white space. A thought that the template drops is more than

@@ -41,7 +41,7 @@ class SamplingClient:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said."""
+    """A reply of the policy."""
 
     text: str
     """All of it, tool calls as the model wrote them."""
@@ -58,7 +58,7 @@ class Reply:
 
     @property
     def content(self) -> str:
-        """What was said, without tool calls."""
+        """The text without tool calls."""
         return self.message["content"]
 
     @property
@@ -68,7 +68,7 @@ class Reply:
 
 
 class SeatLeft(PacelineError):
-    """Somebody speaks from a seat whose episode is over."""
+    """A call to a seat whose episode is over."""
 
 
 class Seat:
@@ -120,8 +120,8 @@ class Seat:
         return self._record(list(token_ids), await self._sample(token_ids))
 
     async def base_url(self) -> str:
-        """An address for `openai` clients, and whoever speaks like them; it is recorded like everything else and
-        answers until the episode is over."""
+        """An address for `openai` and compatible clients; it is recorded like everything else and answers until the
+        episode is over."""
         if self._voice.lodge is None:
             raise PacelineError("this seat has no recording server behind it")
         address = await self._voice.lodge.address(self)

@@ -1,5 +1,4 @@
-"""Rows as the model will see them: rendered by its chat template, with token counts, and in green what trains. And
-conversations as a person will hear them.
+"""Prints rows as the chat template renders them (token counts, trained text in green), and conversations.
 
 A conversation that ends in an assistant message is a demonstration: there the assistant's words train, each reply with
 the token that ends it. Any other is a prompt, and what trains is yet to be sampled.
@@ -43,7 +42,7 @@ class Shown:
     tokens: int
     trained_tokens: int
     unplaced: int = 0
-    """Replies the template rewrites beyond recognition, so that nobody can say where they are."""
+    """Replies the template rewrites beyond recognition, so that they cannot be placed."""
 
 
 def show_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> list[Shown]:
@@ -62,7 +61,7 @@ def show_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: in
 
 
 def show_messages(messages: Sequence[Message], console: Console) -> None:
-    """What somebody hears: who says it, and what."""
+    """Print a conversation: the role and the text of each message."""
     page = Table.grid(padding=(0, 2))
     page.add_column()
     page.add_column(overflow="fold")
@@ -108,7 +107,7 @@ class Painter:
     def _reply(
         self, write: Callable[[Sequence[Message], bool], str], whole: str, messages: Sequence[Message], at: int
     ) -> Span | None:
-        """Where a reply stands in the conversation: after what opens it, to the token that ends it."""
+        """The span of a reply in the conversation: after what opens it, to the token that ends it."""
         opening, begun = (write(messages[:at], reply) if at else "" for reply in (True, False))
         closed = write(messages[: at + 1], False)
         if opening != begun and whole.startswith(opening) and whole.startswith(closed):
@@ -124,7 +123,7 @@ class Painter:
         return None
 
     def _offsets(self, text: str) -> list[int]:
-        """Where each token begins."""
+        """The offset at which each token begins."""
         if self._tokenizer.is_fast:
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             return [start for start, _ in encoded["offset_mapping"]]

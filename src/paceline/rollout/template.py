@@ -1,4 +1,4 @@
-"""The model's chat template, run on a conversation at every turn of it."""
+"""Runs the model's chat template on a conversation, at every turn of it."""
 
 import types
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ PROBE = "paceline-probe"
 Tools = Sequence[dict[str, Any]]
 
 _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-"""What a message may hold and go the short way: nothing that transformers rewrites for the template."""
+"""Keys a message may have and go the short way: none that transformers rewrites for the template."""
 
 
 class RenderError(PacelineError):

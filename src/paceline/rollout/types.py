@@ -1,4 +1,4 @@
-"""What an episode leaves behind: turns, rollouts, groups."""
+"""Defines the results of episodes: turns, rollouts, groups."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ def is_text(message: Message) -> bool:
 
 
 def copied(message: Message) -> Message:
-    """A message nobody else can change: what was said stays as it was said."""
+    """A copy of a message, which later changes of the original do not reach."""
     if is_text(message):
         return dict(message)
     return {key: value if type(value) is str else own(value) for key, value in message.items()}
@@ -61,7 +61,7 @@ class Turn(_Packing):
     tools: list[dict] | None = None
     """The tools the prompt told of."""
     text: str = ""
-    """What was sampled, as text, without the end-of-turn token."""
+    """The sampled text, without the end-of-turn token."""
     said: Message | None = None
     """The message it was handed on as, if that is not simply the text: with tool calls read out of it."""
 
@@ -75,7 +75,7 @@ class Turn(_Packing):
         return getattr(self, "_packed", None)
 
     def pack(self, packed: Packed) -> None:
-        """Keep these bytes, which say what the lists say: nobody may change those from now on."""
+        """Keep these bytes, which say what the lists say: those must not change from now on."""
         object.__setattr__(self, "_packed", packed)
 
 
@@ -88,7 +88,7 @@ class Rollout:
     actor: str = "policy"
     """Who spoke."""
     kind: str = ""
-    """What kind of episode, where an environment plays several."""
+    """The kind of episode, where an environment plays several."""
     parent: str = ""
     """The seat whose episode started this one, inside the same draw; empty at the root."""
     turns: list[Turn] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Rollout:
     dropped: bool = False
     """The environment gave this draw up on purpose: no failure, and no rollout either."""
     cause: BaseException | None = field(default=None, repr=False, compare=False)
-    """What was raised, where the episode failed so in this process. Never written down."""
+    """The exception, where the episode failed with one in this process. Never written down."""
     samples: list[Sample] = field(default_factory=list)
 
     @property
@@ -146,7 +146,7 @@ class Group:
     ticket: Ticket
     rollouts: list[Rollout]
     places: int
-    """Episodes it was started with, and what it counts in a batch whoever survived."""
+    """Episodes it was started with, and the places it takes in a batch however many survive."""
     failed: Sequence[Rollout] = ()
 
     @property

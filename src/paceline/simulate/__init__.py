@@ -1,4 +1,4 @@
-"""Runs that take no time: the real orchestrator in front of simulated GPUs, under a clock that leaps."""
+"""Simulates runs in virtual time: the real orchestrator in front of simulated GPUs."""
 
 from paceline.simulate.clock import NothingLeft, VirtualClock, VirtualLoop, leap
 from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulatedGpu, TrainingGpus

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class NothingLeft(PacelineError):
-    """Everybody waits and no timer is set: in real time this would have been a hang."""
+    """Every task waits and no timer is set: in real time this would have been a hang."""
 
 
 class _Leap(selectors.SelectSelector):
@@ -31,7 +31,7 @@ class _Leap(selectors.SelectSelector):
         if events := super().select(0):
             return events
         if timeout is None:
-            raise NothingLeft(f"at second {self.now:,.0f} everybody waits for something that nobody will do")
+            raise NothingLeft(f"at second {self.now:,.0f} every task waits and no timer is set")
         self.now += timeout
         return []
 

@@ -1,4 +1,4 @@
-"""What a token costs: a roofline for decoding, model flops for training.
+"""The cost model: a roofline for decoding, model flops for training.
 
 These few lines are the whole physics of the simulator. They leave out what is particular to a kernel or a network, and
 have three factors (`bandwidth_used`, `flops_used`, `mfu`) to be set from a measurement of one's own.
@@ -43,8 +43,8 @@ class Lengths:
 
     @cached_property
     def progress(self) -> float:
-        """Tokens a running request has behind it, on average: E[L^2] / (2 E[L]). Whoever looks at a random moment finds
-        the long ones more often, because they run longer."""
+        """Tokens a running request has behind it, on average: E[L^2] / (2 E[L]). At a random
+        moment long ones are more frequent, because they run longer."""
         return sum(n * n for n in self._quantiles) / (2 * sum(self._quantiles))
 
 

@@ -1,8 +1,8 @@
 """A simulated engine: many GPUs that decode at the pace their load allows.
 
 All running requests advance at one pace, 1 / seconds of a decode step, which changes whenever one comes or goes. So the
-engine keeps one number, the tokens a request would have sampled that was there from the beginning. A request is done
-when that number has grown by its length, and one timer, for whoever is done first, drives everything.
+engine keeps one number, the tokens that a request running since the start would have sampled. A request is done
+when that number has grown by its length, and one timer, for the request that is done first, drives everything.
 
 A simulated reply has one token for each policy version it was sampled under, and the token's *id* is how many tokens
 that were. So staleness is exact, the trainer can count, and a reply of 30,000 tokens takes a few bytes.
@@ -52,7 +52,7 @@ class SimulatedEngine:
         self._reached, self._at, self._pace = 0.0, 0.0, 0.0
         """Tokens since the beginning, at this moment, and how many a second from then on."""
         self._since: deque[tuple[float, int]] = deque([(0.0, 0)])
-        """What was reached when each version came."""
+        """The tokens reached when each version came."""
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
         self._busy = 0.0
@@ -132,7 +132,7 @@ class SimulatedEngine:
         self._set_pace()
 
     def _leave(self, answer: "asyncio.Future[Completion]") -> None:
-        """Nobody waits for it any more: its slot is free. One that had none is passed over when its turn comes."""
+        """Free the slot of a cancelled request. One that had none is skipped when its turn comes."""
         left = [one for one in self._running if one.answer is not answer]
         if len(left) < len(self._running):
             self._advance()
@@ -152,7 +152,7 @@ class SimulatedEngine:
         self._timer = asyncio.get_running_loop().call_later(wait, self._answer)
 
     def _answer(self) -> None:
-        """Everybody whose last token is there."""
+        """Answer every request whose last token is sampled."""
         self._advance()
         while self._running and self._running[0].done_at <= self._reached + 1e-6:
             done = heapq.heappop(self._running)
@@ -180,7 +180,7 @@ class SimulatedEngine:
         return counts[::-1], versions[::-1]
 
     def _forget(self) -> None:
-        """Versions that nobody who runs was there for."""
+        """Drop versions older than every running request."""
         begun = min((one.done_at - one.length for one in self._running), default=self._reached)
         while len(self._since) > 1 and self._since[1][0] <= begun:
             self._since.popleft()

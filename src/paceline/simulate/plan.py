@@ -1,4 +1,4 @@
-"""What is simulated: a model, a number of GPUs, how they are split, and how the run is set."""
+"""The plan of a simulation: a model, a number of GPUs, how they are split, and how the run is set."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -109,7 +109,7 @@ class SimulationPlan:
             staleness=self.staleness,
             max_inflight=None if self.max_inflight is None else self.max_inflight // self.bundle,
             sampling=SamplingConfig(max_tokens=self.lengths.longest),
-            env=[CustomEnvConfig(name=NAME, import_path="simulated:nobody", timeout=1e9)],
+            env=[CustomEnvConfig(name=NAME, import_path="simulated:unused", timeout=1e9)],
             eval=EvalConfig(every=0),
             checkpoint=CheckpointConfig(every=0),
             record=RecordConfig(rollouts=0),

@@ -90,7 +90,7 @@ KEPT = ("time/step", "time/sample", "time/train", "time/publish", "staleness/mea
 
 @dataclass(slots=True)
 class SimulationReport:
-    """What a simulated run came to. All sums are over the time after the pipeline has filled."""
+    """The outcome of a simulated run. All sums are over the time after the pipeline has filled."""
 
     plan: SimulationPlan
     hours: float

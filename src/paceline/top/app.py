@@ -1,4 +1,4 @@
-"""The live view: looks each second, in a thread, so that a slow disk holds up no key."""
+"""The live view of `paceline top`: reads the run each second in a thread, so that a slow disk blocks no key."""
 
 from typing import ClassVar
 
@@ -103,7 +103,7 @@ class Top(App[None]):
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is not WorkerState.SUCCESS:
             return
-        if event.worker.name != self._shown:  # somebody went on to another run meanwhile
+        if event.worker.name != self._shown:  # the user went on to another run meanwhile
             self.look()
         elif (seen := event.worker.result) is not None:
             self._seen = seen

@@ -1,4 +1,4 @@
-"""How busy each part of a run was of late."""
+"""Computes how busy each part of a run was recently."""
 
 import math
 from collections import defaultdict

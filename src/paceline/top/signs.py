@@ -26,7 +26,7 @@ MEANING = {
     "running": "it is training now",
     "starting": "it loads its model and has not begun to train",
     "finished": "it trained all its steps",
-    "interrupted": "somebody stopped it; it can go on",
+    "interrupted": "it was stopped and can be resumed",
     "failed": "it stopped because of an error",
     "crashed": "its process is gone and wrote no end: killed, out of memory, or the machine stopped",
 }
@@ -90,7 +90,7 @@ class Signs:
 
     @property
     def onward(self) -> tuple[str, str]:
-        """What can be done with a run that is over, and what to type for it; nothing while it lives."""
+        """The next action on a run that is over, and its command; nothing while it lives."""
         if self.status.alive:
             return "", ""
         if self.status.state == "finished":
@@ -173,10 +173,10 @@ def _dropped(columns: Columns) -> dict[str, int]:
 
 
 def _waits(recent: Mapping[str, float]) -> str:
-    """Who waits for whom, as the page of a run says it."""
+    """Whether sampler or trainer waits, as the page of a run says it."""
     wait, sampler = recent.get("wait_time_ratio", 0.0), recent.get("busy/sampler", 1.0)
     if not {"busy/trainer", "wait_time_ratio"} & set(recent):
         return "not measured"
     if sampler < BUSY and not (wait > WAITING and wait >= 1 - sampler):
         return f"the sampler, for the trainer ({1 - sampler:.0%})"
-    return f"the trainer, for rollouts ({wait:.0%})" if wait > WAITING else "nobody for long"
+    return f"the trainer, for rollouts ({wait:.0%})" if wait > WAITING else "neither for long"

@@ -1,4 +1,4 @@
-"""The choice between the live view and one plain picture."""
+"""Chooses between the live view and one plain picture."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ PLAIN_WIDTH = 100
 
 
 def watch(path: Path) -> None:
-    """Show a run, or those of a folder, until somebody leaves; where nobody can watch, print one picture."""
+    """Show a run, or those of a folder, until the user quits; without a terminal, print one picture."""
     if not path.is_dir():
         raise PacelineError(f"there is no run at {path}: name a run directory, such as runs/quickstart")
     found = find_runs(path)

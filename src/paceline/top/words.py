@@ -1,4 +1,4 @@
-"""Other people's words as text: whatever a model or a file says, it moves no cursor and turns no line."""
+"""Makes text of models and files safe to print: it moves no cursor and reorders no line."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from paceline.monitor.text import one_line, seconds
 
 TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029")
-"""Characters that reverse what stands behind them, or break a line where nobody sees why."""
+"""Characters that reverse what stands behind them, or break a line invisibly."""
 
 
 def harmless(text: str, keep: str = "") -> str:
@@ -39,7 +39,7 @@ def figure(value: float | None) -> str:
 
 
 def around(value: float) -> str:
-    """4 s, 3 min 05 s: a time that nobody needs to the hundredth."""
+    """4 s, 3 min 05 s: a time in whole seconds."""
     if not math.isfinite(value):
         return "an unknown time"
     return seconds(value) if value >= 9.5 else f"{max(0, round(value))} s"

@@ -1,4 +1,4 @@
-"""Batches become gradients, gradients become versions. Knows no algorithm."""
+"""Turns batches into gradients, and gradients into policy versions. Knows no algorithm."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What each sample of a batch gives alone: which of them broke a step, or made its gradient jump."""
+"""Runs each sample of a batch alone, to find those that broke a step or made its gradient jump."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Finding:
 
     @property
     def broken(self) -> list[str]:
-        """What is not finite: streams the sample came with, then what they led to."""
+        """The values that are not finite: streams of the sample, then the losses and gradient they led to."""
         streams = [name for name, values in self.sample.streams().items() if not np.isfinite(values).all()]
         losses = [f"loss/{name}" for name, value in self.losses.items() if not math.isfinite(value)]
         return [*streams, *losses, *([] if math.isfinite(self.grad_norm) else ["gradient"])]

@@ -1,4 +1,4 @@
-"""What every trainer speaks."""
+"""The `Trainer` protocol, its step report and its errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""The batch as every rank knows it. Each brings some samples, and all lay them together: so every rank can count the
-normalisers, cut the optimizer steps and deal out micro-batches by itself, and they all come to the same.
+"""Lays out a batch identically on every rank.
 
-What travels is small beside the weights: some 25 bytes a token.
+Each rank brings some samples and gets those of all: so every rank can count the normalisers, cut the optimizer steps
+and deal out micro-batches by itself, with the same result. The traffic is small beside the weights: some 25 bytes a
+token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay
 from paceline.data.balance import Bins, held
 
 BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
-"""What a rank without samples runs, so that every rank runs something. Nothing in it trains."""
+"""A dummy sample for a rank without any, so that every rank runs something. Nothing in it trains."""
 (BLANK_PACK,) = pack([BLANK], fold([BLANK]), len(BLANK))
 
 
@@ -30,7 +31,7 @@ def packed(
 
 
 BUDGET = 4096
-"""Tokens of a micro-batch where the run file leaves it open and nobody tries how many fit."""
+"""Tokens of a micro-batch where the run file leaves it open and no trial finds how many fit."""
 
 
 @dataclass(frozen=True, slots=True)

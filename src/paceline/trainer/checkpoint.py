@@ -1,7 +1,7 @@
-"""The trainer's part of a checkpoint (`files.py`) in torch, as one process or many ranks write it.
+"""Writes and reads the trainer's part of a checkpoint (`files.py`) in torch, by one process or many ranks.
 
 Parts are written and read by torch.distributed.checkpoint, which cuts them anew for any number of ranks. Its own format
-keeps the index in a pickle, which whoever writes a checkpoint could make run code; so it is given safetensors storage,
+keeps the index in a pickle, through which a checkpoint could run code when read; so it is given safetensors storage,
 where each file's header says which part of which tensor it holds. What that lacks is an index that would miss a lost
 file: `trainer.json` has the number of files instead.
 """
@@ -80,7 +80,7 @@ def _read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[st
 
 
 def masters(folder: Path) -> dict[str, Tensor]:
-    """The float32 weights of a checkpoint by parameter name, whole, whoever wrote it."""
+    """The float32 weights of a checkpoint by parameter name, whole, whether one process or many ranks wrote it."""
     check_files(folder)
     if (folder / FILE).is_file():
         with reading(folder), safe_open(folder / FILE, "pt") as file:
@@ -103,7 +103,7 @@ def put_masters(model: nn.Module, folder: Path) -> None:
 
 @contextmanager
 def _told() -> Generator[None]:
-    """What went wrong on any rank, as an exception like others: torch's own is none that `except Exception` sees."""
+    """Raise a rank's error as an ordinary exception: `except Exception` does not catch torch's own."""
     try:
         yield
     except dcp.CheckpointException as error:

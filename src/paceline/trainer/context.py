@@ -56,8 +56,8 @@ def dealt(lengths: Sequence[int], ranks: int) -> list[list[Slice]]:
 
 
 class Cut:
-    """One micro-batch, and who has which of its tokens. A rank without any computes the first once more, for nobody:
-    all ranks must run every layer, since they meet in it."""
+    """One micro-batch, and which rank has which of its tokens. A rank without any computes the first once more and
+    drops the result: all ranks must run every layer, since they meet in it."""
 
     def __init__(self, context: World, lengths: Sequence[int]) -> None:
         assert context.group is not None

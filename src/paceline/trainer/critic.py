@@ -1,6 +1,6 @@
-"""The critic: a value model that turns rewards into advantages, and learns from how wrong it was.
+"""The critic: a value model that turns rewards into advantages, and learns from its errors.
 
-Which library computes the values is up to whoever derives from it.
+A subclass chooses the library that computes the values.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ def cut(sample: Sample, limit: int) -> Sample:
 
 
 def per_action(sample: Sample) -> NDArray:
-    """What each sampled token earned: the rewards from it up to the next one, so that none on a tool's answer is lost.
+    """Each sampled token's reward: the rewards from it up to the next one, so that none on a tool's answer is lost.
 
     A sample cut off at its length earns what its rewards say and nothing beyond: running out of room is an outcome.
     """
@@ -57,7 +57,7 @@ def gae(rewards: NDArray, values: NDArray, gamma: float, lam: float) -> NDArray:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What the critic learns from one sample: per token, its value at the batch's start and the return it should have
+    """The critic's targets in one sample: per token, its value at the batch's start and the return it should have
     given. Only sampled tokens count."""
 
     sample: Sample
@@ -89,7 +89,7 @@ class Critic(ABC):
         self, samples: Sequence[Sample], own: Sequence[int]
     ) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
         """Advantages for those of a batch that are this rank's and bring rewards instead, the lessons in them by index,
-        and metrics of all ranks; none where nobody brings rewards."""
+        and metrics of all ranks; none where no sample brings rewards."""
         pupils = set(self.pupils(samples))
         if not pupils:
             return list(samples), {}, {}

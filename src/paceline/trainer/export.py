@@ -1,4 +1,4 @@
-"""The trained policy as a Hugging Face folder that anything can load."""
+"""Exports the trained policy as a Hugging Face folder that anything can load."""
 
 import copy
 from collections.abc import Mapping

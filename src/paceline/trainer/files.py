@@ -1,4 +1,4 @@
-"""The trainer's part of a checkpoint, by name. Whichever library wrote one, the other can go on from it.
+"""Files of the trainer's part of a checkpoint. Whichever library wrote one, the other can go on from it.
 
 trainer.json                    counters, and how many ranks wrote
 trainer.safetensors             one process alone: all tensors
@@ -50,7 +50,7 @@ def another_model(folder: Path) -> str:
 
 @contextmanager
 def reading(folder: Path) -> Generator[None]:
-    """What is missing or cut off in a checkpoint that has no digests, as a sentence."""
+    """Report in a sentence what is missing or cut off in a checkpoint that has no digests."""
     try:
         yield
     except FileNotFoundError as error:

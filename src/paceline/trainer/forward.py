@@ -57,8 +57,8 @@ class ForwardPass:
     def read(
         self, micro_batch: MicroBatch, places: Tensor, of: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """What `of` makes of the hidden states before `places`, a row each, and a zero that hangs on all hidden states.
-        Of the places it may be given only some: ranks that share sequences ask each other for the rest."""
+        """The rows that `of` computes from the hidden states before `places`, and a zero that depends on all hidden
+        states. It may be given only some of the places: ranks that share sequences ask each other for the rest."""
         cut = None if self._context is None else Cut(self._context, micro_batch.lengths.tolist())
         hidden, where = self._hidden(micro_batch, cut)
         owners, own = (None, places) if cut is None else cut.own(places)
@@ -96,7 +96,7 @@ class ForwardPass:
         self, micro_batch: MicroBatch, places: Tensor, entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log probabilities of the tokens at `places`, their entropy if asked for (with its gradient too), and a zero
-        that hangs on the hidden states: added to a loss it gives every parameter a gradient even when no token trains.
+        that depends on the hidden states: added to a loss it gives every parameter a gradient even if no token trains.
         """
         return self.layout.run(lambda: self._logprobs(micro_batch, places, entropy, entropy_grad))
 

@@ -1,4 +1,4 @@
-"""How a process becomes one of several ranks."""
+"""Joins this process to the process group of all ranks, and leaves it."""
 
 import contextlib
 import os
@@ -79,6 +79,6 @@ def _variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise TrainerError(
-            f"this process is to be one of several ranks, but nobody said which: {name} is not set, as torchrun would"
+            f"this process is to be one of several ranks, but {name} is not set, which torchrun would do"
         )
     return value

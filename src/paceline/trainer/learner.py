@@ -1,4 +1,4 @@
-"""What happens to one batch: know all of it on every rank, prepare it once, then step K times.
+"""Trains one batch: gather it on every rank, prepare it once, then take K optimizer steps.
 
 together -> cut -> prepare -> minibatch by minibatch:
 scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step
@@ -26,18 +26,18 @@ from paceline.trainer.stream import Stream
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What became of a batch."""
+    """The outcome of a batch."""
 
     outcomes: list[StepOutcome]
     report: dict[str, float] = field(default_factory=dict)
-    """What the critic says of the batch."""
+    """The critic's metrics of the batch."""
     lessons: list[dict[str, float]] = field(default_factory=list)
-    """What it says of each of its own steps."""
+    """Its metrics of each of its own steps."""
 
 
 class Learner(ABC):
     """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks.
-    Which library computes is up to whoever derives from this."""
+    A subclass chooses the library that computes."""
 
     optimizer: Any
     stepper: Any
@@ -61,7 +61,7 @@ class Learner(ABC):
 
     @abstractmethod
     def canary(self) -> Canary:
-        """What the weights of now say of a few tokens."""
+        """Log probabilities of a few fixed tokens under the current weights."""
 
     @abstractmethod
     def peak_bytes(self) -> float:
@@ -84,7 +84,7 @@ class Learner(ABC):
             self._reference.follow(version + 1, self.optimizer)
         steps, report = taken.outcomes, dict(taken.report)
         if steps:
-            good = [step for step in steps if not step.trouble] or steps  # one NaN would be everybody's
+            good = [step for step in steps if not step.trouble] or steps  # one NaN would spread to all
             report |= metrics(np.sum([step.sums for step in good], axis=0), len(good))
             report["grad_norm"] = fmean(step.grad_norm for step in good)
             report["micro_batches"] = float(sum(step.micro_batches for step in good))
@@ -145,7 +145,7 @@ class Learner(ABC):
         return self._preparation.scored(self._preparation.credit(batch)[0])
 
     def _steps(self, samples: Sequence[Sample], version: int) -> Steps:
-        """What is left to do for a batch: all, or what was not fed before."""
+        """Train what is left of a batch: all of it, or what was not fed before."""
         if self._stream is None:
             return self._whole(samples, version)
         self.feed(samples, version)

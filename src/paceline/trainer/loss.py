@@ -45,7 +45,7 @@ class Loss:
         return parts, sums
 
     def judge(self, tokens: TrainedTokens) -> "TokenLosses":
-        """What each token alone says, before anything is added up."""
+        """The losses of each token alone, before anything is added up."""
         moved, sampled = self._ratios(tokens)
         rl, rl_left = self._rl(moved, tokens)
         if self._config.proximal is not None:
@@ -93,7 +93,7 @@ class TokenLosses:
     skipped: Array
     """Sequences that are left out as a whole."""
     kept: Array
-    """TrainedTokens of the others."""
+    """Tokens of the other sequences."""
 
     def scaled(self) -> dict[str, Array]:
         """Each token's share of the loss. Where a scale is zero its term may be infinite or NaN (an absent stream), and

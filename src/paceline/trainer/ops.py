@@ -1,7 +1,7 @@
-"""What the loss asks of a tensor library, one word for each thing: it is written once, and computed by torch or by mlx,
-whichever its tokens come from. Both mean the same by `a * b`, `a > b`, `~a`, `a.exp()`, `a.square()` and `a.sum()`.
+"""Tensor operations of the loss, run by torch or mlx, whichever their arguments belong to.
 
-The words mean what torch means by them, gradients included: where the libraries differ, mlx's side makes up for it.
+So the loss is written once. `a * b`, `a > b`, `~a`, `a.exp()`, `a.square()` and `a.sum()` mean the same in both. The
+operations follow torch, gradients included: where the libraries differ, mlx's side makes up for it.
 """
 
 import importlib
@@ -93,7 +93,7 @@ def quiet(x: Array) -> AbstractContextManager:
 
 
 def called(x: Array) -> str:
-    """What the library calls its arrays."""
+    """The library's name for its arrays."""
     return _of(x).CALLED
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process has needed, to be held against the planner's word."""
+"""Measures this process's peak memory, to compare it with the planner's estimate."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What a batch gets before its first step: log probabilities, references, shaped advantages."""
+"""Prepares a batch for its first step: log probabilities, references, shaped advantages."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,13 +20,13 @@ class Scoring(Protocol):
     """A model's forward pass."""
 
     def scores(self, micro_batch: MicroBatch) -> NDArray:
-        """What the model gives the sampled tokens at their temperatures, in float32."""
+        """Log probabilities of the sampled tokens at their temperatures, in float32."""
         ...
 
 
 def score(forward: Scoring, samples: Sequence[Sample], bins: Bins) -> dict[int, NDArray]:
-    """What a model gives the sampled tokens of each sample in `bins` at their temperatures; 0.0 elsewhere. An empty one
-    is a pass too: other ranks may wait for it."""
+    """Log probabilities of the sampled tokens of each sample in `bins` at their temperatures; 0.0 elsewhere. An empty
+    bin is a pass too: other ranks may wait for it."""
     scores: dict[int, NDArray] = {}
     own = held(bins)
     scales = dict(zip(own, fold([samples[i] for i in own]), strict=True))
@@ -77,7 +77,7 @@ class Prepared:
     prox: dict[int, NDArray]
     """Log probabilities at the batch's start, where a step later than the first needs them, by sample."""
     lessons: dict[int, Lesson]
-    """What the critic learns here, by sample."""
+    """The critic's targets, by sample."""
     taught: frozenset[int] = frozenset()
     """All samples it learns from, on whichever rank."""
 
@@ -91,7 +91,7 @@ class Preparation:
         self._config, self._forward, self._reference, self._critic = c, forward, reference, critic
 
     def credit(self, batch: Batch) -> tuple[Prepared, dict[str, float]]:
-        """Advantages for all, or a sentence on who lacks them; and what the critic reports of the batch."""
+        """Advantages for all, or a sentence on the sample that lacks them; and what the critic reports of the batch."""
         for sample in batch.samples:
             self._check(sample)
         if self._critic is None:
@@ -136,7 +136,7 @@ class Preparation:
 
     def _unscored(self, batch: Batch, shaping: bool) -> tuple[set[int], set[int], set[int]]:
         """The samples that need scores: at the batch's start, by the reference, and by the policy for its KL shaping
-        where nobody else gave any. Of all ranks, so that all run their passes or none does."""
+        where the sampler gave none. Of all ranks, so that all run their passes or none does."""
         samples, started = batch.samples, set()
         if self._config.proximal is not None:
             # The first step needs none: it is taken from the batch's start itself.

@@ -1,4 +1,4 @@
-"""The model a policy is held near: where it started, where it was a while ago, or a running mean of it."""
+"""The KL reference of a policy: where it started, a snapshot of a while ago, or a running mean."""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ class KLReference:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
+        """The tensors a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
         if self._config.reference == "base":
             return {}
         return {name: self._layout.like(name, tensor) for name, tensor in self._tensors.items()}

@@ -1,4 +1,4 @@
-"""Why a bound held a token back, in words: the same comparisons as in `terms.py`, with the token's numbers."""
+"""Explains why a bound held a token back: the comparisons of `terms.py` with the token's numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

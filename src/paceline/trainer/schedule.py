@@ -1,4 +1,4 @@
-"""How large the next step is: the learning rate's shape, and the scale of a loss that float16 differentiates."""
+"""Learning rate schedules, and loss scaling for float16."""
 
 import math
 

@@ -1,5 +1,8 @@
-"""A model cut up: each rank keeps one part of every weight, and the whole of a layer only while it computes (FSDP2); or
-of each matrix only the part it computes with (tensor parallelism); or a part of that part."""
+"""Shards a model over ranks, by FSDP2, by tensor parallelism, or by both.
+
+FSDP2: a rank keeps one part of every weight, and the whole of a layer only while it computes. Tensor parallelism: of
+each matrix only the part it computes with. Both: a part of that part.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -42,7 +45,7 @@ class Whole(nn.Module):
 
 
 class Sharded(RankLayout):
-    """A model cut up by `shard`.
+    """A model sharded by `shard`.
 
     Under FSDP what trains lies on the ranks in float32 and is rounded to the compute type on its way into a layer, so a
     rank's part of a parameter is its own master. Gradients come back in float32, summed over all ranks and never

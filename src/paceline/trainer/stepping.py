@@ -98,7 +98,7 @@ def trained(micro_batch: MicroBatch) -> NDArray:
 
 
 def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
-    """What `TrainedTokens` has of the tokens that train, but for what the policy says of them."""
+    """The streams of `TrainedTokens`, but for those that the policy computes."""
     places = trained(micro_batch)
     owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
     streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
@@ -124,7 +124,7 @@ class Stepper(ABC):
         self._loss = Loss(c)
         self.norms = Norms(c.spike, summed)
         self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
-        """Told of every micro-batch of a step what each of its tokens says; `paceline replay` looks on."""
+        """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
 
     def step(self, packs: Sequence[MicroBatch], version: int, first: bool, trains: bool) -> StepOutcome:
         """From scratch. `trains` says whether any token of any rank does."""

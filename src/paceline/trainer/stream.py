@@ -1,4 +1,4 @@
-"""The gradient of a batch whose last groups are still being sampled.
+"""Sums the gradient of a batch whose last groups are still being sampled.
 
 A component's normaliser N is known only when the batch is whole. Until then its tokens are summed as if N were 1, each
 component in a sum of its own; in the end
@@ -23,9 +23,9 @@ from paceline.trainer.loss import NAMES, LossStats
 from paceline.trainer.ops import stack
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
-"""Which terms of the loss a component's normaliser divides: what holds the policy goes by the rl tokens."""
+"""Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""
 SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
-"""Where a component has tokens."""
+"""The scale that marks a component's tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
 
 
@@ -80,7 +80,7 @@ class Stream:
 
     @contextmanager
     def summing(self, name: str) -> Generator[None]:
-        """What is added to the optimizer's gradient inside belongs to this component."""
+        """Gradients added to the optimizer inside belong to this component."""
         self._optimizer.restore(self._gradients.pop(name, {}))
         yield
         self._gradients[name] = self._optimizer.set_aside()

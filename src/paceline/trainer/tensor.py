@@ -89,7 +89,7 @@ class TensorParallelPlan:
                 )
 
     def _refuse_unplanned(self, model: nn.Module, ranks: int) -> None:
-        """A whole parameter beside cut ones would see a part of the features, and nobody would add up its gradients."""
+        """A whole parameter beside cut ones would see a part of the features, and its gradients would not be summed."""
         beside = {name.rpartition(".")[0] for name, style in self._styles.items() if style == COLUMNS}
         for name, _ in model.named_parameters():
             module = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What one token's loss is: a pure function of how far it has moved and of its advantage.
+"""Per-token loss terms: pure functions of a token's ratio and its advantage.
 
 `pi` is the policy in training, `mu` the policy that sampled, both at the sampling temperature. A term sees the ratio
 r = pi / old, where old is mu, or under `proximal` the policy at the batch's start. sg[...] stops the gradient. Each
@@ -110,7 +110,7 @@ def reinforce(c: config.ReinforceConfig) -> RLTerm:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What a custom loss sees: one sequence's rl tokens, in order, as arrays of one length in the trainer's library."""
+    """Input of a custom loss: one sequence's rl tokens, in order, as arrays of one length in the trainer's library."""
 
     logprobs: Array
     """log pi: the only one with a gradient."""

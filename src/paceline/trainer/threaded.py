@@ -1,4 +1,4 @@
-"""What every trainer of this process has in common: a thread of its own, and what follows a bad step."""
+"""Base of the trainers in this process: runs a learner on a thread of its own, and handles bad steps."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ L = TypeVar("L", bound=Learner)
 
 
 class ThreadedTrainer(ABC, Generic[L]):
-    """Speaks the `Trainer` protocol for a learner.
+    """Implements the `Trainer` protocol for a learner.
 
     All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains.
     """
@@ -44,7 +44,7 @@ class ThreadedTrainer(ABC, Generic[L]):
         self.version = 0
         limit = getattr(model.get_text_config(), "max_position_embeddings", None) or 1 << 20
         self.max_tokens = min(c.max_sample_tokens or limit, limit)
-        """What is left of a longer sample."""
+        """Longer samples are cut to this length."""
         self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._begin)
 
     @abstractmethod

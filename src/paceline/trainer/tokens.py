@@ -50,7 +50,7 @@ class TrainedTokens:
     segments: Array
     """Which sequence each token belongs to."""
     names: tuple[str, ...]
-    """What each sequence is called in an error."""
+    """The name of each sequence in errors."""
     kv_kept: Array | None = None
     """Where the sampler's keys and values were partly those of older weights; nowhere when None."""
 

@@ -1,4 +1,4 @@
-"""A policy that learns in torch: on one device or on many ranks, at once or while its batch still comes in."""
+"""Trains a policy in torch: on one device or many ranks, on whole batches or while one still comes in."""
 
 from collections.abc import Sequence
 
@@ -134,7 +134,7 @@ class TorchLearner(Learner):
         return peak_bytes(self.device)
 
     def canary(self) -> Canary:
-        """What the weights of now say of a few tokens."""
+        """Log probabilities of a few fixed tokens under the current weights."""
         if not self.layout.lockstep:
             ids = canary_ids(self.forward.head)
             return signed(ids, self._songbook.logprobs(ids), self.layout.dtype or self._model.dtype)
@@ -163,7 +163,7 @@ class TorchLearner(Learner):
     def _together(self, samples: Sequence[Sample]) -> Batch:
         """All ranks' samples, and the same cut of them on every rank."""
         if self._critic is not None and self._critic.pupils(samples):
-            self._critic.make()  # before anybody looks how much memory is left for a micro-batch
+            self._critic.make()  # before the memory left for a micro-batch is measured
         everything, self._found = together(samples, self.world, self._budget)
         cut = cuts(everything, self._config.minibatches, self.world.size, self._found, self._cost)
         return Batch(everything, cut, self.world.rank)

@@ -1,4 +1,4 @@
-"""The words of `ops.py` in torch."""
+"""Implements `ops.py` in torch."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

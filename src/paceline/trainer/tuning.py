@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have: as many as the GPU's memory holds, found by trying."""
+"""Finds by trying how many tokens of a micro-batch the GPU's memory holds."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How routes answer: JSON by the quickest writer, and refusals as sentences."""
+"""Responses of the routes: JSON by the fastest encoder, and errors as sentences."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def encoded(content: Any) -> bytes:
 
 
 def refuse(status: int, sentence: str) -> HTTPException:
-    """What to raise instead of an answer."""
+    """The exception that answers a request with an error."""
     return HTTPException(status, sentence)
 
 

@@ -1,4 +1,4 @@
-"""Two runs being compared, in a thread: large ones take seconds, and pages ask again how far it is."""
+"""Compares two runs in a thread: large ones take seconds, and the page polls for progress."""
 
 import threading
 import time
@@ -73,7 +73,7 @@ def told(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]
 
 
 def _same(compared: Compared) -> dict[str, int | bool]:
-    """What was found equal: a rollout that differs was counted as soon as it was looked at. Where credit or fate
+    """Counts of what was equal: a rollout that differs was counted as soon as it was looked at. Where credit or fate
     differs, that of the step's other rollouts is not known, but all they said is the same (`said`)."""
     first = compared.first
     parted = first is not None and None not in first.indices
@@ -133,18 +133,18 @@ def _tokens(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any]:
 
 
 PATIENCE_SECONDS = 20.0
-"""Whoever has not asked for so long has left, and the work is given up."""
+"""A comparison that no page has asked for in so long is cancelled."""
 MOST = 16
 """Comparisons that are remembered."""
 AT_ONCE = 2
 
 
 class Left(Exception):
-    """Nobody waits for it any more."""
+    """No page asks for the comparison any more."""
 
 
 class Watched(Counter[str]):
-    """Counts what was compared, and ends the work when nobody asks for it."""
+    """Counts what was compared, and ends the work when no page asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Comparing:
                 compared = compare(one, other, self._tolerance, self._seen)
                 self._answer = {"state": "done", **told(one, other, compared)}
             except Left:
-                self._answer = {"state": "failed", "failure": "nobody waited for it: compare again"}
+                self._answer = {"state": "failed", "failure": "no page asked for it in time: compare again"}
             except (Gone, OSError, ValueError) as error:
                 self._answer = {"state": "failed", "failure": f"the runs cannot be compared: {error}"}
 

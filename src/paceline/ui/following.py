@@ -1,4 +1,4 @@
-"""What has changed since a page last heard: the source of its live updates.
+"""Live updates: finds what has changed in a run since a page last read it.
 
 A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
 that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
@@ -17,7 +17,7 @@ MOST_EVENTS = 500
 
 
 def standing(run: RunFolder, patient: bool) -> dict[str, Any]:
-    """Status, staleness allowed, the last events and what could not be read; all of that only for who is patient."""
+    """Status, staleness allowed, the last events and what could not be read; of a long journal only with `patient`."""
     config, events = run.config(), run.events()
     return {
         "path": str(run.path),
@@ -59,7 +59,7 @@ class RunNews:
         self._seen: dict[str, Any] = {}
 
     def look(self) -> Iterator[News]:
-        """What is new. Reads only what has changed; the status always, since a process dies without writing. What takes
+        """The news. Reads only what has changed; the status always, since a process dies without writing. What takes
         long waits for the second look: at the first the page is still being drawn."""
         root, patient = self._run.path, bool(self._seen)
         if not root.is_dir():

@@ -1,7 +1,7 @@
-"""Before any page: may this browser see it? And on every answer: what the page may do.
+"""Middleware that checks the key and origin of each request, and sets security headers on each response.
 
-A page that shows hostile text needs two fences: the text goes in as text (the modules below `static/` see to that), and
-should a script get in all the same, the browser is told to run none but ours and to talk to nobody else.
+Untrusted text needs two defences: it goes in as text (the modules below `static/` see to that), and should a script
+get in all the same, the headers tell the browser to run only ours and to contact no other host.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 OPEN_PATHS = ("/static/css/", "/static/icon.svg")
-"""What the page that asks for the key needs itself."""
+"""Paths that need no key: those of the page that asks for it."""
 
 
 class UiGuard:

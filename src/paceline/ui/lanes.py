@@ -1,4 +1,4 @@
-"""What engine, trainer, publish and environments did over time, few enough to draw.
+"""Bins the work of engine, trainer, publish and environments over time, few enough to draw.
 
 A long run has more spans than a screen has pixels. Those of a crowded lane are put into bins: for each kind of work the
 share of the bin it took, which the page draws as height. Zoomed in, the spans themselves come.
@@ -18,7 +18,7 @@ ORDER = ("engine", "environment", "trainer", "publish", "evaluation")
 
 @dataclass(frozen=True)
 class Stretch:
-    """Somebody did something for a while; `share` is how much of it."""
+    """One span of work on a lane; `share` is how much of the lane it takes."""
 
     lane: str
     kind: str

@@ -1,4 +1,4 @@
-"""Where the page's own files lie."""
+"""The path of the page's static files."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ ELSEWHERE = ("checkpoints", "export")
 
 @dataclass(frozen=True, slots=True)
 class _RunLine:
-    """What was told of a run."""
+    """The line of a run in the table."""
 
     files: list[Signature]
     """As they were then."""
@@ -132,7 +132,7 @@ class Runs:
     def vitals(self, patient: bool) -> dict[str, dict[str, Any]]:
         """Every run in a line, by its name. Only what may have changed is read again: files that did, and a run that
         lives, since a process dies without writing. Journals of tickets take long to read and have little to say here,
-        so that one more is read each time that somebody patient asks."""
+        so that each call with `patient` reads one more."""
         names = self.names()
         told = {name: self._vitals(name, path) for name, path in names.items()}
         if patient:
@@ -142,7 +142,7 @@ class Runs:
         return told
 
     def read_ahead(self) -> None:
-        """What takes long the first time, of the newest run, before anybody asks for it."""
+        """Read what takes long the first time, of the newest run, before a page asks for it."""
         with contextlib.suppress(OSError, PacelineError):
             for path in list(self.names().values())[:1]:
                 self.at(path).problems()

@@ -1,4 +1,4 @@
-"""The process around the app: listen, say where, and leave when told to."""
+"""Serves the app: listens, prints the address, and stops on a signal."""
 
 import logging
 import socket
@@ -18,7 +18,7 @@ from paceline.util.browser_requests import is_loopback
 from paceline.util.connections import BoundedProtocol
 
 KEY_VARIABLE = "PACELINE_UI_KEY"
-"""Where the key may stand instead of the command line, which other users of the machine can read."""
+"""Variable that may hold the key instead of the command line, which other users of the machine can read."""
 
 
 class UiOptions(Section):
@@ -31,7 +31,7 @@ class UiOptions(Section):
     port: int = Field(default=8200, ge=0, le=65535)
     """0 picks a free port."""
     key: str | None = Field(default=None, min_length=1, repr=False)
-    """What a browser must know to see anything."""
+    """Key that a browser must give to see anything."""
 
     @model_validator(mode="after")
     def _guarded(self) -> "UiOptions":
@@ -51,7 +51,7 @@ def load_options(**flags: object) -> UiOptions:
 
 
 GRACE_SECONDS = 1
-"""Live pages hold their connection open for ever; nobody waits for them."""
+"""Live pages hold their connection open for ever; shutdown does not wait for them."""
 
 
 class _Server(uvicorn.Server):
@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
             print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit  # whoever asks twice waits for nobody
+        self.force_exit = self.should_exit  # a second signal does not wait for connections
         self.should_exit = True
 
 

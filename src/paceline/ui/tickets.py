@@ -147,7 +147,7 @@ def _replays(run: RunFolder, number: int, last: dict[str, Any]) -> list[dict[str
 
 
 def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:
-    """What the run did with the batch of a step, and when. The step's line was written when all of it was over."""
+    """The phases of a step's batch, with their times. The step's line was written when all of it was over."""
     measured = _measured(run, step)
     if "time" not in measured:
         return []

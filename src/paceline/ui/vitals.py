@@ -86,7 +86,7 @@ def thinned(values: list[float]) -> list[float]:
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
-    """What a person would call the run by: environments, algorithms, model."""
+    """Names of the run's environments, algorithms and model."""
     found: list[str] = []
     envs = config.get("env")
     for env in envs if isinstance(envs, list) else []:

@@ -1,4 +1,4 @@
-"""Which calls come from a web page of someone else. A browser lets any page send requests to a server on loopback."""
+"""Refuses calls from foreign web pages. A browser lets any page send requests to a server on loopback."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 
 def why_foreign(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str | None:
-    """Why a call with these headers is refused, as a sentence, or None.
+    """The reason to refuse a call with these headers, as a sentence, or None.
 
     A page's own address stands in `Origin`; it must be the one the server was called by. And a page may point a name of
     its own at 127.0.0.1: where no key is asked for, only loopback names are answered to.

@@ -1,4 +1,4 @@
-"""How long a connection may take to say what it wants."""
+"""Limits how long and how large the headers of an HTTP request may be."""
 
 import asyncio
 from typing import Any

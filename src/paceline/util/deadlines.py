@@ -1,7 +1,7 @@
-"""What is being waited for: every wait has a name and a deadline, and can be seen from outside.
+"""Gives every wait a name and a deadline, so that it can be seen from outside.
 
     result = await within(300, "an episode of `code`", play())     a deadline of our own
-    with waiting("training", on="the trainer"): ...                somebody else's deadline; the name is ours
+    with waiting("training", on="the trainer"): ...                the other side's deadline; the name is ours
 
 Open waits stand in a registry that the watchdog reads from its own thread. A wait that was opened inside another one
 (also in a task that was started there) knows it as its parent, so the registry is a graph: who waits for whom.
@@ -50,24 +50,24 @@ class Wait:
         on: tuple[str, ...] = (),
     ) -> None:
         parent = _current.get()
-        while parent is not None and parent.who is None:  # opened by somebody who has left it since
+        while parent is not None and parent.who is None:  # that wait is over by now
             parent = parent.parent
         self.what = what
         self.who: asyncio.Task[Any] | threading.Thread | None = who
-        """None once the wait is over: whoever still holds it keeps no task alive."""
+        """None once the wait is over, so that a reference to it keeps no task alive."""
         self.since = time.monotonic()
         self.seconds = seconds
-        """What it may take, where it has a deadline of its own."""
+        """How long it may take, where it has a deadline of its own."""
         self.on = on
         """Beginnings of the names of waits that must end before this one can."""
         self.parent: Wait | None = parent
         self.cancels = 0
-        """How often whoever waits was woken because the deadline is over."""
+        """How often the waiting task was cancelled because the deadline is over."""
         self.timer: asyncio.TimerHandle | None = None
         """The next time, once it is over."""
 
     def expire(self) -> None:
-        """The deadline is over: whoever waits is woken, and woken again until they go."""
+        """The deadline is over: cancel the waiting task, and again until it leaves."""
         assert isinstance(self.who, asyncio.Task)
         self.timer = self.who.get_loop().call_later(AGAIN_SECONDS, self.expire)
         if self.cancels == round(ABANDON_SECONDS / AGAIN_SECONDS) + 1:  # user code is abandoned by now
@@ -109,13 +109,13 @@ _current: ContextVar[Wait | None] = ContextVar("wait", default=None)
 
 
 def current_wait() -> str:
-    """What the caller's task is part of: `an episode of `code``. Empty where nothing is waited for."""
+    """The wait that the caller's task is part of: `an episode of `code``. Empty where nothing is waited for."""
     wait = _current.get()
     return "" if wait is None else wait.what
 
 
 def beat() -> None:
-    """Tell whoever watches that something has moved."""
+    """Tell the watchdog that something has moved."""
     registry.moved += 1
 
 
@@ -180,7 +180,7 @@ class _UserCall:
 
     def __init__(self, work: Awaitable[Any]) -> None:
         self.left: str | None = None
-        """What to say of it, once it is abandoned."""
+        """The message about it, once it is abandoned."""
         self._work = work
         self._wait: Wait | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -304,9 +304,9 @@ def awaited_frames(coroutine: Any) -> Iterator[FrameType]:
 
 @contextmanager
 def waiting(what: str, on: str | tuple[str, ...] = ()) -> Generator[Wait]:
-    """Name a wait whose deadline is kept by whoever is waited for.
+    """Name a wait whose deadline is kept by the other side.
 
-    `on` names who that is: open waits whose names begin so are drawn below this one.
+    `on` names that side: open waits whose names begin so are drawn below this one.
     """
     wait = Wait(what, _who(), on=(on,) if isinstance(on, str) else on)
     _open[wait] = None
@@ -322,7 +322,7 @@ def _leave(wait: Wait, token: Token[Wait | None]) -> None:
     del _open[wait]
     try:  # noqa: SIM105 - a context manager costs more than the wait
         _current.reset(token)
-    except ValueError:  # thrown away half-way: the garbage collector came in somebody else's context
+    except ValueError:  # thrown away half-way: the garbage collector ran in another context
         pass
 
 

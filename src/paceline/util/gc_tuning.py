@@ -1,4 +1,4 @@
-"""When Python looks for garbage that reference counts do not free."""
+"""Makes Python look less often for garbage that reference counts do not free."""
 
 import gc
 from collections.abc import Generator
@@ -36,6 +36,6 @@ def rarely_collected() -> Generator[None]:
 
 
 def freeze_more() -> None:
-    """What was made since, such as compiled code, stays to the end too: looking through it once took half a second."""
+    """Freeze what was made since, such as compiled code: it stays, and looking through it once took half a second."""
     if gc.get_freeze_count():
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used: what brings torch must not bring it to everybody."""
+"""Imports names of a package when they are first used, so that only code that needs torch loads it."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence

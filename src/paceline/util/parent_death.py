@@ -1,4 +1,4 @@
-"""A command that another process has started for itself, and that is to end when that one does, however it ends."""
+"""Exits when the parent process dies (Linux)."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Does nothing where nobody asked for it, and outside Linux, where whoever starts a command must end it."""
+    """Does nothing where `WITH_PARENT` is not set, and outside Linux, where the parent must end its commands."""
     parent = os.environ.get(WITH_PARENT, "")
     if not parent or sys.platform != "linux":
         return

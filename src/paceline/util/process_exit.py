@@ -14,7 +14,7 @@ from typing import NoReturn
 from paceline.util.user_code import frames_of, user_place
 
 THREADS_SECONDS = 2.0
-"""What threads of user code get to end in, once everything else has ended."""
+"""Time that threads of user code get to end, once everything else has ended."""
 _exit = os._exit
 
 
@@ -36,7 +36,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _close_files() -> None:
-    """What the end of the interpreter does to files that are still open: data may wait in their buffers."""
+    """Flush and close open files, as the end of the interpreter does: data may wait in their buffers."""
     gc.unfreeze()  # what is frozen is not listed
     files = [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]
     for file in sorted(files, key=_height, reverse=True):

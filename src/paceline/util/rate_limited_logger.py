@@ -1,4 +1,4 @@
-"""Warnings that would come by the thousand, told once in a while."""
+"""Logs a warning that keeps recurring only once in a while."""
 
 import asyncio
 import logging

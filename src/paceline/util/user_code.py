@@ -175,7 +175,7 @@ def whole(error: BaseException) -> str:
 
 
 def failure_traces(error: BaseException) -> tuple[str, str]:
-    """What a failed run records of its error: the user's frames, and the whole traceback; empty for an error that is a
+    """The traces that a failed run records: the user's frames, and the whole traceback; empty for an error that is a
     sentence and nothing else."""
     if isinstance(error, UserCodeError):
         return error.frames, error.trace
@@ -186,7 +186,7 @@ def failure_traces(error: BaseException) -> tuple[str, str]:
 
 
 def to_show(frames: str, trace: str) -> str:
-    """What a command prints below the sentence of a failure."""
+    """The trace that a command prints below the sentence of a failure."""
     return trace if os.environ.get(SHOW_ALL, "0") not in ("", "0") else frames
 
 

@@ -7,7 +7,7 @@
       rank 1, 2, ...                        a trainer rank and an engine, which do as rank 0 says
 
 Ranks meet in a process group. Over it rank 0 hands out a port and a token, and every other rank opens three connections
-to it: one for the trainer, one for the engine, and one on which nothing is said, so that nobody outlives rank 0. All
+to it: one for the trainer, one for the engine, and one on which nothing is said, so that no rank outlives rank 0. All
 that goes over them is msgpack.
 
     a step      engines sleep and give their KV pages back; every rank trains its share

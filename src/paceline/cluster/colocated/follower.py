@@ -1,4 +1,4 @@
-"""The life of every rank but the first: it trains and samples as rank 0 says, and ends with it.
+"""Entry point of every rank but the first: trains and samples as rank 0 says, and ends with it.
 
 python -m paceline.cluster.colocated.follower      the run file as JSON on standard input, a seat in the variables
 """
@@ -67,7 +67,7 @@ async def _obey(doors: Doors, desk: ColocatedRpcHandler, resident: ColocatedWork
 
 class Lifeline:
     """Watches a connection from a thread of its own: whatever this rank is doing, it ends when rank 0 is gone. Others
-    would wait for it in vain, and nothing here is worth a word more: the checkpoint is the truth."""
+    would wait for it in vain, and nothing needs to be saved here: the run resumes from its checkpoint."""
 
     def __init__(self, door: socket.socket) -> None:
         self._door = door

@@ -1,4 +1,4 @@
-"""Rank 0: the orchestrator's side of a run whose ranks host the engines."""
+"""Starts, connects and ends the ranks of a `colocated` run: rank 0, the orchestrator's side."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ class Followers:
                     )
                 started.processes[rank] = process
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # dead already: whoever looks next will see it
+                with contextlib.suppress(BrokenPipeError):  # dead already: the next poll will see it
                     process.stdin.write(config.model_dump_json().encode() + b"\n")
                     process.stdin.flush()
         except BaseException:
@@ -155,7 +155,7 @@ class ColocatedTrainer(RankGroup):
         self._resident, self._desk, self._others, self._why = resident, desk, list(others), why
         self._cost = cost_of(resident.model.config)
         self.broken = False
-        """Whether the ranks can still be asked: some may wait for others for ever."""
+        """Whether the ranks can no longer be asked: some may wait for others for ever."""
 
     async def weights(self) -> WeightUpdate:
         """All engines hold them when this answers: the update only says which they are."""
@@ -224,7 +224,7 @@ async def in_place(
             stack.callback(link.close)
 
         def twin() -> EmbeddedEngine:
-            """Who speaks for a past version that is a whole model: an engine of this process."""
+            """An engine of this process, for a past version that is a whole model."""
             model = load_model(config.model, pick_device(config.device))
             return engine_for(model.requires_grad_(False), config)
 
@@ -282,7 +282,7 @@ async def _beside(followers: Followers, work: Callable[[], T]) -> T:
             result = work()
         except BaseException as failure:
             error = failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the caller waits no more
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="meeting the ranks", daemon=True).start()

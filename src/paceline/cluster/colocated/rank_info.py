@@ -1,4 +1,4 @@
-"""Which of the ranks this process is, and how many there are."""
+"""Finds the rank of this process and the world size."""
 
 import os
 import warnings
@@ -28,11 +28,11 @@ class RankInfo:
     neighbours: int
     """Ranks on this machine, this one included: they share its cores."""
     given: bool
-    """Whether somebody else, such as torchrun, has started the ranks."""
+    """Whether another launcher, such as torchrun, has started the ranks."""
 
     @classmethod
     def found(cls) -> "RankInfo | None":
-        """What torchrun says in this process's variables; None if nobody says anything there."""
+        """Read from the environment variables that torchrun sets; None if they are not set."""
         if any(not os.environ.get(name) for name in VARIABLES):
             return None
         world = _number("WORLD_SIZE")
@@ -52,7 +52,7 @@ class RankInfo:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What torchrun would set for it."""
+        """The environment variables that torchrun would set for it."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),

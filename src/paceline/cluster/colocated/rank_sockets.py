@@ -1,4 +1,4 @@
-"""How the other ranks are reached from the first: three sockets each, opened with a token that only the ranks know."""
+"""Connects rank 0 to every other rank by three sockets, opened with a token that only the ranks know."""
 
 import hmac
 import secrets
@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 PURPOSES = ("trainer", "engine", "life")
 TOKEN_BYTES = 32
 KNOCK = struct.Struct(f"<{TOKEN_BYTES}sII")
-"""What is said first: the token, the rank, and what the connection is for."""
+"""The first message: the token, the rank, and what the connection is for."""
 KNOCK_SECONDS = 10.0
 MEET_SECONDS = 600.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -41,8 +41,8 @@ class Doors:
 
 @contextmanager
 def listening(host: str) -> Generator[socket.socket]:
-    """Where the others knock: at `host`, which is this machine, or with an empty one wherever they come in. A machine
-    may know its own name as a loopback address, at which nobody else finds it."""
+    """A listening socket for the other ranks: at `host`, which is this machine, or on all interfaces if it is empty. A
+    machine may know its own name as a loopback address, at which other machines do not find it."""
     try:
         if host:
             door = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
@@ -59,14 +59,14 @@ def listening(host: str) -> Generator[socket.socket]:
 
 
 def tell(group: dist.ProcessGroup, door: socket.socket) -> bytes:
-    """Give all ranks the port and a token of this run's own; the token."""
+    """Give all ranks the port and a token of this run's own; answers with the token."""
     token = secrets.token_bytes(TOKEN_BYTES)
     dist.broadcast(torch.tensor([door.getsockname()[1], *token]), src=0, group=group)
     return token
 
 
 def told(group: dist.ProcessGroup) -> tuple[int, bytes]:
-    """What rank 0 tells."""
+    """Receive the port and the token from rank 0."""
     said = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64)
     dist.broadcast(said, src=0, group=group)
     port, *token = said.tolist()
@@ -74,7 +74,7 @@ def told(group: dist.ProcessGroup) -> tuple[int, bytes]:
 
 
 def admit(door: socket.socket, world: int, token: bytes) -> list[Doors]:
-    """Wait until all other ranks have come. Whoever does not know the token is sent away."""
+    """Wait until all other ranks have connected. A connection without the token is closed."""
     found: dict[tuple[int, str], socket.socket] = {}
     deadline = time.monotonic() + MEET_SECONDS
     while len(found) < (world - 1) * len(PURPOSES):

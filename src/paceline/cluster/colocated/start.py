@@ -1,4 +1,4 @@
-"""Begins a run whose ranks host the engines, or takes part in one."""
+"""Leads a `colocated` run on rank 0, and takes part in it on every other rank."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A trainer rank and the engine that lives with it."""
+"""Runs a trainer rank and its engine in one process."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class ColocatedWorker:
     parameters: int
     device: str
     update: WeightUpdate | None = None
-    """What the engine was given last."""
+    """The last update that the engine loaded."""
 
     @property
     def version(self) -> int:
@@ -75,8 +75,8 @@ class ColocatedWorker:
         return await self.trainer.step(batch)
 
     async def weights(self) -> WeightUpdate:
-        """Put the weights of now into the engine and wake it. While it sleeps nobody reads what is being written; then
-        it takes note of the version, and proves that it holds what was gathered and computes what the trainer does."""
+        """Put the current weights into the engine and wake it. While it sleeps it reads nothing that is being written;
+        then it notes the version, and proves that it holds what was gathered and computes what the trainer does."""
         await self.engine.sleep()
         update = await self.trainer.pour(self.held)
         await self.engine.load_weights(update)

@@ -1,4 +1,4 @@
-"""What a preflight found: problems that stop a run, and notes on what could not be checked."""
+"""Collects preflight findings: problems that stop a run, and notes on what could not be checked."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ class PreflightError(PacelineError):
 
 @dataclass(slots=True)
 class Preflight:
-    """What was found, one sentence each."""
+    """The findings, one sentence each."""
 
     problems: list[str] = field(default_factory=list)
     """Why `train` would refuse the run."""
     notes: list[str] = field(default_factory=list)
-    """What cannot be known from here."""
+    """Things that cannot be checked from here."""
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; None where it raised a sentence, which is a problem then."""
+        """The result of `work`; None where it raised a `PacelineError`, which becomes a problem."""
         try:
             return work()
         except PacelineError as error:

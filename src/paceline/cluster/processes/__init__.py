@@ -1,6 +1,6 @@
 """The `processes` placement: server, trainer and orchestrator as three local processes, each restartable alone.
 
-    paceline train            starts the three, and starts again whoever dies
+    paceline train            starts the three, and restarts any that dies
       |- server               `paceline serve` on a loopback port, behind a key made for this run
       |- trainer              answers over a socket in a private folder
       `- orchestrator         the same loop as everywhere; asks the other two

@@ -1,4 +1,4 @@
-"""The life of each child process.
+"""Entry point of the server, trainer and orchestrator processes.
 
 python -m paceline.cluster.processes.child server | trainer | orchestrator
 """
@@ -55,7 +55,7 @@ def trainer(brief: LaunchSpec) -> int:
 
 
 def orchestrator(brief: LaunchSpec) -> int:
-    """The loop, with the other two where the brief says."""
+    """The training loop, with server and trainer at the addresses of `brief`."""
     from paceline.cluster.processes.connected import connected
 
     result = conduct(

@@ -1,4 +1,4 @@
-"""A run's parts as the orchestrator sees them: engine and trainer are elsewhere."""
+"""Connects the orchestrator to an engine and a trainer in other processes."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str],
         config = share_cores(config, hello.parameters)
 
         def twin() -> EmbeddedEngine:
-            """Who speaks for a past version that is a whole model: an engine of this process."""
+            """An engine of this process, for a past version that is a whole model."""
             model = load_model(config.model, pick_device(config.device))
             return engine_for(model.requires_grad_(False), config)
 

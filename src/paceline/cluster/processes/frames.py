@@ -1,4 +1,4 @@
-"""What orchestrator and trainer say to one another: msgpack frames with raw buffers, never pickle."""
+"""Defines the messages of orchestrator and trainer: msgpack frames with raw buffers, never pickle."""
 
 import traceback
 from collections.abc import Awaitable
@@ -54,13 +54,13 @@ class Sent(msgspec.Struct, array_like=True):
     expected: str
     canary: Canary | None
     deltas: list[str] = []
-    """What was changed since that file was written, in order."""
+    """Files of the changes since that file was written, in order."""
     delta: str = ""
-    """The way here from the version before, where there is one."""
+    """The file of changes from the version before, where there is one."""
 
 
 class RpcResult(msgspec.Struct, array_like=True, tag=True):
-    """What a call came to."""
+    """The result of a call."""
 
     number: int
     version: int
@@ -69,7 +69,7 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
 
 
 class RpcFailure(msgspec.Struct, array_like=True, tag=True):
-    """Why a call came to nothing."""
+    """The failure of a call."""
 
     number: int
     message: str
@@ -80,7 +80,7 @@ class RpcFailure(msgspec.Struct, array_like=True, tag=True):
     """Of user code that raised: its own frames, and the whole traceback."""
 
     def error(self) -> Exception:
-        """What the caller is to raise."""
+        """The exception that the caller raises."""
         if self.errno is not None:
             return OSError(self.errno, self.message)
         return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
@@ -99,10 +99,10 @@ def framed(message: RpcCall | FromTrainer) -> bytes:
 
 
 async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcResult | RpcFailure:
-    """What the call came to. A bug keeps its name there, and its trace here: in the log, where standard error is a
-    person's screen."""
+    """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log` where
+    standard error is a person's screen."""
     try:
-        return await doing  # bounded: by whoever does it
+        return await doing  # bounded: by the call itself
     except OSError as error:
         return RpcFailure(call.number, error.strerror or str(error), error.errno)
     except PacelineError as error:

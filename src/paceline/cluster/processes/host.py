@@ -1,4 +1,4 @@
-"""The trainer's side: one trainer behind a socket."""
+"""Serves one trainer over a Unix socket: the trainer's side."""
 
 import asyncio
 import contextlib
@@ -33,9 +33,9 @@ KEPT_WEIGHTS = 3
 
 
 class TrainerHost:
-    """Does what it is asked, once.
+    """Executes each call once.
 
-    A connection may break at any moment, so whoever asks may ask again: the call of the same caller and number is not
+    A connection may break at any moment, so a caller may repeat a call: the call of the same caller and number is not
     done twice, its answer is given again. One caller speaks at a time; what a lost one had asked for is finished first,
     since the trainer has one thread.
     """
@@ -84,7 +84,7 @@ class TrainerHost:
         if self._answer is None or caller != call.caller or call.number > number:
             self._last = (call.caller, call.number)
             self._answer = asyncio.ensure_future(self._do(call, self._answer))
-        # An older question, from a wire that was cut, gets an answer that nobody waits for.
+        # An older call, from a connection that broke, gets an answer that its caller does not wait for.
         return self._answer
 
     async def _do(self, call: RpcCall, before: asyncio.Future[RpcResult | RpcFailure] | None) -> RpcResult | RpcFailure:

@@ -1,6 +1,6 @@
-"""What a child process is told when it starts: one line of JSON on its standard input, which then stays open.
+"""Passes a child process its settings, as one line of JSON on its standard input, which then stays open.
 
-The open pipe is its lifeline: when the parent is gone, however it went, the pipe ends, and so does the child.
+The open pipe is its lifeline: when the parent ends, for whatever reason, the pipe closes and the child exits.
 """
 
 import os
@@ -40,7 +40,7 @@ class RunEndReport(msgspec.Struct):
 
 
 class LaunchSpec(msgspec.Struct):
-    """Where everybody is. A key is made for each run; it is never written to disk and is in nobody's arguments."""
+    """Config and addresses of a run's processes. A key is made for each run; it is never on disk or in arguments."""
 
     config: str
     """The run's, as JSON."""
@@ -69,14 +69,14 @@ class LaunchSpec(msgspec.Struct):
         return Path(self.folder) / "weights"
 
     def __repr__(self) -> str:
-        return f"LaunchSpec({self.url}, {self.trainer})"  # the key is nobody's business
+        return f"LaunchSpec({self.url}, {self.trainer})"  # the key stays secret
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"
 
 
 def read_brief() -> LaunchSpec:
-    """Read it, and from now on end with the parent."""
+    """Read the launch spec, and from now on exit when the parent does."""
     brief = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
     threading.Thread(target=_follow, name="lifeline", daemon=True).start()
     return brief
@@ -85,4 +85,4 @@ def read_brief() -> LaunchSpec:
 def _follow() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    os._exit(125)  # nobody is left to tell, and nothing here is worth a word more: the checkpoint is the truth
+    os._exit(125)  # the parent is gone, and nothing needs to be saved here: the run resumes from its checkpoint

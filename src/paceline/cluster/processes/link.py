@@ -1,4 +1,4 @@
-"""The orchestrator's side: a trainer in another process, used as if it were in this one."""
+"""Calls a trainer in another process as if it were in this one: the orchestrator's side."""
 
 import asyncio
 import logging
@@ -29,18 +29,18 @@ from paceline.trainer import StepReport, TrainerLost
 from paceline.util.deadlines import beat
 
 SILENT_SECONDS = 60.0
-"""A trainer at work says every few seconds that it lives; after this long without a word it does not."""
+"""A trainer at work sends `Alive` every few seconds; after this long without a message it counts as lost."""
 RETURN_SECONDS = 900.0
 """How long a trainer or a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
 WORD_SECONDS = 20.0
-"""Whoever waits for one says so this often."""
+"""How often a warning is logged while waiting for one."""
 FIRST_DELAY, MOST_DELAY = 0.05, 1.0
 LARGEST = 1 << 36
 log = logging.getLogger("paceline.trainer")
 
 
 class Garbled(ConnectionError):
-    """What came back is no answer."""
+    """The reply is no valid answer."""
 
 
 class RemoteTrainer:
@@ -53,13 +53,13 @@ class RemoteTrainer:
     def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
         self.version = 0
         self.hello: RpcHello | None = None
-        """What the trainer said of itself."""
+        """The trainer's greeting."""
         self._address, self._silent = address, silent
         self._name = uuid.uuid4().hex
         self._numbers = count(1)
         self._life = ""
         self._used = False
-        """Whether the trainer of this life knows anything that another one would not."""
+        """Whether this trainer process holds state that a restarted one would not."""
         self._speaking: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._fed: dict[int, tuple[int, Sample]] = {}
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
@@ -95,7 +95,7 @@ class RemoteTrainer:
 
     async def load(self, folder: Path) -> None:
         self._hang_up()
-        self._life, self._fed, self._used = "", {}, False  # whoever is there now will do
+        self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
         await self._call("load", path=folder)
         self._used = True
 
@@ -135,7 +135,7 @@ class RemoteTrainer:
             await writer.drain()
         while True:
             answer = await self._word(reader)
-            beat()  # whoever works over there moves the run
+            beat()  # a trainer at work is progress of the run
             if isinstance(answer, RpcResult | RpcFailure) and answer.number == call.number:
                 return answer
             if not isinstance(answer, Alive):

@@ -1,4 +1,4 @@
-"""Starts the three processes of a run, and starts again whoever dies."""
+"""Starts the three processes of a run, and restarts any that dies."""
 
 import contextlib
 import fcntl
@@ -39,7 +39,7 @@ MOST_DEATHS = 10
 LOOK_SECONDS = 0.1
 CLOSE_SECONDS = 10.0
 STOP_SECONDS = 4.8
-"""What an orchestrator may take to end after a second signal; it ends itself earlier, if it can."""
+"""Time an orchestrator gets to end after a second signal; it ends itself earlier, if it can."""
 SOCKET = "trainer.sock"
 SOCKET_BYTES = len(f"/.{PREFIX}12345678/{SOCKET}")
 ROLES = ("server", "trainer", "orchestrator")
@@ -49,13 +49,13 @@ ENDINGS = (0, 1, FATAL, 130)
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """One of the three, through all its lives."""
+    """One of the three processes, across its restarts."""
 
     role: str
     process: subprocess.Popen[bytes]
     log: Path
     heard: int = 0
-    """How long its log was when its present life began."""
+    """Length of its log when it was last started."""
     lives: int = 1
     deaths: int = 0
     """In a row."""
@@ -82,14 +82,14 @@ class Supervisor:
     _found: tuple[int, int] | None = None
     """The run file that lay in the directory before."""
     _ending: IO[bytes] | None = None
-    """Where the orchestrator tells how the run ended."""
+    """The pipe on which the orchestrator reports how the run ended."""
 
     @property
     def directory(self) -> RunDirectory:
         return RunDirectory(Path(self.config.runs) / self.config.name)
 
     def run(self) -> RunResult:
-        """Until the orchestrator says that the run is over, or somebody dies too often."""
+        """Supervise until the orchestrator reports the end of the run, or a process dies too often."""
         path = self.directory.root
         RunDirectory.claim(path, bool(self.config.resume), self.overwrite).release()  # or say at once why not
         self._found = _stamp(self.directory.config_file)
@@ -115,7 +115,7 @@ class Supervisor:
                         continue
                     if child.role == "orchestrator" and (code in ENDINGS or self.signals):
                         self._end_all()
-                        for role in ROLES:  # nobody waits any more
+                        for role in ROLES:  # no process waits any more
                             (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
                         return result_of(self.directory, self._report(child, code))
                     if cause := self._hopeless(child, code):
@@ -153,7 +153,7 @@ class Supervisor:
             process.stdin.write(brief.line())
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # dead already: whoever looks next will see it
+            pass  # dead already: the next poll will see it
         if process.stdout is not None:
             threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
         return process
@@ -190,7 +190,7 @@ class Supervisor:
         return _stamp(self.directory.config_file) != self._found
 
     def _failed(self, cause: str) -> RunResult:
-        """End everybody; the orchestrator cannot say any more why."""
+        """End all processes and report the cause, which the orchestrator no longer can."""
         self._end_all()
         directory = self.directory
         if not self._begun:  # what lies there is an older run's
@@ -202,7 +202,7 @@ class Supervisor:
         return result_of(directory, outcome)
 
     def _report(self, child: ManagedProcess, code: int) -> RunOutcome:
-        """How the orchestrator says that it ended; one that was told to stop at once says nothing."""
+        """The outcome that the orchestrator reported; one that was told to stop at once reports nothing."""
         assert self._ending is not None
         os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
         with self._ending as pipe:
@@ -304,7 +304,7 @@ class Supervisor:
         return max((line["step"] for line in lines), default=0)
 
     def _last_word(self, child: ManagedProcess) -> str:
-        """What a child said last in this life: a sentence for the user, or else its last line and where the rest is."""
+        """A child's last message since its start: a sentence for the user, or its last line and where the rest is."""
         if not child.log.exists():
             return self._last_wait(child) or "nothing"
         with child.log.open("rb") as log:
@@ -318,7 +318,7 @@ class Supervisor:
         return self._last_wait(child) or f"nothing (all of it is in {child.log})"
 
     def _last_wait(self, child: ManagedProcess) -> str:
-        """What a child that died without a word was about, by the watchdog's last snapshot. Only the orchestrator runs
+        """What a child that died silently was doing, by the watchdog's last snapshot. Only the orchestrator runs
         environments, so that an episode in it points to user code."""
         part = "" if child.role == "orchestrator" else child.role
         try:
@@ -332,7 +332,7 @@ class Supervisor:
 
 @contextmanager
 def _locked(file: Path) -> Generator[None]:
-    """Between two lives of the orchestrator nobody holds the run directory's own lock."""
+    """Hold a lock: between two lives of the orchestrator the run directory's own lock is free."""
     with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,1 +1,1 @@
-"""A run spread over machines by Ray: engines, trainer ranks and workers as actors, the orchestrator where you are."""
+"""The `ray` placement: engines, trainer ranks and workers as Ray actors, the orchestrator in this process."""

@@ -1,4 +1,4 @@
-"""What all actors of a run have in common."""
+"""Defines the base class of a run's Ray actors."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The Ray that a run joins or starts, and room on it for the run's parts."""
+"""Joins or starts the Ray cluster of a run, and reserves room on it for the run's parts."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What each part of a run asks for."""
+    """Resources that each part of a run asks for."""
 
     engine: Resources
     rank: Resources
@@ -134,11 +134,11 @@ class Room:
 
     @classmethod
     async def when_free(cls, bundles: Sequence[Resources]) -> "Room":
-        """Room as soon as there is any, each bundle on one machine. Whoever does not wait for it leaves nothing
+        """Room as soon as there is any, each bundle on one machine. A caller that stops waiting leaves nothing
         behind."""
         group = placement_group([_bundle(one) for one in bundles], strategy="PACK")
         try:
-            await group.ready()  # unbounded: whoever asks decides how long
+            await group.ready()  # unbounded: the caller decides how long
         except BaseException:
             remove_placement_group(group)
             raise
@@ -168,7 +168,7 @@ def actor(
     at_once: int,
     strategy: PlacementGroupSchedulingStrategy | None = None,
 ) -> Any:
-    """A named actor. Nothing is asked of it twice by Ray itself: whoever asks decides."""
+    """A named actor. Ray itself retries no call: the caller decides."""
     options: dict[str, Any] = {
         "name": name,
         "num_cpus": resources.get("CPU", 0.0),

@@ -1,10 +1,10 @@
-"""Full weights from the trainer's first rank to all engines at once, by a collective.
+"""Broadcasts full weights from the trainer's first rank to all engines at once, by a collective.
 
     every engine is asked to load -> the first rank and those engines meet, unless they have met before
                                   -> bucket by bucket to all of them at the same time -> each applies what it staged
 
-The update lies in the object store of the first rank's machine as well: whoever is left out, because it was dead, hung
-or not yet there, fetches it from there. A group that breaks meets once more, without whoever is gone.
+The update lies in the object store of the first rank's machine as well: an engine that is left out, because it was
+dead, hung or not yet there, fetches it from there. A group that breaks meets once more, without those that are gone.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ log = logging.getLogger("paceline.ray")
 
 
 class Sending:
-    """What the first rank does for a broadcast."""
+    """The first rank's part in a broadcast."""
 
     async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
         """Wait at a door for so many engines; answers with their invitations."""
@@ -70,7 +70,7 @@ class Sending:
 
 
 class Receiving:
-    """What an engine does for a broadcast."""
+    """An engine's part in a broadcast."""
 
     _receiver: Receiver | None = None
 
@@ -97,7 +97,7 @@ class Round:
     """One update on its way to those who asked for it before it left."""
 
     wanted: "dict[RayEngine, asyncio.Future[bytes | None]]" = field(default_factory=dict)
-    """What each answered, as soon as it did; None for whom it did not reach."""
+    """Each engine's answer, as soon as it came; None where the update did not reach it."""
     begun: bool = False
     task: "asyncio.Task[None] | None" = None
 
@@ -111,17 +111,17 @@ class WeightsGroup:
         self._turn = asyncio.Lock()
         self._failures = 0
         self.broadcasts = 0
-        """That reached somebody."""
+        """Those that reached an engine."""
 
     async def deliver(self, engine: "RayEngine", head: bytes, tensors: "ObjectTensors") -> bytes | None:
-        """What the engine answered to weights that were broadcast to it; None if they must reach it otherwise."""
+        """The engine's answer to weights that were broadcast to it; None if they must reach it otherwise."""
         if self._failures >= MOST_FAILURES:
             return None
         if tensors.round is None:
             this = tensors.round = Round()
             this.task = asyncio.ensure_future(self._broadcast(this, head, tensors.reference))
         if tensors.round.begun:
-            self._met = None  # it comes late, or a second time: whoever was started again is in no group
+            self._met = None  # it comes late, or a second time: a restarted engine is in no group
             return None
         mine = tensors.round.wanted[engine] = asyncio.get_running_loop().create_future()
         return await mine  # bounded: each step of a broadcast is
@@ -158,7 +158,7 @@ class WeightsGroup:
                 size = await self._soon(rank.hold.remote(reference))
                 calls = {engine: row(engine, size) for engine in members}
                 outcomes = await self._all({rank: rank.send_row.remote(), **calls})
-        except (RayError, TrainerLost, TimeoutError) as error:  # whoever needs the rank next will say so
+        except (RayError, TrainerLost, TimeoutError) as error:  # the next call that needs the rank reports it
             log.warning("the first rank takes no part in a broadcast: %s", _brief(error))
             self._met = None
             return []
@@ -188,8 +188,8 @@ class WeightsGroup:
             return await reference
 
     async def _all(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
-        """What each answers or fails with. After the first failure the others have as long as a bucket may take to fail
-        too, and whoever is silent then is missing from the answer."""
+        """Each call's answer or error. After the first failure the others have as long as a bucket may take to fail
+        too, and a call that is still open then is missing from the answer."""
         tasks = {asyncio.ensure_future(_awaited(call)): who for who, call in calls.items()}
         try:
             _, silent = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=LONGEST_SECONDS)

@@ -1,4 +1,4 @@
-"""An engine as a Ray actor, and the orchestrator's handle on it."""
+"""Runs an engine as a Ray actor, with the orchestrator's handle on it."""
 
 import asyncio
 import contextlib
@@ -77,7 +77,7 @@ class Pace:
     async def turn(self) -> None:
         """Wait for one's turn, which for the first few of a crowd is now."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # the last one may have ended with somebody waiting
+        if loop is not self._loop:  # the last one may have ended with calls waiting
             self._loop, self._left = loop, self._each_turn
             self._waiting.clear()
         if self._left == self._each_turn:
@@ -93,7 +93,7 @@ class Pace:
         self._left = self._each_turn
         while self._waiting and self._left:
             one = self._waiting.popleft()
-            if not one.done():  # whoever was cancelled meanwhile
+            if not one.done():  # unless it was cancelled meanwhile
                 one.set_result(None)
                 self._left -= 1
         if self._left < self._each_turn:
@@ -113,7 +113,7 @@ class EngineActor(Receiving, RayActor):
     """One embedded engine. Started again after a death it holds the weights it began with, and says so: the roster then
     gives it the current ones before it serves. One whose thread has failed ends itself, so that Ray starts it again.
 
-    Whoever controls it has places of its own beside those of requests: a full engine must still take new weights.
+    Control calls have places of their own beside those of requests: a full engine must still take new weights.
     """
 
     serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[DecodingEngine | Scorer, Ends]]]] = embedded
@@ -131,7 +131,7 @@ class EngineActor(Receiving, RayActor):
 
     @ray.method(concurrency_group=CONTROL)
     async def order(self, question: bytes) -> bytes:
-        """What a full engine answers too."""
+        """A control call, which a full engine answers too."""
         return await self.answer(question)
 
     @ray.method(concurrency_group=CONTROL)
@@ -166,8 +166,8 @@ class EngineActor(Receiving, RayActor):
 
 
 class RayEngine:
-    """Speaks the `Engine` protocol to an actor. Ray starts a dead actor again; whoever asks meanwhile is told that
-    nobody is there, and the pool asks elsewhere."""
+    """Speaks the `Engine` protocol to an actor. Ray restarts a dead actor; meanwhile requests fail as unreachable, and
+    the pool sends them elsewhere."""
 
     def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
         self.actor, self.name, self._group = actor, name, group
@@ -275,7 +275,7 @@ class RayEngine:
 
 
 class ObjectTensors(Mapping[str, Tensor]):
-    """Tensors in Ray's object store, as the bytes of one safetensors file; read here only if somebody looks."""
+    """Tensors in Ray's object store, as the bytes of one safetensors file; read here only on access."""
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference

@@ -1,4 +1,4 @@
-"""`placement = "ray"`: the same orchestrator in this process, everything else wherever there is room."""
+"""Places a run's engines, ranks, workers and scorers on Ray, beside the orchestrator in this process."""
 
 import asyncio
 import logging
@@ -42,14 +42,14 @@ class ScorerActor(EngineActor):
 
 
 class RayScorer(RayEngine):
-    """A handle on one. It belongs to the placement, not to whoever asks it."""
+    """A handle on one. It belongs to the placement, not to its callers."""
 
     async def aclose(self) -> None: ...
 
 
 class Scorers:
-    """Finds whoever scores for a reference: the run's own actors, which share questions by least load, or an endpoint
-    that somebody else started."""
+    """Finds the scorers of a reference: the run's own actors, which share requests by least load, or an endpoint that
+    the run did not start."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, of: dict[str, list[RayScorer]]) -> None:
         self._config, self._tokenizer, self._of = config, tokenizer, of
@@ -64,7 +64,7 @@ class Scorers:
 
 
 def of_teacher(config: RunConfig, name: str) -> RunConfig:
-    """What a scorer of this model is told: the run's settings, with another model and no adapter."""
+    """The config of a scorer of this model: the run's settings, with another model and no adapter."""
     policy = config.model
     teacher = ModelConfig(
         name=name, dtype=policy.dtype, fp32_head=policy.fp32_head, trust_remote_code=policy.trust_remote_code
@@ -150,7 +150,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         await parts.up([*engines, *scorers])
 
         def twin() -> EmbeddedEngine:
-            """Who speaks for a past version that is a whole model: an engine of this process."""
+            """An engine of this process, for a past version that is a whole model."""
             model = load_model(config.model, pick_device(config.device))
             return engine_for(model.requires_grad_(False), config)
 

@@ -1,4 +1,4 @@
-"""Trainer ranks as Ray actors, and all of them together as one trainer."""
+"""Runs trainer ranks as Ray actors, and all of them together as one trainer."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class RankActor(Sending, RayActor):
     """One rank: its share of the model, of each batch, and of each checkpoint."""
 
     async def meeting_place(self) -> tuple[str, int]:
-        """Where the ranks can find one another, if this is the first of them."""
+        """Host and port at which the ranks meet, if this is the first of them."""
         with socket.socket() as door:
             door.bind(("", 0))
             return get_node_ip_address(), door.getsockname()[1]
@@ -64,7 +64,7 @@ class RankActor(Sending, RayActor):
         return _encode(await self._desk.answer(decode_call(call)))
 
     async def weights(self) -> tuple[bytes, NDArray]:
-        """What to say of the weights, and the weights themselves: on the first rank. The others lend a hand."""
+        """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
         update = await self._desk.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(packed, update.tensors)
@@ -99,7 +99,7 @@ class RayTrainer(RankGroup):
         return hello
 
     def first(self) -> Any:
-        """Who has the whole weights."""
+        """The rank that has the whole weights."""
         self._there()
         return self._ranks[0]
 
@@ -146,7 +146,7 @@ class RayTrainer(RankGroup):
 
 
 def _last_line(error: BaseException) -> str:
-    """What a remote traceback ends with."""
+    """The last line of a remote traceback."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 

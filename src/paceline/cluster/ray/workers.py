@@ -1,4 +1,4 @@
-"""Reward and tool code on other machines: each call still in a process of its own, which can be killed."""
+"""Runs reward and tool code on other machines, each call still in a process that can be killed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class WorkerActor(RayActor):
     async def call(
         self, function: str, args: Sequence[Any], timeout: float, limits: tuple[int, int | None, int]
     ) -> dict[str, Any]:
-        """What the function returns, or how it failed."""
+        """The function's value, or how it failed."""
         workers = self._workers.setdefault(WorkerLimits(*limits), Workers(*limits))
         try:
             return {"value": await workers.call(function, args, timeout)}
@@ -53,7 +53,7 @@ class RayWorkers:
                 ray.cancel(reference)  # its process is killed, as it would be here
                 raise
             except RayTaskError:
-                raise  # a bug over there: nobody was lost
+                raise  # a bug over there: no worker was lost
             except ActorUnavailableError:
                 # It is being started again, which is no verdict on the call.
                 if waited > LOAD_SECONDS:

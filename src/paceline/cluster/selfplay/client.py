@@ -1,4 +1,4 @@
-"""The model that is trained, and the server it is sampled from."""
+"""Loads the model to train, and connects to the server it is sampled from."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def load(
 
 
 class Client:
-    """Where actors are sampled from."""
+    """A pool of engines that actors are sampled from."""
 
     def __init__(self, pool: Pool, sampling: SamplingConfig | None = None) -> None:
         self.pool = pool

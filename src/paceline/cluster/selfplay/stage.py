@@ -1,4 +1,4 @@
-"""From an arena's requests to credited samples."""
+"""Plays an arena's requests and turns them into credited samples."""
 
 import asyncio
 from collections.abc import Sequence

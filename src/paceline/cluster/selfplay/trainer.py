@@ -1,4 +1,4 @@
-"""A trainer that is handed samples and decides itself when they make a step."""
+"""Defines a trainer that takes samples and steps once it has enough of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ optim = SimpleNamespace(Adam=Adam)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfPlayTrainerConfig:
-    """What a `SelfPlayTrainer` does with records."""
+    """Settings of a `SelfPlayTrainer`."""
 
     micro_batch_tokens: int = 4096
     min_samples_per_step: int = 16
@@ -61,7 +61,7 @@ class TrainingBatch:
     """One draw of the arena, played and credited."""
 
     records: list[Sample]
-    """What trains. Groups in which all did equally well carry no signal and are left out."""
+    """Samples to train on. Groups in which all did equally well carry no signal and are left out."""
     groups: list[Group]
 
     def rewards(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class SelfPlayTrainer:
         return await self._step() if self._waiting else None
 
     async def publish_weights(self) -> None:
-        """Hand the current version to whoever samples from it."""
+        """Publish the current version to the client's engines."""
         await self.client.pool.load_weights(await self._trainer.weights())
 
     async def flush(self) -> StepReport | None:

@@ -1,4 +1,4 @@
-"""What every environment's section has, and what those with a dataset have."""
+"""Base sections of environments: keys that all of them have, and keys of those with a dataset."""
 
 from typing import Annotated
 
@@ -19,7 +19,7 @@ class SeatConfig(Section):
 
 
 class BaseEnvConfig(Section):
-    """What every environment has."""
+    """Keys that every environment has."""
 
     name: str = ""
     """Name in metrics and tickets; the type when left out. Must be unique in a run."""
@@ -94,4 +94,4 @@ class DatasetEnvConfig(BaseEnvConfig):
     eval_dataset: Source | None = None
     """Held-out rows; no evaluation when left out."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """What the rows call things, `{gt_answer = "answer"}`; `a.b` reaches into an object."""
+    """Renames fields of the rows, `{gt_answer = "answer"}`; `a.b` reaches into an object."""

@@ -58,4 +58,4 @@ class CustomEnvConfig(BaseEnvConfig, Hook):
     eval_dataset: Source | None = None
     """Held-out rows for a function; no evaluation when left out."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """What the rows call things, `{gt_answer = "answer"}`; `a.b` reaches into an object."""
+    """Renames fields of the rows, `{gt_answer = "answer"}`; `a.b` reaches into an object."""

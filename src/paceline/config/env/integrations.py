@@ -40,7 +40,7 @@ class ReasoningGymConfig(BaseEnvConfig):
     seed: int = Field(default=0, ge=0, lt=1 << 30)
     """Questions come from here. Held-out ones are drawn from seeds no training row uses."""
     answer: Literal["tags", "text"] = "tags"
-    """What counts as the answer: what stands between the last `<answer>` and `</answer>`, or all that was said."""
+    """The text that counts as the answer: between the last `<answer>` and `</answer>`, or the whole reply."""
     system_prompt: str | None = None
     """First message of every row. Left out: with `tags` it asks for them, with `text` there is none."""
     score_timeout: float = Field(default=30.0, gt=0)
@@ -79,7 +79,7 @@ class ReasoningGymConfig(BaseEnvConfig):
 
 
 class TextArenaConfig(BaseEnvConfig):
-    """A game of the `textarena` package, by the policy alone, against itself, or against somebody else."""
+    """A game of the `textarena` package, by the policy alone, against itself, or against an opponent."""
 
     type: Literal["textarena"] = "textarena"
     game: str
@@ -89,8 +89,8 @@ class TextArenaConfig(BaseEnvConfig):
     players: int | None = Field(default=None, ge=1)
     """How many play; the fewest the game allows when left out."""
     opponent: ImportPath = "self"
-    """Who has the other seats: `self` (the policy, and every seat is trained), `random` (any legal move, where the game
-    lists its moves), or the import path of `choose(observation, random) -> action`."""
+    """The player in the other seats: `self` (the policy, and every seat is trained), `random` (any legal move, where
+    the game lists its moves), or the import path of `choose(observation, random) -> action`."""
     max_turns: int = Field(default=100, ge=1)
     """Moves of all players together after which an unfinished game ends, with reward 0 for everyone."""
     size: int = Field(default=1000, ge=1, le=1_000_000)
@@ -126,8 +126,8 @@ class VerifiersConfig(BaseEnvConfig):
     env: str = ""
     """How agents interact, by its id there (`best-of-n`); the taskset's own way when left out."""
     agents: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Settings by agent, in that package's words (`{agent = {max_turns = 4}}`). Where nobody chose a harness, agents
-    talk and call tools from this process; where nobody chose a runtime, it is this machine."""
+    """Settings by agent, in that package's words (`{agent = {max_turns = 4}}`). Where no harness is chosen, agents
+    talk and call tools from this process; where no runtime is chosen, it is this machine."""
 
     @field_validator("args", "eval_args", "agents")
     @classmethod

@@ -8,7 +8,7 @@ from paceline.config.base import FilePath, Hook
 from paceline.config.env.base import BaseEnvConfig, DatasetEnvConfig, Source
 
 SEARCH_KEY_VARIABLE = "PACELINE_SEARCH_API_KEY"
-"""Not the model server's: whoever is searched must not learn that one."""
+"""Not the model server's key: a search service must not learn that one."""
 
 
 class RetrievalConfig(BaseEnvConfig):
@@ -30,13 +30,13 @@ class RetrievalConfig(BaseEnvConfig):
     eval_dataset: Source | None = None
     """Held-out questions; with a `dataset` of your own and without this there is no evaluation."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """What the rows call things, `{gt_answer = "answer"}`; `a.b` reaches into an object."""
+    """Renames fields of the rows, `{gt_answer = "answer"}`; `a.b` reaches into an object."""
     max_turns: int = Field(default=4, ge=1)
     """Replies the model has in all. A search in the last one is not run."""
     top_k: int | None = Field(default=None, ge=1, le=100)
     """Documents shown for a query; 5, or what the service says, when left out."""
     score: Literal["exact", "f1"] = "exact"
-    """What pays: the right answer but for case, punctuation and articles, or the share of words in common with it."""
+    """Scoring: the right answer but for case, punctuation and articles, or the share of words in common with it."""
     results_role: Literal["user", "tool"] = "user"
     """Whose message brings the results."""
     max_result_chars: int = Field(default=600, ge=1)
@@ -116,7 +116,7 @@ class EqualityConfig(DatasetEnvConfig):
     ignore_case: bool = False
     """Whether `Paris` and `paris` are the same. White space never counts."""
     format_reward: float = Field(default=0.1, ge=0, lt=1)
-    """What a wrong answer between tags earns; without tags it earns nothing."""
+    """Reward of a wrong answer between tags; without tags it earns nothing."""
 
 
 class AlphabetSortConfig(BaseEnvConfig):
@@ -124,7 +124,7 @@ class AlphabetSortConfig(BaseEnvConfig):
 
     type: Literal["alphabet-sort"] = "alphabet-sort"
     items: Literal["names", "words", "letters"] = "names"
-    """What is sorted: first and last names, asked for in sentences; short made-up words (`sort: tobi mar`); or letters
+    """Items to sort: first and last names, asked for in sentences; short made-up words (`sort: tobi mar`); or letters
     (`sort: cab`), the only ones the quickstart model can learn in minutes."""
     min_turns: int = Field(default=1, ge=1, le=10)
     """Turns of an episode, at least."""
@@ -140,7 +140,7 @@ class AlphabetSortConfig(BaseEnvConfig):
     letters: str = "abcdefghijklmnoprstuvwxz"
     """Letters to draw from for `items = "letters"`; fewer are easier."""
     mark: str | None = None
-    """What stands behind a new name; ` (new)` for names, `*` for words and nothing for letters when left out."""
+    """Text behind a new name; ` (new)` for names, `*` for words and nothing for letters when left out."""
     train_examples: int = Field(default=2048, ge=1, le=50_000)
     """Rows generated for training."""
     eval_examples: int = Field(default=128, ge=1, le=50_000)
@@ -168,15 +168,15 @@ class CalculatorConfig(BaseEnvConfig):
     max_turns: int = Field(default=3, ge=1, le=50)
     """Replies of the policy, at most. The calculator is not run after the last."""
     question: str | None = None
-    """What is asked, with `{expression}` in it; a sentence that explains the style when left out."""
+    """The question, with `{expression}` in it; a sentence that explains the style when left out."""
     call: str = Field(default="calc:", min_length=1)
     """In text style, what a line with a call begins with. The expression follows, or none for the one in question."""
     result: str = "{result}"
     """In text style, the message that answers a call."""
     call_reward: float = Field(default=0.0, ge=0, lt=1)
-    """What a wrong answer earns if the calculator has shown the right one; 0 leaves tool use to its own merit."""
+    """Reward of a wrong answer if the calculator has shown the right one; 0 leaves tool use to its own merit."""
     partial_credit: float = Field(default=0.0, ge=0, lt=1)
-    """What a wrong answer earns on top, at most, for digits of the right one where they belong."""
+    """Further reward of a wrong answer, at most, for digits of the right one where they belong."""
     operators: list[Literal["+", "-", "*"]] = Field(default=["+", "-", "*"], min_length=1)
     """Operators in the questions; the calculator itself knows more."""
     min_terms: int = Field(default=2, ge=2, le=8)
@@ -220,7 +220,7 @@ class GSM8KConfig(DatasetEnvConfig):
         "That is not the right answer. Go through your steps again, find the mistake, "
         "and end with the corrected answer as \\boxed{number}."
     )
-    """What a wrong answer is told."""
+    """The message that answers a wrong answer."""
 
 
 class TokenInConfig(DatasetEnvConfig):

@@ -1,4 +1,4 @@
-"""Untrusted programs, judged from outside.
+"""Runs untrusted programs in a sandbox and tests them from outside.
 
 Two processes, so that a solution never meets its tests. The *judge* (`judge.py`, in one of our workers) runs the tests;
 where they call the solution, the arguments travel to the *cell* (`cell.py`), which runs the solution and sends back

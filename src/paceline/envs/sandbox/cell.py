@@ -1,7 +1,7 @@
-"""The process a solution runs in. It loads the solution, then answers the judge's calls with plain data.
+"""Runs a solution in a process of its own and answers the judge's calls with plain data.
 
 Run as a file by `judge.py`, without site-packages and with an empty environment; two pipes are all it shares with
-anybody. It forks once: the child runs the solution, and the parent, which the solution cannot reach, waits to kill it.
+others. It forks once: the child runs the solution, and the parent, which the solution cannot reach, waits to kill it.
 """
 
 # pathlib takes a while to import, and this is on the way to every check.
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def watch(child: int, parent: int, work: str | None, die_with_parent: Any) -> None:
-    """Outlive the solution, or end it when the judge says so or is gone; then nobody else clears its folder."""
+    """Outlive the solution, or end it when the judge says so or is gone; then only this process clears its folder."""
 
     def end(*_: object) -> None:
         os.kill(child, signal.SIGKILL)
@@ -108,7 +108,7 @@ def say(answers: int, answer: list[Any]) -> None:
 
 
 def attempt(action: Any, *args: Any) -> list[Any]:
-    """What it gave, or what it raised: the nearest of Python's own exceptions, which the judge knows too."""
+    """The value it returned, or what it raised: the nearest of Python's own exceptions, which the judge knows too."""
     try:
         return ["value", action(*args)]
     except BaseException as error:

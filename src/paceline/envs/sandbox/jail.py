@@ -1,4 +1,4 @@
-"""Walls around a process: the kernel's namespaces where it allows them, or a guard inside the interpreter.
+"""Isolates a process: by kernel namespaces where allowed, else by a guard inside the interpreter.
 
 Everything here acts on the calling process and cannot be taken back.
 """
@@ -19,7 +19,7 @@ SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MS_KEPT = 2 | 4 | 8 | 1024 | 2048
-"""Flags of a mount that nobody without privileges may take off: nosuid, nodev, noexec, noatime, nodiratime. Numbered
+"""Flags of a mount that an unprivileged process may not take off: nosuid, nodev, noexec, noatime, nodiratime. Numbered
 alike by `statvfs` and `mount`."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITY_VERSION_3 = 0x20080522
@@ -35,8 +35,8 @@ PACKAGES = ("site-packages", "dist-packages")
 
 
 def enter(root: str, megabytes: int) -> None:
-    """Into namespaces of our own, with an empty file system over the folder `root` that holds Python's library and
-    `/work`. The network is gone at once, other processes for whoever is forked next. OSError where it is forbidden."""
+    """Enter new namespaces, with an empty file system over the folder `root` that holds Python's library and
+    `/work`. The network is gone at once, other processes for the next forked child. OSError where it is forbidden."""
     if sys.platform != "linux":
         raise OSError("only Linux has namespaces")
     _unshare()
@@ -65,7 +65,7 @@ def _unshare() -> None:
         try:
             return _call("unshare", SPACES)
         except OSError:
-            pass  # root of a container, with no more rights than anybody
+            pass  # root of a container, with no more rights than any user
     _call("unshare", SPACES | CLONE_NEWUSER)
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{NOBODY} {uid} 1")

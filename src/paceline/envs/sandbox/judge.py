@@ -40,7 +40,7 @@ class NoJail(Exception):
 
 
 class Kernel:
-    """What this worker has found out."""
+    """Whether the kernel forbids namespaces, once this worker has found out."""
 
     forbids = False
 
@@ -199,7 +199,7 @@ def open_cell(source: str, limits: dict[str, Any], jailed: bool, deadline: float
 
 @contextlib.contextmanager
 def _folder(jailed: bool) -> Generator[str]:
-    """Where a solution works. A jail hides whatever folder it is mounted on, so that any will do."""
+    """The folder a solution works in. A jail hides whatever folder it is mounted on, so that any will do."""
     if jailed:
         yield str(HERE)
         return
@@ -239,7 +239,7 @@ class Cell:
             return
 
     def ask(self, *request: Any) -> Any:
-        """What the solution gives; what it raises is raised here."""
+        """The solution's answer; what it raises is raised here."""
         self.asked += 1
         self._say(request)
         match self._hear():

@@ -1,4 +1,4 @@
-"""Python values as JSON: plain data by value, anything else as a reference that stays on its side.
+"""Encodes Python values as JSON: plain data by value, all else as a reference that stays on its side.
 
 What is decoded is built from Python's own types, whatever it was made from. An object that claims to equal everything
 arrives as a reference that equals nothing, and a subclass of `int` as an `int`.

@@ -1,4 +1,4 @@
-"""Where an environment's queries go: to an index in this process, or to a search service."""
+"""Sends an environment's queries to an index in this process, or to a search service."""
 
 import asyncio
 import os

@@ -14,7 +14,7 @@ from paceline.data import DataError
 BUILT_IN = Path(__file__).with_name("corpus.jsonl")
 """Two hundred short documents about an invented country, made by `scripts/make_corpus.py`."""
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
-"""What can be asked about them: no document that answers an eval question answers a training question."""
+"""Questions about them: no document that answers an eval question answers a training question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Document:
 
     @property
     def words(self) -> str:
-        """What it is found by."""
+        """The text it is found by."""
         return f"{self.title}\n{self.text}"
 
 

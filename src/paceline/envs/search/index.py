@@ -1,4 +1,4 @@
-"""BM25 over a corpus: which documents hold the words of a query, the rare ones above all.
+"""Searches a corpus by BM25: ranks documents by the words of a query they hold, rare ones above all.
 
     score(q, d) = sum over words w of q:  idf(w) * tf (k1 + 1) / (tf + k1 (1 - b + b |d| / mean |d|))
     idf(w) = ln(1 + (N - n + 1/2) / (n + 1/2)),  n of N documents hold w,  tf is how often d does
@@ -120,7 +120,7 @@ def best(documents: Sequence[Document], scores: NDArray, top_k: int, above: floa
 
 
 def _weights(counts: NDArray, lengths: NDArray, places: NDArray, documents_with: NDArray) -> NDArray[np.float32]:
-    """What each posting adds to the score of its document."""
+    """The score that each posting adds to its document."""
     idf = np.log1p((len(lengths) - documents_with + 0.5) / (documents_with + 0.5))
     usual = lengths.mean() if lengths.any() else 1.0
     damping = K1 * (1 - B + B * lengths[places] / usual)

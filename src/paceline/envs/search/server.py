@@ -52,7 +52,7 @@ class SearchOptions(Section):
     embeddings_model: str | None = None
     """Its model."""
     embeddings_api_key: str | None = Field(default=None, repr=False)
-    """What it wants to be sent as `Authorization: Bearer KEY`."""
+    """Its API key, sent as `Authorization: Bearer KEY`."""
 
     @model_validator(mode="after")
     def _guarded(self) -> "SearchOptions":
@@ -84,7 +84,7 @@ GRACE_SECONDS = 5.0
 
 
 class SearchBody(RequestBody):
-    """What is looked for."""
+    """A search request."""
 
     query: Annotated[str, Field(max_length=MOST_QUERY)]
     top_k: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None

@@ -1,4 +1,4 @@
-"""An index kept in a folder, so that a large corpus is read and weighed once.
+"""Stores an index in a folder, so that a large corpus is read and weighed once.
 
     documents.jsonl  the documents themselves: a service can be started from the folder alone
     bm25.npz         words and postings
@@ -88,7 +88,7 @@ def _read(file: Path, mark: str, names: Sequence[str]) -> Arrays | None:
 
 
 def _write(file: Path, mark: str, arrays: Arrays) -> None:
-    """Beside its place first: whoever reads meanwhile finds the old one or the new one."""
+    """Beside its place first: a concurrent reader finds the old file or the new one."""
     draft = file.with_suffix(".draft")
     with draft.open("wb") as out:
         np.savez(out, mark=np.array(mark), **arrays)  # ty: ignore[invalid-argument-type] - names and arrays

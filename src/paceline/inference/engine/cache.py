@@ -1,4 +1,4 @@
-"""The KV cache: what the scheduler asks of one, and the bookkeeping of one that gives each running request a slot.
+"""The KV cache: the protocol the scheduler uses, and the bookkeeping of one slot per running request.
 
 A slot is one row of memory: a decode step reads it in place, without gathering. On CUDA `pages.py` takes its stead.
 """
@@ -13,7 +13,7 @@ from paceline.inference.engine.sequence import Family, Sequence
 
 
 class Cache(Protocol):
-    """Where keys and values live. All bookkeeping is in launch order: what a launched step writes counts as there."""
+    """Holds keys and values. All bookkeeping is in launch order: what a launched step writes counts as there."""
 
     slots: int
     shares_at_once: bool
@@ -62,7 +62,7 @@ class Cache(Protocol):
 
 
 class Slots(ABC):
-    """Who has which slot, and whose keys and values another may share. The memory is a subclass's.
+    """Assigns slots, and finds keys and values that another sequence may share. The memory is a subclass's.
 
     The length grows by doubling up to `max_length`, so short conversations never pay for the model's whole context.
     With `steady`, only prompts are shared, because keys from a decode step may differ from those of a prompt by
@@ -76,7 +76,7 @@ class Slots(ABC):
         self._steady = steady
         self._free = list(range(slots))
         self._left: dict[int, tuple[Family, list[int]]] = {}
-        """What a freed slot still holds, for the next turn of the same conversation."""
+        """Tokens a freed slot still holds, for the next turn of the same conversation."""
         self._prompts: dict[tuple[Family, tuple[int, ...]], int] = {}
         """Running slots by their prompt, for the other members of a group."""
         self._owners: dict[int, tuple[Family, tuple[int, ...]]] = {}

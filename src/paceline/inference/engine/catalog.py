@@ -1,4 +1,4 @@
-"""Which model names an engine answers to, and what stands behind each."""
+"""Maps model names to the adapter slots and versions an engine serves, and validates requests."""
 
 import math
 from collections.abc import Iterable
@@ -27,13 +27,13 @@ class Catalog:
     Replaced, never changed, so that all completions of the same weights share one."""
 
     def renew(self, models: Iterable[str], version: int) -> None:
-        """These hold other weights from now on, which nobody has proved yet."""
+        """These hold other weights from now on, which are not proved yet."""
         self.versions |= dict.fromkeys(models, version)
         self.weights |= {model: {} for model in models}
         self.base_version = self.versions[BASE]
 
     def family(self, model: str) -> Family:
-        """What tells keys and values of these weights from all others."""
+        """Identifies the weights that keys and values are computed with."""
         return (self.slots[model], self.versions[model], self.base_version)
 
     @property

@@ -108,7 +108,7 @@ class PlainMemory:
         return self._pages
 
     def sleep(self) -> None:
-        """The tensor shrinks to nothing in place, so whoever holds it needs no telling."""
+        """Shrink the tensor to nothing in place, so that its holders need not be told."""
         assert self._pages is not None
         self._size = self._pages.untyped_storage().size()
         self._pages.untyped_storage().resize_(0)

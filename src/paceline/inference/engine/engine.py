@@ -1,4 +1,7 @@
-"""What decodes: a thread that launches steps, and takes new weights between two of them. It knows no tensor library."""
+"""Runs the decoding loop: one thread launches steps and applies weight updates between them.
+
+It depends on no tensor library.
+"""
 
 import asyncio
 import contextlib
@@ -306,9 +309,9 @@ class DecodingEngine:
         self._land(self._runner.depth if chunks else max(0, len(self._flights) - 1))
 
     def _land(self, leave: int) -> None:
-        """Land the oldest steps until `leave` are in flight. With the last of them the clock stops before anyone is
-        answered: whoever acts on an answer finds no engine that looks busy with it still. While others are in flight it
-        runs on, for the device does compute them."""
+        """Land the oldest steps until `leave` are in flight. With the last of them the clock stops before any request
+        is answered, so that a caller does not find the engine still busy with it. While others are in flight it runs
+        on, for the device does compute them."""
         while len(self._flights) > leave:
             flight = self._flights.popleft()
             flight.land()
@@ -320,14 +323,14 @@ class DecodingEngine:
 
     def _accept(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        if sequence.end.reached:  # nobody waits any more, or it ended while this step was in flight
+        if sequence.end.reached:  # the caller gave up, or it ended while this step was in flight
             self._scheduler.release(sequence)
             self._herald.forget(sequence)
         elif chunk.drawn is not None:
             self._accept_token(sequence, chunk, chunk.drawn)
         elif chunk.scores is not None:
             self._accept_scores(sequence, chunk.scores)
-        # Only now: whoever was preempted waits again from here on, with all it has, or is over.
+        # Only now: a preempted sequence waits again from here on, with all it has, or is over.
         self._scheduler.land(chunk)
 
     def _accept_scores(self, sequence: Running, scores: list[float]) -> None:
@@ -395,7 +398,7 @@ class DecodingEngine:
         return pause
 
     def _lock(self, name: str | None, error: Exception) -> None:
-        """Nothing is sampled from these weights: who runs or waits is told why, and so is whoever asks from now on."""
+        """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
         kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
         self._distrust[name] = kind(str(error))
         self._scheduler.swap(name, recompute=True)
@@ -403,7 +406,7 @@ class DecodingEngine:
             self._fail(sequence, str(error), kind)
 
     def _carry_over(self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None) -> None:
-        """Who goes on under new weights keeps the names of the old. After a roll-back a version's number comes again
+        """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
         with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
         could not say which is which."""
         carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
@@ -440,8 +443,8 @@ class DecodingEngine:
         self._paused = False
 
     def _fail_all(self, error: EngineError) -> None:
-        """Answer everybody, those included whose request was still on its way."""
-        with self._door:  # whoever is past it is in the inbox; nobody comes after
+        """Answer all requests, those included that were still on their way."""
+        with self._door:  # requests past it are in the inbox; none comes after
             self._closed = True
         self._herald.tell(now=True)
         while not self._inbox.empty():

@@ -209,7 +209,7 @@ class TokenGuide:
 
 
 def grammars(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> Grammars | None:
-    """What an engine needs for constrained output; None where xgrammar, or the torch it needs, is not installed."""
+    """An engine's grammars for constrained output; None where xgrammar, or the torch it needs, is not installed."""
     try:
         import xgrammar  # noqa: F401
     except ImportError:

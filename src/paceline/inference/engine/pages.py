@@ -1,6 +1,6 @@
 """The paged KV cache: memory in small pages, shared by reference between requests with a common beginning.
 
-    free -> held by n sequences -> kept (nobody's, but still found by its content) -> free
+    free -> held by n sequences -> kept (unused, but still found by its content) -> free
 
 A page is found by exact content: a node is (parent node, tokens of the page), its root the family, that is the model
 and version the keys were computed with. So a prefix of older weights can never be found again.
@@ -17,12 +17,12 @@ from paceline.inference.engine.sequence import Family, Sequence
 from paceline.model.shape import AttentionShape
 
 PAGE = 16
-NOBODY = 0
+SCRATCH_PAGE = 0
 """The page that takes the writes of padding rows."""
 
 
 class PageMemory(Protocol):
-    """Where the pages come from: plain tensors, or memory that can be lent out while its address stays."""
+    """Source of the pages: plain tensors, or memory that can be lent out while its address stays."""
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
@@ -32,7 +32,7 @@ class PageMemory(Protocol):
 
 
 class Prefixes:
-    """Which pages hold which beginnings, and which of those nobody uses just now, oldest first."""
+    """Maps beginnings to the pages that hold them, and lists those no sequence uses just now, oldest first."""
 
     def __init__(self) -> None:
         self._pages: dict[tuple[object, tuple[int, ...]], tuple[int, int]] = {}
@@ -65,7 +65,7 @@ class Prefixes:
         return self._nodes
 
     def keep(self, page: int) -> bool:
-        """A page nobody uses any more stays findable. False: nothing is known about it."""
+        """Keep a page findable that no sequence uses any more. False: nothing is known about it."""
         if page not in self._keys:
             return False
         self.kept[page] = None
@@ -77,7 +77,7 @@ class Prefixes:
         return page
 
     def clear(self) -> list[int]:
-        """Forget everything; answers with the pages that nobody uses."""
+        """Forget everything; answers with the pages that no sequence uses."""
         kept = list(self.kept)
         self._pages.clear()
         self._keys.clear()
@@ -113,7 +113,7 @@ class PageCache:
 
     @property
     def scratch(self) -> int:
-        """The slot nobody reads."""
+        """The slot that is never read."""
         return self.slots
 
     @property
@@ -122,7 +122,7 @@ class PageCache:
 
     @property
     def available(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that no sequence holds."""
         return len(self._free) + len(self._prefixes.kept)
 
     @property
@@ -198,7 +198,7 @@ class PageCache:
     def scrub(self, sequence: Sequence) -> None:
         sequence.family = None
         own = [page for page in sequence.pages if self._holders[page] == 1]
-        self.kv[:, :, torch.tensor([NOBODY, *own], device=self.kv.device)] = 0
+        self.kv[:, :, torch.tensor([SCRATCH_PAGE, *own], device=self.kv.device)] = 0
 
     def forget(self) -> None:
         self._free.extend(self._prefixes.clear())

@@ -1,4 +1,4 @@
-"""The nouns an engine is put together from. What they compute with is their own affair."""
+"""Defines the protocols an engine is assembled from, independent of the tensor library."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -78,14 +78,14 @@ class StagedUpdate:
     tensors: Mapping[str, Array]
     """As they will be copied; none where a delta stands for them."""
     sent: str | None = None
-    """Their fingerprint, unless nobody is to check it or a delta will lead to it."""
+    """Their fingerprint, unless it is not checked or a delta will lead to it."""
     check: bool = True
     ready: Any = None
     """When what reading left to the device is done, where that is not at once."""
 
 
 class Weights(Protocol):
-    """What an engine serves: the base and the adapters beside it."""
+    """The weights an engine serves: the base and the adapters beside it."""
 
     bytes: int
 
@@ -104,12 +104,12 @@ class Weights(Protocol):
         ...
 
     def apply(self, arrived: StagedUpdate) -> str | None:
-        """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
-        breaks off in the middle leaves weights that have no name, and is told as `Torn`."""
+        """Copy the update in place and return its fingerprint, if it is to be checked. A refused update changes
+        nothing; one that breaks off halfway leaves weights of no version and raises `PartialUpdateError`."""
         ...
 
     def verify(self, update: WeightUpdate, sent: str) -> None:
-        """What is held now must be what was sent, and compute what the trainer computes."""
+        """Check that the weights held are those sent, and compute what the trainer computes."""
         ...
 
 

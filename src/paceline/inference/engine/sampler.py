@@ -39,7 +39,7 @@ class SamplingMetadata:
     top: int = 0
     """Most alternatives any row wants to hear of."""
     allowed: Tensor | None = None
-    """Where a grammar lets each row go."""
+    """Tokens that a grammar allows each row."""
 
     @classmethod
     def of(cls, chunks: Seq[Chunk], device: torch.device) -> "SamplingMetadata":

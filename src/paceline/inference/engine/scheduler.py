@@ -1,4 +1,4 @@
-"""Which tokens the next step computes: continuous batching, shared prompts, preemption, weight swaps.
+"""Chooses the tokens of the next step: continuous batching, shared prompts, preemption, weight swaps.
 
     waiting -> running (prefill -> decode) -> leaving -> finished
        ^                                         |
@@ -39,7 +39,7 @@ class Scheduler:
         """The highest turn that was admitted: a call that comes now begins there."""
         self._leaving: set[Sequence] = set()
         self._leaders: dict[tuple[Family, tuple[int, ...]], Sequence] = {}
-        """Who computes a prompt that others may soon share."""
+        """Sequences that compute a prompt which others may soon share."""
         self._prompting: set[tuple[Family | None, tuple[int, ...]]] = set()
         """Prompts that the step being put together computes."""
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     def _computing_now(self, sequence: Sequence) -> bool:
         """Another sequence is computing the same prompt just now: better wait a step and share it. What is computed in
-        this very step must not be copied before it, whoever computes it: that need not be the leader."""
+        this very step must not be copied before it, even where the leader is not the one that computes it."""
         assert sequence.family is not None
         prompt = (sequence.family, sequence.request.prompt_ids)
         if sequence.scores is not None:
@@ -128,7 +128,7 @@ class Scheduler:
         samples = sequence.scores is None
         length = min(pending, budget)
         if self._deterministic:
-            # Every sampled token comes from a decode step, so all see the same shapes, whoever computed the prompt.
+            # Every sampled token comes from a decode step, so all see the same shapes, even where a prompt is shared.
             length = min(pending - samples, self._prefill_tokens)
         if length <= 0:
             return 0
@@ -166,7 +166,7 @@ class Scheduler:
             self._leave(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """It is done, finished or not: nothing more is scheduled, its place is freed once nobody writes there."""
+        """It is done, finished or not: nothing more is scheduled, its place is freed once no step writes there."""
         sequence.requeue = False
         if self.running.pop(sequence.slot, None) is None and sequence not in self._leaving:
             return
@@ -222,7 +222,7 @@ class Scheduler:
             self._requeue(sequence)
 
     def begun(self, model: str | None) -> list[Sequence]:
-        """Who has sampled something from this model, or from any (None), and is not done."""
+        """Sequences that have sampled something from this model, or from any (None), and are not done."""
         alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
         return [s for s in alive if s.sampled and (model is None or s.request.model == model)]
 

@@ -1,4 +1,4 @@
-"""JSON schemas for a grammar compiler: what it would silently ignore is refused by name."""
+"""Prepares JSON schemas for a grammar compiler, and refuses by name what it would silently ignore."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and the pieces of it that one step computes."""
+"""The state of a request in the engine, and the chunks of it that one step computes."""
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -22,7 +22,7 @@ class Guide(Protocol):
 
 
 Family = tuple[int, int, int]
-"""What keys and values were computed with: adapter slot, its version, the base's version."""
+"""The weights that keys and values were computed with: adapter slot, its version, the base's version."""
 
 
 class End:
@@ -81,7 +81,7 @@ class Sequence:
     """Weights changed under it while its cache stayed as it was."""
     requeue: bool = False
     broken: bool = False
-    """Its keys and values may hold NaN, which no mask hides from whoever gets the memory next."""
+    """Its keys and values may hold NaN, which no mask hides from the sequence that gets the memory next."""
     end: End = field(default_factory=End)
 
     def __post_init__(self) -> None:
@@ -105,13 +105,13 @@ class Sequence:
         return "length" if len(self.tokens) >= self.limit else None
 
     def untold(self) -> Piece:
-        """What its listener has not heard yet; now it has."""
+        """The tokens its listener has not received yet; marks them as told."""
         start, self.told = self.told, len(self.logprobs)
         tokens = self.tokens[len(self.request.prompt_ids) + start :]
         return Piece(tokens, self.logprobs[start:], self.versions[start:], self.top[start:] or None)
 
     def restart(self) -> None:
-        """Forget what was sampled; the same noise draws it anew. Nobody may have heard of it."""
+        """Forget what was sampled; the same noise draws it anew. Its listener must not have received any."""
         del self.tokens[len(self.request.prompt_ids) :]
         for stream in (self.logprobs, self.log_z, self.top, self.versions):
             stream.clear()

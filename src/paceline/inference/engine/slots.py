@@ -27,7 +27,7 @@ class SlotCache(Slots):
 
     @property
     def scratch(self) -> int:
-        """The slot nobody reads."""
+        """The slot that is never read."""
         return self.slots
 
     @property

@@ -1,4 +1,4 @@
-"""Who listens to a completion hears of its tokens while they come."""
+"""Batches token callbacks so that streaming never throttles decoding."""
 
 import time
 from collections.abc import Callable
@@ -6,22 +6,22 @@ from collections.abc import Callable
 from paceline.inference.engine.sequence import Sequence
 
 LISTENER_SECONDS = 0.0002
-"""What it costs, from here to a client, to tell one listener something."""
+"""Cost of one call of a listener, from here to a client."""
 LONGEST_SECONDS = 0.1
 
 
 class TokenStreamer:
-    """Tells each listener what is new.
+    """Calls each listener with its new tokens.
 
-    A few hear of every token at once. A crowd is told again only after as long as telling all of it takes, several
-    tokens each time: otherwise the telling, not the decoding, would set the pace. Nobody waits longer than a moment,
-    and a completion's last tokens are told before its end.
+    A few listeners are called for every token. Many are called again only after as long as calling them all takes, but
+    at most `LONGEST_SECONDS`, with several tokens each time: otherwise the calls, not the decoding, would set the pace.
+    A completion's last tokens are told before its end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._news: dict[Sequence, None] = {}
-        """Sequences with tokens nobody has heard of."""
+        """Sequences with tokens that their listeners have not received."""
         self._due = 0.0
 
     def note(self, sequence: Sequence) -> None:
@@ -44,7 +44,7 @@ class TokenStreamer:
             self._say(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Nobody listens any more."""
+        """Its listener no longer waits."""
         self._news.pop(sequence, None)
 
     def _say(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""What holding weights means, whatever they are tensors of: what fits, what is whole, and what may be said of it."""
+"""Checks, applies and verifies weight updates, independent of the tensor library."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
@@ -24,7 +24,7 @@ class AdapterSlots(Protocol):
     def load(self, slot: int, tensors: Mapping[str, Array], scale: float) -> None: ...
 
     def tensors(self, slot: int) -> dict[str, Array]:
-        """What a slot really holds, by canonical name."""
+        """The tensors a slot really holds, by canonical name."""
         ...
 
 
@@ -72,7 +72,7 @@ class WeightApplier(ABC):
     # -- before decoding has to pause ---------------------------------------------------------------------------------
 
     def policy(self) -> ServedPolicy:
-        """As it was read off the tensors that are really used, when they came; or is now, where nobody did."""
+        """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
         version = self._catalog.versions[POLICY]
         mark = self._catalog.weights[POLICY].get(version)
         return ServedPolicy(version, mark or fingerprint(self._held(POLICY).items()))
@@ -151,7 +151,7 @@ class WeightApplier(ABC):
                 self._torn |= set(update.names)
             raise PartialUpdateError(
                 f"the update to version {update.version} broke off ({type(error).__name__}: {error}), and this engine "
-                "now holds neither the old weights nor the new: it answers nobody until it is sent all of them"
+                "now holds neither the old weights nor the new: it answers no request until it is sent all of them"
             ) from error
         if update.adapter is None:
             self._torn.clear()
@@ -190,7 +190,7 @@ class WeightApplier(ABC):
     # -- before anything is sampled from them -------------------------------------------------------------------------
 
     def verify(self, update: WeightUpdate, sent: str) -> None:
-        """What is held now must be what was sent, and compute what the trainer computes."""
+        """Check that the weights held are those sent, and compute what the trainer computes."""
         name = POLICY if update.adapter is None else update.adapter.name
         held = self._held(name) if update.adapter is not None else self._named(update.names)
         if fingerprint(held.items()) != sent:

@@ -1,4 +1,4 @@
-"""Stands inside a vLLM that Paceline started: every call needs the key, and it ends with whoever started it.
+"""Guards a vLLM that Paceline started: calls need the key, and it ends with its parent process.
 
 vLLM asks for its key at `/v1` and `/inference` only, which leaves the calls that replace weights to any user of the
 machine. Lies in a folder of its own and imports nothing of Paceline, for vLLM has an environment of its own.

@@ -21,7 +21,7 @@ from paceline.model.weights import Array
 
 
 class MlxAdapterRoutes:
-    """What each row of the current pass multiplies its slots by; None when no row uses any."""
+    """The mask each row of the current pass multiplies its slots by; None when no row uses any."""
 
     mask: mx.array | None = None
 
@@ -70,7 +70,7 @@ class MlxAdapters:
         self._sides = dict(sides)
         self._routes = routes
         self._table = np.zeros((slots + 1, slots * rank), np.float32)
-        """What a row of each slot multiplies all slots' columns by."""
+        """Factors by which a row of each slot multiplies all slots' columns."""
         self._ranks: list[dict[str, int]] = [{} for _ in range(slots + 1)]
         self._types: list[dict[str, mx.Dtype]] = [{} for _ in range(slots + 1)]
 
@@ -99,7 +99,7 @@ class MlxAdapters:
         self._types[slot] = {name: tensor.dtype for name, tensor in tensors.items()}
 
     def tensors(self, slot: int) -> dict[str, mx.array]:
-        """What a slot really holds, at its true rank, by canonical name, in the type it came in."""
+        """The tensors a slot really holds, at their true rank, by canonical name, in the type they came in."""
         start, held = self._columns(slot).start, {}
         for name, rank in self._ranks[slot].items():
             held[name + _A] = self._sides[name].a[start : start + rank]

@@ -34,7 +34,7 @@ class MlxRunner:
     """The model with its cache. With `fixed_shape`, decoding always runs at the full batch and each prompt alone, so a
     token's bits do not depend on its neighbours.
 
-    Whatever a step touches is computed with it, the cache too: a graph that nobody evaluates only grows. Steps in
+    Whatever a step touches is computed with it, the cache too: a graph never evaluated only grows. Steps in
     flight are possible but do not pay: while one still reads the cache, the next cannot write to the same memory, and
     copies all of it.
     """

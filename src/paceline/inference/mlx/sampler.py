@@ -35,7 +35,7 @@ class MlxSamplingMetadata:
     top: int = 0
     """Most alternatives any row wants to hear of."""
     allowed: NDArray[np.bool_] | None = None
-    """Where a grammar lets each row go."""
+    """Tokens that a grammar allows each row."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], vocabulary: int) -> "MlxSamplingMetadata":

@@ -10,7 +10,7 @@ from paceline.inference.engine.cache import Slots
 
 @dataclass(frozen=True, slots=True)
 class KeyShape:
-    """What every layer of a model keeps of a token."""
+    """Shape of the keys and values that every layer keeps of a token."""
 
     layers: int
     kv_heads: int
@@ -23,7 +23,7 @@ class MlxSlots(Slots):
     """Keys and values as [slot, kv head, position, dim] per layer: of the first slots and positions a view is all that
     attention needs. One slot more than asked for takes the writes of padding.
 
-    Arrays of MLX never change; a write to one that nobody else holds reuses its memory. So nothing here may keep a view
+    Arrays of MLX never change; a write to one with no other holder reuses its memory. So nothing here may keep a view
     beyond a step, or every write would copy the whole cache.
     """
 
@@ -36,7 +36,7 @@ class MlxSlots(Slots):
 
     @property
     def scratch(self) -> int:
-        """The slot nobody reads."""
+        """The slot that is never read."""
         return self.slots
 
     @property

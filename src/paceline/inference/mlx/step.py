@@ -85,7 +85,7 @@ class SeenGathered(SeenInPlace):
 
 
 class LayerCache:
-    """What a layer of mlx-lm's model takes for its cache."""
+    """The cache object of one layer, as mlx-lm's models use it."""
 
     def __init__(self, step: Pass, layer: int) -> None:
         self._step, self._layer = step, layer

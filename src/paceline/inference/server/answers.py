@@ -1,4 +1,4 @@
-"""What the server answers, for the OpenAPI document. Answers are written by hand, not through these: they are hot."""
+"""Response models for the OpenAPI document. The server builds responses by hand, for speed."""
 
 import time
 import uuid
@@ -26,7 +26,7 @@ def heading(kind: str, prefix: str, model: str) -> dict[str, Any]:
 
 
 class Usage(BaseModel):
-    """TokenizeAnswer counted."""
+    """Tokens, counted."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +35,7 @@ class Usage(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the assistant said and called."""
+    """The assistant's text and tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -112,7 +112,7 @@ class ModelList(BaseModel):
 
 
 class PolicyAnswer(BaseModel):
-    """What is really served."""
+    """Version and fingerprint of the weights really served."""
 
     version: int
     fingerprint: str
@@ -134,7 +134,7 @@ class AdapterVersions(BaseModel):
 
 
 class LimitsAnswer(BaseModel):
-    """What the engine can take."""
+    """The engine's limits."""
 
     max_context: int
     vocabulary: int

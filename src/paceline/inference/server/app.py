@@ -1,4 +1,4 @@
-"""The application: routes, and an OpenAPI document that tells the truth about them."""
+"""Builds the application: its routes, and an OpenAPI document that matches them."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager

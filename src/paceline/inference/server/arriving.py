@@ -1,4 +1,4 @@
-"""New weights without a folder both sides see: as raw bodies, as deltas, or broadcast in a group."""
+"""Endpoints for new weights without a shared folder: raw bodies, deltas, or broadcast in a group."""
 
 import asyncio
 from math import prod
@@ -17,7 +17,7 @@ from paceline.inference.transports import UPDATE_HEADER
 from paceline.model.weights import WeightUpdate
 
 HEADER_ROOM = 8 << 20
-"""What a file may hold beside the numbers: names and shapes."""
+"""Bytes a file may hold beside the numbers: names and shapes."""
 
 
 async def upload(request: Request) -> Response:
@@ -89,7 +89,7 @@ async def receive(request: Request) -> Response:
 
 
 def head_of(request: Request) -> UpdateHead:
-    """What the header says, before anything of the body is read."""
+    """The update's header, checked before anything of the body is read."""
     given = request.headers.get(UPDATE_HEADER)
     if given is None:
         raise bad(f"the header `{UPDATE_HEADER}` is missing: it says version and fingerprint, as JSON")

@@ -1,4 +1,4 @@
-"""What clients may send. A field this server does not honour must have its neutral value."""
+"""Request bodies that clients may send. A field this server does not honour must have its neutral value."""
 
 import json
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ class StreamOptions(ClientBody):
 
 
 class SamplingBody(ClientBody):
-    """What chats and completions have in common."""
+    """Fields that chats and completions share."""
 
     unsupported = PROMPT_FIELDS | SAMPLING_FIELDS
     model: str | None = None
@@ -175,7 +175,7 @@ class InputMessage(ClientBody):
 
 
 class Function(ClientBody):
-    """What a tool is called and takes."""
+    """A tool's name and parameters."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -318,7 +318,7 @@ class AdapterBody(RequestBody):
 
 
 class UpdateHead(RequestBody):
-    """What the header `Paceline-Update` says of weights that come as a body."""
+    """The header `Paceline-Update` of weights that come as a body."""
 
     version: Annotated[int, Field(ge=0, le=INT64)]
     fingerprint: str | None = None

@@ -27,7 +27,7 @@ async def flat_answer(service: Service, body: CompletionBody, requests: list[Gen
     if scores is not None:
         choices = [choice | {"prompt_logprobs": score} for choice, score in zip(choices, scores, strict=True)]
     if body.return_token_ids:
-        # Not by default: whoever sends token ids has them already.
+        # Not by default: a client that sends token ids has them already.
         choices = [c | {"prompt_token_ids": r.prompt_ids} for c, r in zip(choices, requests, strict=True)]
     sampled = sum(len(completion.token_ids) for completion in completions)
     cached = sum(completion.cached for completion in completions[:: body.n or 1])

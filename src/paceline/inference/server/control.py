@@ -1,4 +1,4 @@
-"""Everything around generation: what is served, how it fares, and the levers a trainer pulls."""
+"""Endpoints beside generation: scores, tokens, what is served, health, metrics, and engine control."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable
@@ -77,7 +77,7 @@ async def adapter_versions(request: Request) -> Response:
 
 
 async def limits(request: Request) -> Response:
-    """What the engine can take."""
+    """The engine's limits."""
     service = service_of(request)
     await service.models.refresh()
     known = service.models.limits

@@ -1,13 +1,13 @@
-"""Tokens to text while they arrive: a token may be half a letter, or change how its neighbour is spelt."""
+"""Detokenises incrementally: a token may be half a letter, or change how its neighbour is spelt."""
 
 import copy
 from collections.abc import Callable, Sequence
 
 BROKEN = "�"
-"""What bytes decode to that are no letter, or not one yet."""
+"""Stands for bytes that are no letter, or not one yet."""
 GARBAGE = 64
 """So many broken letters in a row will not mend: some decoders show a whole run of bytes as broken until its last
-letter is complete, but nobody waits for ever."""
+letter is complete, but text is not held back for ever."""
 
 
 class Detokeniser:

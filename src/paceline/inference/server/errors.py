@@ -42,7 +42,7 @@ class Refusal(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> Refusal:
@@ -65,7 +65,7 @@ def error_response(
 
 
 def refusal_of(error: EngineError) -> Refusal:
-    """What the engine said, as HTTP says it."""
+    """The engine's error as an HTTP refusal."""
     if isinstance(error, UnknownModel):
         return Refusal(404, str(error), param="model", code="model_not_found")
     if isinstance(error, RequestError):

@@ -80,7 +80,7 @@ def take_unknown(body: BaseModel) -> list[str]:
 
 
 def ignored_fields(request: Request) -> list[str]:
-    """What `read_body` took out of this request's body."""
+    """Fields that `read_body` took out of this request's body."""
     return getattr(request.state, "ignored", [])
 
 

@@ -47,7 +47,7 @@ class LoopMailbox:
         self._letters: list[Any] = []
         self._waiter: asyncio.Future[None] | None = None
         self.slot = partial(post.send, self)
-        """Where any thread may drop a letter."""
+        """Delivers a letter from any thread."""
 
     def put(self, letter: Any) -> None:
         """Deliver a letter; from the loop's own thread only."""
@@ -113,7 +113,7 @@ class Generation:
         self._tasks[index].cancel()
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """What happened since the last look, until every choice has ended. The first failure ends it all."""
+        """Events since the last look, until every choice has ended. The first failure ends it all."""
         running = len(self._tasks)
         while running:
             events: list[Event] = []

@@ -1,4 +1,4 @@
-"""Checks who calls before any endpoint; around each, admission, timing and Prometheus counters."""
+"""Checks the caller before any endpoint, and adds admission, timing and Prometheus counters."""
 
 import asyncio
 import hmac
@@ -133,7 +133,7 @@ class ServerGuard:
                 await self._turns.wait()  # bounded: by the requests that came before
             await (self._refusal(scope) or self._app)(scope, receive, watched)
         except asyncio.CancelledError:
-            # Only a shutdown whose grace is over cancels a request. Whoever still waits for a status gets one.
+            # Only a shutdown whose grace is over cancels a request. A client that still waits for a status gets one.
             if not status:
                 await _SHUTTING_DOWN(scope, receive, watched)
         finally:

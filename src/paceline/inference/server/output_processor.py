@@ -1,4 +1,4 @@
-"""One choice on its way from tokens to text."""
+"""Turns the tokens of one choice into text, and ends it at a stop string."""
 
 import codecs
 import copy
@@ -29,7 +29,7 @@ class StopMatcher:
         return copy.copy(self)
 
     def feed(self, text: str) -> str:
-        """What of the text, and of what was held back, is sure to belong to the answer."""
+        """The part of the text, and of text held back before, that is sure to belong to the answer."""
         if self.found:
             return ""
         if not self.stops:
@@ -56,7 +56,7 @@ class StopMatcher:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What a choice gained: text that is sure, and the tokens that were sampled."""
+    """New output of a choice: text that is sure, and the tokens that were sampled."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -76,7 +76,7 @@ def check_vocabulary(token_ids: Sequence[int], models: Models, param: str) -> No
 
 
 def grammar_of(form: ResponseFormat | None, regex: str | None) -> Grammar | None:
-    """What the answer must look like, if anything."""
+    """The grammar the answer must follow, if any."""
     kind = form.type if form else "text"
     if regex is not None:
         if kind != "text":

@@ -1,4 +1,4 @@
-"""What chats and completions do alike: run the choices, turn tokens into text, stop, stream, count."""
+"""Runs the choices of chats and completions: turns tokens into text, stops, streams, counts."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -77,7 +77,7 @@ class ResponseChoices:
         return usage(self.requests, self.body.n or 1, sampled, cached)
 
     def extras(self, index: int, delta: ChoiceDelta, first: bool = True) -> dict[str, Any]:
-        """What a choice holds beyond OpenAI's shape, where the client asked for it."""
+        """Fields of a choice beyond OpenAI's shape, where the client asked for them."""
         extra: dict[str, Any] = {}
         if self.body.return_token_ids:
             extra |= {"prompt_token_ids": self.requests[index].prompt_ids} if first else {}

@@ -331,7 +331,7 @@ class ResponseWriter:
         )
 
     def add(self, message: dict[str, Any]) -> bytes:
-        """What a chunk of a chat's stream adds. Calls wait for the end of the text."""
+        """Events that a chunk of a chat's stream adds. Calls wait for the end of the text."""
         self._calls += message.get("tool_calls") or []
         text = message.get("content") or ""
         if not text:

@@ -1,4 +1,4 @@
-"""The process around the application: listen, say so, and leave in good order."""
+"""Runs the server process: listens, reports that it is ready, and shuts down gracefully."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ ACCEPTED_AT_ONCE = 16
 """Connections taken in one turn of the event loop. uvloop takes one from each socket that it listens on, so it is given
 ours so often: else the last of hundreds waits until all before it have begun their requests."""
 MOST_FILES = 10_240
-"""What macOS allows at most; plenty elsewhere."""
+"""The most that macOS allows; plenty elsewhere."""
 
 
 class Gentle(uvicorn.Server):
@@ -56,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop: uvloop where it is installed, else asyncio's own."""
+    """Event loop factory: uvloop's where it is installed, else None for asyncio's own."""
     try:
         import uvloop
     except ImportError:

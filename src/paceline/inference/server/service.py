@@ -1,4 +1,4 @@
-"""What every endpoint shares: engine, tokenizer, model names, and files of weights on their way in."""
+"""State that all endpoints share: engine, tokenizer, model names, and files of incoming weights."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 BASE = "base"
-"""What an engine calls the plain base, beside a policy that is an adapter."""
+"""The engine's name for the plain base, beside a policy that is an adapter."""
 
 
 class Models:

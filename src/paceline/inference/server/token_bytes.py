@@ -1,4 +1,4 @@
-"""How single tokens are written: the text and bytes that OpenAI's logprobs show for each."""
+"""Spells single tokens: the text and bytes that OpenAI's logprobs show for each."""
 
 import json
 from collections.abc import Callable

@@ -46,7 +46,7 @@ async def load_weights(request: Request) -> Response:
 
 
 async def opened(service: Service, files: Sequence[Path]) -> StoredTensors:
-    """Files of weights, read if whoever needs them is in this process."""
+    """Files of weights, read now if the engine is in this process."""
     tensors = await asyncio.to_thread(StoredTensors, files)
     if not isinstance(service.engine, EngineLink):
         await asyncio.to_thread(tensors.fill)  # an engine in another process reads the files itself

@@ -1,1 +1,1 @@
-"""Models on Apple silicon: loading, LoRA, and arrays that travel. Nothing here, or that imports it, knows torch."""
+"""Models on Apple silicon: loading, LoRA, and array conversion. Nothing here, or that imports it, needs torch."""

@@ -1,4 +1,4 @@
-"""Arrays of mlx on their way in and out: from other libraries, to bits, and from one thread to another."""
+"""Converts mlx arrays: from other libraries, to bits and bytes, and from one thread to another."""
 
 import io
 from collections.abc import Mapping

@@ -63,12 +63,12 @@ def _build(compiler: str) -> Path:
             fresh = scratch / "kernels.so"
             command = [compiler, *FLAGS, str(SOURCE), "-lm", "-o", str(fresh)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            fresh.replace(library)  # whole or not at all, whoever else is building it
+            fresh.replace(library)  # whole or not at all: another process may be building it too
     return library
 
 
 def _cpu() -> bytes:
-    """What `-march=native` depends on: a home folder may be shared by different machines."""
+    """The CPU facts that `-march=native` depends on: a home folder may be shared by different machines."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("CPU part", "CPU impl", "Features"))})).encode()
 

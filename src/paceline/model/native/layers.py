@@ -16,7 +16,7 @@ from paceline.model.adapters import SlotLinear
 from paceline.model.native import has_half_products, kernels
 
 MOST_HEADS = 256
-"""What the kernel has room for."""
+"""Query heads that the kernel has room for."""
 
 
 def serves(keys: Tensor, heads: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a run's own figures say against it: each with its evidence, the key to turn, and how sure it is."""
+"""Advisories: problems that a run's own metrics show, with the evidence, the key to change, and how sure it is."""
 
 from paceline.record.advice.advisory import Advisory, Knob
 from paceline.record.advice.rules import RULES, Rule, advise

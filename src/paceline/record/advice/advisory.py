@@ -1,4 +1,4 @@
-"""What an advisory says."""
+"""Data classes: an advisory, and a key that it suggests to change."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ from typing import Any
 from paceline.config.advice import AdvisoryName
 
 MOST_ROLLOUTS = 8
-"""Rollouts that are shown as evidence: as many as somebody will open."""
+"""Rollouts that are shown as evidence: as many as a reader will open."""
 
 
 @dataclass(frozen=True, slots=True)

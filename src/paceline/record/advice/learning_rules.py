@@ -226,7 +226,7 @@ def _constant(sight: AdviceWindow, env: str, groups: Groups) -> float | None:
 
 
 def _top(sight: AdviceWindow, env: str, groups: Groups) -> float:
-    """As well as anybody did, now or on average earlier."""
+    """The best reward of a rollout now, or the best mean of an earlier step."""
     return max(float(groups.high.max()), float(np.max(sight.all(f"reward/{env}/mean"), initial=-np.inf)))
 
 

@@ -52,7 +52,7 @@ class Trend:
 
     @property
     def may_rise(self) -> bool:
-        """Nobody can say that it does not."""
+        """The data do not rule a rise out."""
         return self.t > 1
 
 

@@ -1,4 +1,4 @@
-"""The last steps of a run that lives, kept small: what advisories look at without a file."""
+"""Keeps the last steps of a running run in memory, so that advisories need no file."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class AdviceMemory:
             self._chunks.popleft()
 
     def forget(self, env: str) -> None:
-        """What was seen of an environment no longer counts."""
+        """Forget what was seen of an environment."""
         number = self._names.get(("env", env), -1)
         for chunk in self._chunks:
             others = chunk.rows["env"] != number

@@ -207,7 +207,7 @@ def check_entropy(sight: AdviceWindow, env: str) -> Advisory | None:
 
 
 def _stuck(sight: AdviceWindow, env: str) -> bool:
-    """Rewards stand still and better ones are to be had: somebody got them."""
+    """Rewards stand still below the best that a rollout has earned."""
     steps, rewards = sight.series(f"reward/{env}/mean")
     line = trend(steps, rewards)
     paid = sight.rows["reward"][sight.places(env)]

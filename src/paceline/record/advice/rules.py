@@ -1,4 +1,4 @@
-"""All advisories, and how to ask for them."""
+"""The list of advisory rules, and `advise`, which runs them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Rule:
 
     name: AdvisoryName
     asks: str
-    """What is looked for, for somebody who sees nothing found."""
+    """The question it checks, shown also where nothing is found."""
     look: Callable[[AdviceWindow, str], Advisory | None]
     by_env: bool = True
     """Whether it speaks of one environment, or of the whole run."""
@@ -38,7 +38,7 @@ RULES = (
 
 
 def advise(sight: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
-    """What these rules have to say, or all of them."""
+    """The advisories of these rules, or of all."""
     found = [
         rule.look(sight, env)
         for rule in RULES

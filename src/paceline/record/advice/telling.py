@@ -1,4 +1,4 @@
-"""Advisories for a terminal."""
+"""Renders advisories for a terminal."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,7 +11,7 @@ from paceline.record.folder import RunFolder
 
 
 def advice(run: RunFolder) -> RenderableType:
-    """What the run's own figures say against it."""
+    """The advisories of a run."""
     sight = sight_of(run)
     found = advise(sight)
     table = Table.grid(padding=(0, 2))

@@ -75,13 +75,13 @@ def _idle_knobs(sight: AdviceWindow, idle: dict[str, Mean], dropped: float) -> l
 
 
 LEAST_STARVING = 6
-"""Steps in which somebody of each environment came to an end."""
+"""Steps needed in which rollouts finished."""
 LATE = ("dropped:stale", "dropped:oversampled")
 
 
 @dataclass(frozen=True, slots=True)
 class _Fed:
-    """What an environment gets, relative to what its weight asks for."""
+    """An environment's share, relative to what its weight asks for."""
 
     env: str
     share: Mean

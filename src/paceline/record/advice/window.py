@@ -1,4 +1,4 @@
-"""What advisories look at: the last steps of a run, small whatever the run's size, from its directory or its memory."""
+"""The window that advisories read: the last steps of a run, bounded in size, from its directory or from memory."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ MOST_READ = 600
 
 Columns = Mapping[str, Sequence[float | None]]
 Measured = Callable[[int], Mapping[str, Any]]
-"""What the environment measured of a rollout, by its number."""
+"""The environment's metrics of a rollout, by its number."""
 
 
 class Groups(NamedTuple):
@@ -46,7 +46,7 @@ class AdviceWindow:
     rows: NDArray[Any]
     """`layout.ROW`s of the window alone, the first being number `first` of the record."""
     names: Mapping[tuple[str, str], int]
-    """What the rows' numbers stand for, by column and name."""
+    """The numbers that rows have for names, by column and name."""
     first: int = 0
     measured: Measured = lambda index: {}
     whole: bool = True
@@ -142,7 +142,7 @@ class AdviceWindow:
         return self.names.get((column, name), NOWHERE)
 
     def table(self, env: str) -> "MetricTable":
-        """What the environment measured of its newest rollouts."""
+        """The environment's metrics of its newest rollouts."""
         if env not in self._read:
             places = self.places(env)[-MOST_READ:]
             self._read[env] = MetricTable.of(self, places)
@@ -190,7 +190,7 @@ class MetricTable:
         return cls(places, rows["reward"].astype(float), groups, columns)
 
     def within(self, values: NDArray[Any]) -> NDArray[Any]:
-        """What is left of values once each group's mean is taken off."""
+        """The values less the mean of their group."""
         counts = np.maximum(1, np.bincount(self.groups))
         return values - (np.bincount(self.groups, values) / counts)[self.groups]
 

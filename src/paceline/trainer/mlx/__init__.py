@@ -1,4 +1,4 @@
-"""Training on Apple silicon. Nothing here knows torch."""
+"""Training on Apple silicon. Nothing here needs torch."""
 
 from typing import TYPE_CHECKING
 

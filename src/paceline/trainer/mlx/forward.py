@@ -114,7 +114,7 @@ class _Layer:
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         def seeded(x: mx.array) -> mx.array:
-            mx.random.seed(self._seed)  # a thread's own, so nobody else draws from it
+            mx.random.seed(self._seed)  # a thread's own, so no other thread draws from it
             return self._layer(x, *args, **kwargs)
 
         return recomputed(self._layer, seeded)(x) if self._again else seeded(x)

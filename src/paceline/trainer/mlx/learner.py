@@ -1,4 +1,4 @@
-"""A policy that learns in mlx."""
+"""Trains a policy in mlx: its optimizer, KL reference and critic."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class MlxValueModel(nn.Module):
         super().__init__()
         copied = twin(policy)
         self.body = copied.net
-        self.body.pop("lm_head", None)  # nobody asks for logits here
+        self.body.pop("lm_head", None)  # logits are not needed here
         self.value = nn.Linear(policy.config.get_text_config().hidden_size, 1)
         self.value.update({name: mx.zeros_like(array) for name, array in self.value.items()})
         self.passes = MlxForwardPass(copied, again)
@@ -189,7 +189,7 @@ class MlxKLReference:
                 mx.eval(self._tensors[name])
 
     def tensors(self) -> dict[str, mx.array]:
-        """What a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
+        """The tensors a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
         return {} if self._config.reference == "base" else dict(self._tensors)
 
     def base_fingerprint(self) -> str:
@@ -235,7 +235,7 @@ class MlxLearner(Learner):
         return signed(ids, self.forward.sequence(ids), self._model.dtype)
 
     def peak_bytes(self) -> float:
-        """What Metal holds is not counted as the process's own."""
+        """Memory that Metal holds is not counted as the process's own."""
         return max(process_bytes(), float(mx.get_peak_memory()))
 
     def state(self) -> dict:

@@ -1,4 +1,4 @@
-"""The words of `ops.py` in mlx."""
+"""Implements `ops.py` in mlx."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

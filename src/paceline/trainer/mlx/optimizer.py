@@ -21,7 +21,7 @@ class MlxAdamW:
         mx.eval(self.masters)
         self._moments: dict[str, tuple[mx.array, mx.array]] = {}
         self.gradients: dict[str, mx.array] = {}
-        """What was summed up since the last step."""
+        """Gradient sums since the last step."""
         self.steps = 0
         self._scale = LossScale(half)
 

@@ -1,4 +1,4 @@
-"""The arrays of a model that train, by the names torch and peft have for them: a checkpoint is either's."""
+"""Maps trainable mlx arrays to their torch and peft names: a checkpoint fits either library."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 ADAPTER = ".default.weight"
-"""What peft calls its only adapter, whose matrices are modules."""
+"""peft's name for its only adapter, whose matrices are modules."""
 
 
 class Parameters:

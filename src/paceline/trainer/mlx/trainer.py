@@ -52,7 +52,7 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
 
 
 QUANTISED = ("quantization", "quantization_config")
-"""What a config says of packed weights; those written here are plain."""
+"""Config keys about packed weights; those written here are plain."""
 
 
 def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:

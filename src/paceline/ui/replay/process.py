@@ -1,4 +1,4 @@
-"""`paceline replay` as a process beside the server, which itself imports no torch.
+"""Runs `paceline replay` in a child process, since the server itself imports no torch.
 
     started -> its last line on stderr is what it does now -> done with a file of JSON, or failed with a sentence
 

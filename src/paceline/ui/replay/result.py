@@ -1,4 +1,4 @@
-"""A replayed step as the page asks for it: in short, its weightiest tokens, one sample; alone or beside another.
+"""Views of a replayed step for the page: summary, heaviest tokens, one sample; alone or beside another step.
 
 A large step has millions of tokens. The page gets sums for each sample and the tokens of those it opens.
 """
@@ -19,7 +19,7 @@ ROWS = 500
 
 
 class ReplayResult:
-    """What `paceline replay --json` printed."""
+    """The output of `paceline replay --json`."""
 
     def __init__(self, data: bytes, step: int, changes: dict[str, Any]) -> None:
         told = orjson.loads(data)

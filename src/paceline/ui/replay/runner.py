@@ -1,4 +1,4 @@
-"""Who replays what: one child at a time for each run, and the last few results."""
+"""Runs replays, one child process at a time for each run, and keeps the last few results."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ class ReplayRunner:
         """Replay a step, with some settings changed; refused while another replay of the run goes on."""
         config = run.config()
         if not config:
-            raise refuse(409, "the run has no run file that can be read, so nobody knows its model and loss")
+            raise refuse(409, "the run has no run file that can be read, so its model and loss are unknown")
         if reason := own_code(config):
             raise refuse(409, f"{reason}: paceline replay {run.path} {step}")
         if step not in run.batches():

@@ -1,4 +1,4 @@
-"""Which settings of the loss may be tried on a page, and as which flags they reach `paceline replay`.
+"""The settings of the loss that a page may try, and their flags of `paceline replay`.
 
 Names come from the config's models and values are checked against them: nothing a page sends becomes a command line as
 it stands. A loss of the user's own is not among them, for it would name code to run.
@@ -32,7 +32,7 @@ class FormField(BaseModel):
     options: list[str] = []
     optional: bool = False
     value: Value = None
-    """What the run had; where it had another loss, the default."""
+    """The run's value; where it had another loss, the default."""
     help: str = ""
     of: str = ""
     """The loss it belongs to; empty for all."""
@@ -52,7 +52,7 @@ def own_code(config: Mapping[str, Any]) -> str:
 
 
 def settings(config: Mapping[str, Any]) -> list[FormField]:
-    """What may be changed, with what the run had."""
+    """The settings that may be changed, with the run's values."""
     trainer = _table(config, "trainer")
     loss = _table(trainer, "loss")
     sections = Spot.of_field(TrainerConfig.model_fields["loss"]).sections

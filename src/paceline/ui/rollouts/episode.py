@@ -1,8 +1,8 @@
-"""A self-play episode as one story: every seat that was kept, and who spoke after whom.
+"""The conversations of a rollout, and the turns of all seats of a self-play episode in one order.
 
-The record has the turns of each seat in order, and no time for a single turn. How the seats took turns is therefore
-told by what they heard: nobody can quote words that were not said yet. Where nothing is quoted, seats speak in rounds,
-and whoever spoke more often began.
+The record has the turns of each seat in order, and no time for a single turn. The order between seats is therefore
+inferred from what they heard: a seat cannot quote words that were not said yet. Where nothing is quoted, seats speak in
+rounds, and the seat that spoke more often began.
 """
 
 import re
@@ -56,7 +56,7 @@ def _talk(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
 
 
 def turn_facts(at: int, turn: ToldTurn) -> dict[str, Any]:
-    """What a reader may ask of one reply: by which versions, how long, and why it ended."""
+    """The facts of one reply: its policy versions, its length, and why it ended."""
     return {
         "number": at + 1,
         "tokens": len(turn.completion_ids),

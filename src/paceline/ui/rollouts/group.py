@@ -1,4 +1,4 @@
-"""The tries of one thing beside one another, and where each parts from the first."""
+"""Shows the rollouts of a group side by side, and where each departs from the first."""
 
 from itertools import takewhile
 from typing import Any
@@ -17,7 +17,7 @@ Said = list[tuple[str, str]]
 
 
 def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
-    """What all tries begin with, and what each went on to say."""
+    """The messages that all tries begin with, and those of each from there on."""
     rows = tries(rollouts, index)
     told = [_read(rollouts, row.index) for row in rows[:MOST_TRIES]]
     said = [_said(one) if one is not None else [] for one in told]
@@ -41,8 +41,8 @@ def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
 
 
 def tries(rollouts: Rollouts, index: int) -> list[Row]:
-    """The rollouts that one is compared with, itself included: of one actor in one kind of episode, since nobody
-    compares a buyer with a seller. Where an episode has several of them, such as solvers of one question, those."""
+    """The rollouts that one is compared with, itself included: of one actor in one kind of episode, not a
+    buyer with a seller. Where an episode has several of them, such as solvers of one question, those."""
     mine = rollouts.row(index)
     rows = [rollouts.row(at) for at in rollouts.mates(index)]
     alike = [row for row in rows if (row.actor, row.kind) == (mine.actor, mine.kind)]

@@ -1,4 +1,4 @@
-"""What a run's leagues have come to, from its newest checkpoint: ratings, and who took how many points from whom."""
+"""Reads a run's leagues from its newest checkpoint: ratings, and the points of each pair of players."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def leagues(run: RunFolder) -> dict[str, Any]:
 
 
 def _newest(folder: Path) -> Path | None:
-    """What `latest` names, or the newest whole checkpoint: a copied folder may have lost the link."""
+    """The checkpoint that `latest` names, or the newest whole one: a copied folder may have lost the link."""
     whole = sorted(path for path in folder.glob("step-*") if (path / STATE).is_file())
     latest = folder / "latest"
     return latest if (latest / STATE).is_file() else whole[-1] if whole else None

@@ -1,6 +1,6 @@
-"""A message as a page shows it: texts, calls and images, whatever somebody put into it.
+"""Converts a message for the page: texts, calls and images, whatever it holds.
 
-Messages are other people's values. An image is shown only if its bytes are in the message and are of a kind that a
+Messages are untrusted values. An image is shown only if its bytes are in the message and are of a kind that a
 browser draws without running anything; every other one is named and never loaded.
 """
 

@@ -1,5 +1,4 @@
-"""What the page of rollouts asks for: its filters as a query, a line for each rollout found, and how many of each kind
-a run has."""
+"""Turns the filters of the rollouts page into a query, and builds its table lines and counts."""
 
 from collections.abc import Iterable
 from dataclasses import asdict

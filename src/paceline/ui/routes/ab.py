@@ -1,4 +1,4 @@
-"""Two runs over the same draws: is their difference real?"""
+"""Route that compares the rewards of two runs over the same draws."""
 
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ Name = Annotated[str, Query(max_length=1000)]
 
 @router.get("/ab")
 def ab(runs: AllRuns, a: Name, b: Name) -> Response:
-    """What is known of the difference in reward, step by step."""
+    """The estimate of the difference in reward, step by step."""
     one, other = runs.open(a), runs.open(b)
     if one.path == other.path:
         raise refuse(400, "a run does not differ from itself: choose two")

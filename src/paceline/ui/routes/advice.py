@@ -1,4 +1,4 @@
-"""What a run's own figures say against it."""
+"""Route that lists the advisories of a run."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -67,7 +67,7 @@ def _section(path: KeyPath, table: Any) -> str:
 
 
 def _spot(path: KeyPath, table: Any) -> Spot | None:
-    """What this version of the program knows about a key; a run of another version may hold other keys."""
+    """This version's description of a key; a run of another version may hold other keys."""
     try:
         return spot_at(path, table)
     except (TypeError, AttributeError, KeyError, IndexError):

@@ -1,4 +1,4 @@
-"""Where two runs part."""
+"""Route that finds the first difference between two runs."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""What every route needs: the runs, and the one run that a request names."""
+"""Dependencies of the routes: all runs, and the one run that a request names."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Who did what, when."""
+"""Route of a run's timeline lanes."""
 
 from typing import Annotated
 

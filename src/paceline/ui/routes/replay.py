@@ -1,4 +1,4 @@
-"""A step computed once more: start it, see how it goes, read what came out."""
+"""Routes that replay a step: start it, follow it, cancel it, read its result."""
 
 import re
 from typing import Annotated
@@ -37,7 +37,7 @@ Key = Annotated[str, Query(max_length=100)]
 
 
 class Asked(BaseModel):
-    """What to replay. Settings are names of the run file with their values; `ui.replay.settings` knows which."""
+    """A replay request. Settings are names of the run file with their values; `ui.replay.settings` knows which."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Rollouts: a page of them by what is wanted, one of them whole, its group, its episode, and the league."""
+"""Routes of rollouts: a filtered page, one of them in full, its group, its episode, and the league."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

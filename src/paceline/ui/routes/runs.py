@@ -1,4 +1,4 @@
-"""The table of runs, and what stands on top of one run's pages."""
+"""Routes of the table of runs, and of one run's status."""
 
 from fastapi import APIRouter, Response
 
@@ -17,5 +17,5 @@ def runs(runs: AllRuns) -> Response:
 
 @router.get("/run")
 def run(run: OneRun) -> Response:
-    """How one run stands: its status, its events and what could not be read, but for what `live` tells in a while."""
+    """The state of one run: its status, its events and what could not be read, but for what `live` tells in a while."""
     return FiniteJsonResponse(standing(run, patient=False))

@@ -12,7 +12,7 @@ from paceline.ui.tickets import life_of, listed
 router = APIRouter()
 Name = Annotated[str | None, Query(max_length=1000)]
 STATES = [str(state) for state in State if state is not State.WAITING]
-"""What a journal says: nobody writes down that a ticket waits."""
+"""The states in a journal, which does not hold that a ticket waits."""
 
 
 @router.get("/tickets")

@@ -33,7 +33,7 @@ def card(
     sample: Place = None,
     turn: Place = None,
 ) -> Response:
-    """What is known of the token at a place of that sequence."""
+    """The card of the token at a place of that sequence."""
     index = newest(run) if id is None else id
     if index is None:
         return FiniteJsonResponse(NOTHING)

@@ -1,4 +1,4 @@
-"""All there is to say of one token: who trains it, by which formula, with which numbers, and what is not known."""
+"""Explains one token: which losses train it, by which formula, with which numbers, and what is not known."""
 
 from dataclasses import asdict
 from typing import Any
@@ -137,7 +137,7 @@ def _silent(told: Told, strip: Strip, at: int, config: RunConfig) -> str:
 
 
 def algorithm_of(row: Row, config: RunConfig) -> algorithms.AlgorithmConfig | None:
-    """Who credits this rollout's actor."""
+    """The algorithm that credits this rollout's actor."""
     env = next((env for env in config.env if env.name == row.env), None)
     if env is None:
         return None

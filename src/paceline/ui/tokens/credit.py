@@ -1,7 +1,7 @@
-"""How a rollout came by its advantage: the algorithm's formula with its numbers, beside what the record says.
+"""Explains a rollout's advantage: the algorithm's formula with its numbers, beside the recorded value.
 
 The formulas are those of `paceline.algorithms`, on rewards that the record kept; tests hold the two together. Where
-they part on a run, its rewards were changed after the credit was given, or one of the two is wrong: it is said.
+they differ on a run, its rewards were changed after the credit was given, or one of the two is wrong; the card says so.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class CardLine:
     wrong: bool = False
     """The record says something else."""
     replay: bool = False
-    """What is missing can be computed by replaying the step."""
+    """The missing value can be computed by replaying the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def advantage(algo: config.AlgorithmConfig, me: Peer, peers: Sequence[Peer], rec
 
 
 def earned(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer]) -> NDArray:
-    """What each is taken to have earned: its reward, and under `length_bonus` more for thrift."""
+    """The reward of each that credit is computed from; under `length_bonus`, more for short replies."""
     rewards = np.array([peer.reward for peer in peers], np.float64)
     if algo.length_bonus is None:
         return rewards

@@ -1,4 +1,4 @@
-"""What became of a group or rollout, and by which rule, in sentences."""
+"""Describes the fate of a group or rollout, and the rule that decided it, in sentences."""
 
 REASONS = {
     "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",

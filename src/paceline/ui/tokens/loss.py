@@ -1,4 +1,4 @@
-"""What a token's loss is, in plain numbers: the terms of `paceline.trainer.terms` without torch, one token at a time.
+"""Computes the loss of one token in plain Python: the terms of `paceline.trainer.terms` without torch.
 
 The record holds the sampler's log probability and not the trainer's, so the ratio r = pi / old is known only where it
 must be 1. Elsewhere a card shows the term at r = 1, where the policy stands if it has not moved since, and from where
@@ -15,11 +15,11 @@ from paceline.ui.tokens.credit import CardLine, figure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What is known of one token that trains. Log probabilities are at the sampling temperature."""
+    """The known values of one token that trains. Log probabilities are at the sampling temperature."""
 
     advantage: float | None = None
     old: float | None = None
-    """log of what the ratio is measured from; None where nobody kept it."""
+    """log of what the ratio is measured from; None where it was not kept."""
     ref: float | None = None
     base: float | None = None
 
@@ -46,7 +46,7 @@ def rl_term(c: config.LossConfig, a: float, log_pi: float, log_old: float, log_s
         case config.ReinforceConfig():
             weight = 1.0 if c.max_ratio is None else min(r, c.max_ratio)
             return -weight * a * log_pi, c.max_ratio is not None and weight != r
-    raise ValueError(f"nobody knows the terms of a loss of type {c.type}")
+    raise ValueError(f"the terms of a loss of type {c.type} are unknown")
 
 
 def ref_kl_term(log_pi: float, log_mu: float, ref: float) -> tuple[float, bool]:

@@ -1,4 +1,4 @@
-"""By how much a token's loss counts in its step: one over the normaliser, as the trainer folds it."""
+"""Computes the weight of a token's loss in its step: one over the normaliser, as the trainer folds it."""
 
 import threading
 from collections import OrderedDict
@@ -66,7 +66,7 @@ def _rows(run: RunFolder, step: int) -> list[Row]:
 
 
 def cut(sample: Sample, config: RunConfig) -> Sample:
-    """What the trainer sees of it."""
+    """The part of the sample that the trainer sees."""
     limit = config.trainer.max_sample_tokens
     return sample if limit is None else sample.truncated_to(limit)
 

@@ -23,7 +23,7 @@ CREDIT = {"trainer", "env", "algo", "length", "filters", "staleness", "on_stale"
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """What the page shows."""
+    """The token sequence that the page shows."""
 
     kind: str
     """`sample` or `turn`."""
@@ -31,7 +31,7 @@ class Strip:
     ids: NDArray
     streams: dict[str, NDArray]
     spans: list[tuple[int, int]]
-    """What the policy sampled, turn by turn."""
+    """The ranges that the policy sampled, turn by turn."""
     ended: str
     weights: dict[int, str] = field(default_factory=dict)
     """The fingerprint of each version's weights, where the engine told it."""
@@ -78,7 +78,7 @@ def _within(number: int, count: int, what: str) -> None:
 
 
 def trained_by(strip: Strip) -> dict[str, NDArray]:
-    """Where each component trains a sample: its weight on each token. Nothing of a turn says so."""
+    """The weight of each loss component on each token of a sample; empty for a turn."""
     sample = strip.sample
     if sample is None:
         return {}

@@ -1,4 +1,4 @@
-"""What token ids say, byte for byte, from the `tokenizer.json` of the run's model. Needs no tokenizer library: a
+"""Maps token ids to text, byte for byte, by the `tokenizer.json` of the run's model. Needs no tokenizer library: a
 vocabulary is a table."""
 
 import importlib.resources
@@ -93,7 +93,7 @@ def lexicon_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
 
 
 def _places(run: RunFolder) -> Iterator[Path]:
-    """Where the tokenizer may lie: with the model, in the hub's cache, or in what the run exported."""
+    """Paths where the tokenizer may be: with the model, in the hub's cache, or in what the run exported."""
     model = run.config().get("model")
     name = (model.get("tokenizer") or model.get("name")) if isinstance(model, dict) else None
     if name == QUICKSTART:

@@ -204,13 +204,13 @@ class GraphRunner:
             self._background.switched()
 
     def _idle(self, shape: StepShape) -> np.ndarray:
-        """Inputs of a step that computes nothing for anybody."""
+        """Inputs of a step without any sequence."""
         buffer = np.zeros(shape.size, np.int64)
         shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
         return buffer
 
     def _body(self, step: Captured) -> None:
-        """What one graph does, from the step's integers to its sampled tokens."""
+        """The work of one graph, from the step's integers to its sampled tokens."""
         f = step.fields
         self._now = step
         self._table.view(-1).index_copy_(0, f.places, f.pages.int())
@@ -253,7 +253,7 @@ class GraphRunner:
     def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphFlight:
         order = chunks if decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
         step = self._pick(order)
-        self._turn = (self._turn + 1) % len(self._sent)  # whoever used these buffers before has landed
+        self._turn = (self._turn + 1) % len(self._sent)  # the last step in these buffers has landed
         sent, back = self._sent[self._turn], self._back[self._turn]
         changed = self._changes(step.shape.updates)
         drawn = step.shape.fill(sent.numpy(), order, changed, self._cache.columns, self._cache.scratch)
@@ -278,7 +278,7 @@ class GraphRunner:
         return next(step for step in self._decoding if step.shape.rows >= len(chunks))
 
     def _changes(self, room: int) -> dict[tuple[int, int], int]:
-        """What changed in the page table; when it is a lot, the whole table is sent at once instead."""
+        """Changes of the page table; when they are many, the whole table is sent at once instead."""
         changed, self._cache.changed = self._cache.changed, {}
         if len(changed) <= room:
             return changed

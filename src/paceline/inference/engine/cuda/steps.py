@@ -76,8 +76,8 @@ class StepShape:
         self._inputs = np.zeros(self.size, np.int64)
         self._fields = dict(self._split(self._inputs))
         self._decoding: tuple[list[int], list[int]] = ([], [])
-        """Who decoded in the last step, by arrival, and in which slots, if that is all it did. Not the sequences: those
-        that are done shall not be kept for the sake of a size that is seldom used."""
+        """Arrivals and slots of the sequences that decoded in the last step, if that is all it did. Not the sequences:
+        those that are done shall not be kept for the sake of a size that is seldom used."""
 
     def fill(
         self,
@@ -90,8 +90,8 @@ class StepShape:
         """Write a step's inputs; answers with the chunks that are sampled from, in the order of their draws.
 
         `chunks` come single tokens first, and among those the ones that are sampled from: where nothing but single
-        tokens is computed, row and draw are the same number. Padding belongs to the scratch slot, whose page nobody
-        reads.
+        tokens is computed, row and draw are the same number. Padding belongs to the scratch slot, whose page is
+        never read.
         """
         a = self._fields
         before, self._decoding = self._decoding, ([], [])
@@ -114,7 +114,7 @@ class StepShape:
         return drawn
 
     def _begin(self, a: dict[str, np.ndarray], chunks: Seq[Chunk], scratch: int) -> list[Chunk]:
-        """All of a step, whoever was in the last one."""
+        """Write all inputs of a step, whatever the last one held."""
         singles = [c for c in chunks if c.length == 1]
         prompts = [c for c in chunks if c.length > 1]
         for name in ("ids", "positions", "adapters", "lengths", "keys", "indices"):
@@ -129,7 +129,7 @@ class StepShape:
         return drawn
 
     def _move_on(self, a: dict[str, np.ndarray], singles: Seq[Chunk]) -> None:
-        """What changes with every token of a sequence that decodes."""
+        """Write the inputs that change with every token of a sequence that decodes."""
         n = len(singles)
         if not n:
             return

@@ -28,7 +28,7 @@ const PATHS = {
   wide: "M9.5 2.5h4v4M6.5 13.5h-4v-4M13 3L9 7M3 13l4-4",
 };
 
-/** A small picture; whoever shows it says in words what it means. */
+/** A small picture; the caller says in words what it means. */
 export function icon(name) {
   const picture = document.createElementNS(SVG, "svg");
   picture.setAttribute("viewBox", "0 0 16 16");
@@ -52,7 +52,7 @@ export function fill(element, ...children) {
 
 /**
  * Bring a table's rows up to date: rows are known by their `data-key`, and of those that stay only cells that differ are
- * replaced, so that whoever clicks or reads there is not disturbed.
+ * replaced, so that clicks and screen readers there are not disturbed.
  */
 export function patchRows(body, rows) {
   const before = new Map([...body.rows].map((row) => [row.dataset.key, row]));

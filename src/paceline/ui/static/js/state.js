@@ -5,7 +5,7 @@ const MEANING = {
   running: "It is training now.",
   starting: "It loads its model and has not begun to train.",
   finished: "It trained all its steps.",
-  interrupted: "Somebody stopped it; it can go on.",
+  interrupted: "It was stopped and can be resumed.",
   failed: "It stopped because of an error.",
   crashed: "Its process is gone and wrote no end: killed, out of memory, or the machine stopped.",
 };

@@ -1,4 +1,4 @@
-// What a run said: its trouble on top, and all its events.
+// The events of a run, with its trouble on top.
 import { h } from "./dom.js";
 import { moment } from "./format.js";
 import { meaning } from "./state.js";

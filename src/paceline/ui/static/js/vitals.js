@@ -88,7 +88,7 @@ export class Vitals {
     if (wait > 0.3 && wait >= 1 - sampler) return { value: `the trainer, for rollouts (${percent(wait)})`, more };
     if (sampler < 0.65) return { value: `the sampler, for the trainer (${percent(1 - sampler)})`, more };
     if (wait > 0.3) return { value: `the trainer, for rollouts (${percent(wait)})`, more };
-    return { value: "nobody for long", more };
+    return { value: "neither for long", more };
   }
 
   #values(name) {

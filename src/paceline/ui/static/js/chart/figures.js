@@ -1,4 +1,4 @@
-// A chart as a table: for screen readers, and for whoever wants the figures.
+// A chart as a table: for screen readers, and for readers who want the figures.
 import { h } from "../dom.js";
 import { number } from "../format.js";
 

@@ -123,5 +123,5 @@ function looked({ rules }) {
         h("td", {}, rule.found ? h("strong", {}, String(rule.found)) : "–"),
         h("td", {}, number(rule.limit)),
         h("td", { class: "mono" }, `advice.${rule.name}`),
-        h("td", {}, rule.pauses.length ? rule.pauses.join(", ") : "nobody")))))));
+        h("td", {}, rule.pauses.length ? rule.pauses.join(", ") : "none")))))));
 }

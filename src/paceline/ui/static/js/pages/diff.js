@@ -1,4 +1,4 @@
-// Where two runs part: settings, then the first thing that happened otherwise, with both sides of it.
+// The differences between two runs: settings, then the first thing that happened otherwise, with both sides of it.
 import { ask } from "../api.js";
 import { announce, fill, h, prose, say } from "../dom.js";
 import { amount, whole } from "../format.js";

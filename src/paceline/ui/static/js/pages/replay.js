@@ -130,7 +130,7 @@ export async function render(root, run, params) {
   return () => (gone = true);
 }
 
-/** The settings in the address; nothing where somebody cut it short. */
+/** The settings in the address; nothing where it was cut short. */
 function given(text) {
   try {
     const found = JSON.parse(text ?? "{}");

@@ -44,7 +44,7 @@ export async function render(root, run, params) {
     card.show(at);
     remember();
   }
-  /** The address says what is looked at, so that it can be sent to somebody. */
+  /** The address says what is looked at, so that a link to it can be shared. */
   function remember() {
     const kind = told.samples || told.turns > 1 ? { [told.kind]: told.number } : {};
     const at = strip.chosen === null ? {} : { at: strip.chosen };

@@ -1,4 +1,4 @@
-// What a replay says: the loss beside what was recorded, the weightiest tokens, and every sample with its tokens.
+// The result of a replay: the loss beside what was recorded, the weightiest tokens, and every sample with its tokens.
 import { ask } from "../api.js";
 import { fill, h } from "../dom.js";
 import { whole } from "../format.js";

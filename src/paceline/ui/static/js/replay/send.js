@@ -20,7 +20,7 @@ async function post(path, run, body) {
 export const start = (run, step, settings) => post("replay/start", run, { step, settings });
 export const cancel = (run) => post("replay/cancel", run, {});
 
-/** Look at a job until it ends; `tell` hears how it stands. Null when `left()` says that nobody waits any more. */
+/** Look at a job until it ends; `tell` gets its progress. Null when `left()` says that the reader has left. */
 export async function ended(run, job, tell, left) {
   while (job?.state === "working") {
     tell(job);

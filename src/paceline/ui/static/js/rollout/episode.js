@@ -22,7 +22,7 @@ export async function content(run, row, query) {
       h("ol", { class: "line" }, line.map((turn) => h("li", { vars: { "--who": `var(--series-${colour(turn.seat)})` } },
         turn.heard.length ? h("details", { open: heard(turn.heard) < 300 }, h("summary", {}, `${names[turn.seat]} heard ${amount(heard(turn.heard), "character")}`),
           turn.heard.map((one) => message(one))) : null,
-        message(turn.said, { who: names[turn.seat], colour: colour(turn.seat) }))))) : h("div", { class: "empty" }, h("h2", {}, "Nobody's words were kept")));
+        message(turn.said, { who: names[turn.seat], colour: colour(turn.seat) }))))) : h("div", { class: "empty" }, h("h2", {}, "No messages were kept")));
 }
 
 /** Actors by their names, and by a number where one sits in several seats. */

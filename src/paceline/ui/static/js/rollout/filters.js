@@ -15,7 +15,7 @@ export class Filters {
       actor: this.#select("actor", "Actor"), error: this.#select("error", "Error"), finish: this.#select("finish", "Ended"),
     };
     const search = this.#input("text", {
-      type: "search", placeholder: "Somebody said…  /", "aria-label": "Search what was said", "aria-keyshortcuts": "/", data: { search: "" }, size: 26,
+      type: "search", placeholder: "Search messages…  /", "aria-label": "Search what was said", "aria-keyshortcuts": "/", data: { search: "" }, size: 26,
     });
     this.inputs = [search];
     const ranges = [["step", "Step", 1], ["reward", "Reward", "any"], ["length", "Tokens", 1]].map(([name, label, step]) => this.#range(name, label, step));

@@ -1,4 +1,4 @@
-// The league: how strong each version is, how sure that is, and how everybody fared against everybody.
+// The league: how strong each version is, how sure that is, and the result of each pair.
 import { ask } from "../api.js";
 import { fill, h } from "../dom.js";
 import { amount, whole } from "../format.js";

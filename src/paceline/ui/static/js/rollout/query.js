@@ -1,4 +1,4 @@
-// What is asked of the rollouts of a run, as it stands in the address: so it can be sent to somebody.
+// The query of the rollouts page, kept in the address, so that a link to it can be shared.
 import { toRun } from "../router.js";
 
 /** Names as the server knows them; the page of the list comes besides. */

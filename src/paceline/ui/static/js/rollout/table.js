@@ -128,7 +128,7 @@ export async function render(root, run, params) {
   }
 
   await read().catch((error) => {
-    if (error.name !== "AbortError") throw error; // else somebody asked for something else meanwhile, and gets that
+    if (error.name !== "AbortError") throw error; // else the reader asked for something else meanwhile, and gets that
   });
   const end = run.on("files", later);
   return () => {

@@ -1,4 +1,4 @@
-// What was said, message by message. It is hostile: every word goes in as text, and images only as drawn pixels.
+// The messages of a rollout. They are untrusted: every word goes in as text, and images only as drawn pixels.
 import { fill, h } from "../dom.js";
 import { amount, whole } from "../format.js";
 import { FINISH } from "./words.js";
@@ -9,7 +9,7 @@ const ROLES = { system: "System", developer: "Developer", user: "User", assistan
 
 /** All conversations of a rollout. */
 export function conversations({ total, shown: talks }) {
-  if (!total) return h("div", { class: "empty" }, h("h2", {}, "Nobody spoke"), h("p", {}, "No conversation was kept of this rollout."));
+  if (!total) return h("div", { class: "empty" }, h("h2", {}, "No messages"), h("p", {}, "No conversation was kept of this rollout."));
   const left = total - talks.length;
   const name = (at) => (total > 1 ? `Conversation ${left + at + 1} of ${total}` : "Conversation");
   return [left ? h("p", { class: "notice" }, `The last ${talks.length} of ${total} conversations.`) : null, talks.map((talk, at) => h("section", { class: "talk", "aria-label": name(at) },

@@ -1,4 +1,4 @@
-// What became of a rollout, in words.
+// The fate of a rollout, in words.
 import { h } from "../dom.js";
 
 const MEANING = {

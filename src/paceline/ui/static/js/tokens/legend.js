@@ -1,4 +1,4 @@
-// What the colours and lines of the strip mean.
+// The legend of the strip's colours and lines.
 import { h } from "../dom.js";
 import { count } from "../format.js";
 import { componentsOf, figure, partColour } from "./streams.js";
@@ -19,7 +19,7 @@ export function scale(stream) {
     figure(low), h("span", { class: "token-cells" }, cells.map(({ tint, t }) => h("i", { class: "token-cell", vars: { "--tint": tint, "--t": t } }))), figure(high));
 }
 
-/** Who trains how many tokens, and how others are drawn. */
+/** How many tokens each loss trains, and how others are drawn. */
 export function lines(told, again) {
   const sums = new Map();
   let given = 0;

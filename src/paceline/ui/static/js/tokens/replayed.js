@@ -1,4 +1,4 @@
-// What a replay of the step computed for this sample, if somebody has replayed it: what no file keeps.
+// The values that a replay of the step computed for this sample, if there is one; no file keeps them.
 import { ask } from "../api.js";
 
 /**

@@ -1,4 +1,4 @@
-// What tokens can be coloured by: each stream with its values, its scale and what it means.
+// The streams that tokens can be coloured by: each with its values, its scale and what it means.
 
 const PARTS = ["rl", "ce", "ref_kl"];
 const PART_COLOURS = { rl: "--series-1", ce: "--series-2", ref_kl: "--series-4", several: "--series-6" };
@@ -39,7 +39,7 @@ export function streams(told, again = null) {
 function computed(again) {
   const held = again.ratio.map((value, at) => (value === null ? null : Number(again.rules.has(at))));
   return [
-    swing("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than whoever sampled it", again.ratio, 1),
+    swing("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", again.ratio, 1),
     category("held", "held back, replayed", "whether a bound of the loss left the token out or held it", held, (value) => (value ? "held back" : "free")),
     swing("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share),
     ramp("entropy", "entropy, replayed", "how undecided the trainer's policy was before the token", again.entropy, "--series-8"),
