@@ -156,6 +156,11 @@ def test_a_pattern_that_spells_out_to_too_many_states_is_refused(pattern):
         prepared(json.dumps({"type": "string", "pattern": pattern}))
 
 
+def test_a_pattern_that_nests_too_deeply_is_refused():
+    with pytest.raises(RequestError, match="the regular expression nests its groups too deeply"):
+        rewritten("(" * 5000 + "a" + ")" * 5000)
+
+
 def test_usual_patterns_are_taken():
     for pattern in (r"\d{4}-\d{2}-\d{2}", r"(yes|no)", r".{0,1000}", r"[a-z]+(, [a-z]+){0,20}"):
         rewritten(pattern)

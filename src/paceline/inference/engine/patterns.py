@@ -73,7 +73,9 @@ def states(pattern: str) -> int:
     """
     try:
         return _states(parser.parse(pattern, re.ASCII))
-    except (re.error, OverflowError, RecursionError) as error:
+    except RecursionError as error:
+        raise RequestError("the regular expression nests its groups too deeply: use fewer levels") from error
+    except (re.error, OverflowError) as error:
         raise RequestError(f"the regular expression is wrong: {error}") from error
 
 
