@@ -83,3 +83,14 @@ def test_a_module_as_shown_plays_and_scores(tmp_path: Path, monkeypatch, said, r
     (row,) = environment.examples("train")
     outcome = asyncio.run(environment.play(row, {POLICY: Said(*said)}))
     assert (outcome.rewards[POLICY], outcome.metrics["turns"]) == (reward, turns)
+
+
+def test_the_files_and_names_to_copy_are_where_contributors_are_sent():
+    root = DOCS.parent
+    page = " ".join((root / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    files = re.findall(r"`((?:src|tests|examples|scripts)/[\w./]+)`", page)
+    assert len(files) > 15
+    assert [file for file in files if not (root / file).is_file()] == []
+    names = re.findall(r"`([A-Za-z_]+)`[^`.]{0,30}? (?:in|of) `(src/[\w./]+)`", page)
+    assert len(names) > 6
+    assert [name for name, file in names if not re.search(rf"\b{name}\b", (root / file).read_text())] == []
