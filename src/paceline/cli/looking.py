@@ -145,14 +145,17 @@ def add_doctor(commands: Commands) -> None:
 def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
-    from paceline.monitor.doctor import examine, report
+    from paceline.monitor.doctor import examine, report, resume_command
     from paceline.record import open_run
     from paceline.record.advice.telling import advice
 
     # A pipe has no width: wide enough there that no line of a stack is broken.
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(report(examine(Path(known.directory))))
+    found = examine(Path(known.directory))
+    console.print(report(found))
     console.print(advice(open_run(known.directory)))
+    if command := resume_command(found):
+        print(f"to go on: {command}")  # to be copied: in one line, however long
     return 0
 
 

@@ -86,14 +86,12 @@ def report(found: Findings) -> RenderableType:
     for problem in found.problems:
         facts.add_row("unreadable", Text(problem, "yellow"))
     facts.add_row("checkpoint", Text(str(found.checkpoint or "none yet")))
-    if not found.alive and (command := resume_command(found)):
-        facts.add_row("go on with", Text(command))
     return Group(facts, *(tree for part in found.parts for tree in _trees(part)), *_events(found.events))
 
 
 def resume_command(found: Findings) -> str:
-    """The command that resumes the run; empty where the run is finished."""
-    if found.ended and found.ended.get("status") == "finished":
+    """The command that resumes the run; empty where the run is alive or finished."""
+    if found.alive or (found.ended and found.ended.get("status") == "finished"):
         return ""
     return way_on(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
 
