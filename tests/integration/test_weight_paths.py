@@ -22,6 +22,7 @@ from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load
 from paceline.model.canary import make_canary
 from paceline.model.torch_bits import bits_of
 from paceline.trainer import TorchTrainer
+from paceline.util.socket_dir import socket_parent
 from samples import PLAIN as RL
 from samples import make_batch
 
@@ -188,7 +189,8 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
     with its canary and fingerprint; after a checkpoint was loaded into the trainer, from there on."""
     model = tiny_model().to(torch.bfloat16)
     trainer = TorchTrainer(model, settings.TrainerConfig(threads=1, optimizer=settings.OptimizerConfig(lr=1e-4)))
-    weights, address = tmp_path / "weights", Path(tempfile.mkdtemp()) / "door"
+    sockets = tempfile.mkdtemp(dir=socket_parent(len("/tmp12345678/door")))
+    weights, address = tmp_path / "weights", Path(sockets) / "door"
     weights.mkdir()
     (tmp_path / "saved").mkdir()
     engine = EmbeddedEngine(twin(model), inference.EngineConfig(threads=1))

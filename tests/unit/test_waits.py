@@ -623,7 +623,7 @@ def begun(path, pid=None):
     return recorder
 
 
-def shown(found, width=200):
+def shown(found, width=4000):
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     console.print(report(found))
     console.file.close()

@@ -149,8 +149,8 @@ def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
     from paceline.record import open_run
     from paceline.record.advice.telling import advice
 
-    # A pipe has no width: wide enough there that no line of a stack is broken.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    # A pipe has no width: wide enough there that no path and no line of a stack is broken.
+    console = Console(width=None if sys.stdout.isatty() else 4000)
     found = examine(Path(known.directory))
     console.print(report(found))
     console.print(advice(open_run(known.directory)))
