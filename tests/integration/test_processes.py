@@ -82,7 +82,9 @@ class Killer(threading.Thread):
         metrics = self.run_.directory.metrics_file
         while self.plan:
             step, role = next(iter(self.plan.items()))
-            done = max((line["step"] for line in read_jsonl(metrics)), default=-1) if metrics.exists() else -1
+            done = -1
+            with contextlib.suppress(FileNotFoundError):  # not yet there, or gone as the run begins anew
+                done = max((line["step"] for line in read_jsonl(metrics)), default=-1)
             child = self.run_.children.get(role)
             if done >= step and child is not None and child.process.poll() is None:
                 child.process.kill()
