@@ -138,7 +138,7 @@ class Lineage:
             return kind, self._saving(), dice.uniform(0, 0.03)
         if kind == "while restoring" and self.saved:
             return kind, lambda: len(self._begins()) > begun, dice.uniform(0, 0.2)
-        aim = dice.randrange(self.saved, STEPS)
+        aim = dice.randrange(min(self.saved, STEPS - 1), STEPS)  # the last checkpoint may stand: then while exporting
 
         def there() -> bool:
             return len(self._begins()) > begun and self.step >= aim
