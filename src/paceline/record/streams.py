@@ -48,9 +48,14 @@ def floats(values: Sequence[float]) -> bytes:
     return _packed("f", values)
 
 
+def all_equal(versions: Sequence[int]) -> bool:
+    """Whether one version sampled all tokens, as nearly always."""
+    return bool(versions) and versions.count(versions[0]) == len(versions)
+
+
 def one_or_each(versions: Sequence[int]) -> int | bytes:
-    """The version of all tokens, as nearly always, or that of each. Raises as `ids` does."""
-    if versions and versions.count(versions[0]) == len(versions):
+    """The version of all tokens, or that of each. Raises as `ids` does."""
+    if all_equal(versions):
         try:
             _INT.pack(versions[0])
             return versions[0]

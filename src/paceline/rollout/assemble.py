@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data import Sample
-from paceline.record.streams import Packed, each, floats, ids, one_or_each
+from paceline.record.streams import Packed, all_equal, each, floats, ids, one_or_each
 from paceline.rollout.types import Rollout, Turn
 
 
@@ -105,17 +105,19 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
             versions[start:end] = turn.versions
     for stream in (tokens, logprobs, temperatures):
         stream.flags.writeable = False
-    kept = np.zeros(length, np.bool_)
+    kept = None
     for turn, (start, end) in spoken:
-        if not turn.recomputed:  # the weights changed under it, and its cache stayed as it was
-            kept[start:end] = versions[start:end] != versions[start : start + 1]
+        # The weights changed under it, and its cache stayed as it was.
+        if not turn.recomputed and start < end and not all_equal(turn.versions):
+            kept = np.zeros(length, np.bool_) if kept is None else kept
+            kept[start:end] = versions[start:end] != versions[start]
     return Sample(
         token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
         temperatures=temperatures,
-        kv_kept=kept if kept.any() else None,
+        kv_kept=kept,
         ended="truncated" if thread.turns[-1].finish == "length" else "terminated",
         env=rollout.env,
         ticket=rollout.ticket,
