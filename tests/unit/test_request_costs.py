@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from paceline.config.serve import ServeConfig
 from paceline.inference import RequestError
-from paceline.inference.base import Grammar
+from paceline.inference.base import EngineLimits, Grammar
 from paceline.inference.engine import grammar
 from paceline.inference.engine.grammar import grammars
 from paceline.inference.engine.patterns import MOST_STATES, rewritten
@@ -27,6 +27,8 @@ from paceline.inference.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBod
 from paceline.inference.server.errors import Refusal, install_error_handlers
 from paceline.inference.server.guard import AT_ONCE, Meter, ServerGuard
 from paceline.inference.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
+from paceline.inference.server.plan import plan
+from paceline.inference.server.service import Models
 from paceline.inference.server.tokenizer import ServerTokenizer, characters_in
 from paceline.util import connections
 from paceline.util.connections import BoundedProtocol, LenientTransport
@@ -52,6 +54,17 @@ def test_equal_prompts_are_tokenised_once_and_many_on_another_thread(scribe, mon
         tokens = asyncio.run(scribe.encode_all(texts, special=True))
         assert tokens == [tuple(encode(text, add_special_tokens=True)) for text in texts]
     assert threads == [True] * 2 + [False] * 64
+
+
+@pytest.mark.parametrize(
+    ("has_key", "asked", "place"), [(False, -5, 0), (False, 3, 3), (False, None, 0), (True, -1, -1)]
+)
+def test_without_a_key_no_client_comes_before_others(scribe, has_key, asked, place):
+    limits = EngineLimits(max_context=64, vocabulary=100)
+    models = Models(None, "m", limits, has_key)  # ty: ignore
+    body = CompletionBody(prompt=[5], order=asked)
+    planned = plan(body, [(5,)], models, scribe, max_tokens=4, top_logprobs=0, grammar=None)
+    assert [request.order for request in asyncio.run(planned)] == [place]
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------

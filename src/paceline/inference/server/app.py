@@ -128,7 +128,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         limits = await engine.limits()
         scribe = ServerTokenizer(tokenizer, end_tokens, limits.max_context)
-        models = Models(engine, name, limits)
+        models = Models(engine, name, limits, has_key=bool(api_key))
         folders = tuple(folder.resolve() for folder in allowed)
         service = app.state.service = Service(
             engine, scribe, models, ThreadToLoopQueue(), meter, folders, frozenset(peers)

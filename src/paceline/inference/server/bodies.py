@@ -109,7 +109,7 @@ class SamplingBody(ClientBody):
     noise: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     """Extension. The exact key of the noise stream; overrides `seed`."""
     order: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
-    """Extension. Lower goes first when requests queue."""
+    """Extension. Lower goes first when requests queue; below 0 only on a server with a key."""
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None

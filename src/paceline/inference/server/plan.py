@@ -46,7 +46,7 @@ async def plan(
             top_k=min(max(body.top_k or 0, 0), models.limits.vocabulary),
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
             noise=_noise(body, first, index),
-            order=body.order or 0,
+            order=models.place(body.order),
             turn=index,
             model=model,
             top_logprobs=min(top_logprobs, models.limits.max_top_logprobs),

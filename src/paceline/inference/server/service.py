@@ -29,10 +29,15 @@ BASE = "base"
 class Models:
     """Knows the engine's limits without asking it for every request; looks again when a name is unknown."""
 
-    def __init__(self, engine: Engine, name: str, limits: EngineLimits) -> None:
+    def __init__(self, engine: Engine, name: str, limits: EngineLimits, has_key: bool) -> None:
         self._engine = engine
         self.name = name
         self.limits = limits
+        self._has_key = has_key
+
+    def place(self, asked: int | None) -> int:
+        """The place in the queue that a request may take: before others only where every caller holds the key."""
+        return (asked or 0) if self._has_key else max(asked or 0, 0)
 
     async def refresh(self) -> None:
         self.limits = await self._engine.limits()
