@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.config.model import QUICKSTART
 from paceline.data import decode
-from paceline.data.cursor import Cursor
+from paceline.data.mixture import Cursor
 from paceline.model import resolve
 
 CLOSE = 2e-4

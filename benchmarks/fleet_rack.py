@@ -3,7 +3,7 @@
 import msgspec
 
 from paceline.inference.frames import Answer, FromEngine, Load, decode_to_engine
-from paceline.inference.rpc_handler import EngineRpcHandler
+from paceline.inference.host import EngineRpcHandler
 from paceline.model.weights import WeightUpdate
 from paceline.simulate.cost import Lengths
 from paceline.simulate.engine import SimulatedEngine

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from paceline.algorithms.echo import Bodies
 from paceline.cluster.episode_runtime import open_house
 from paceline.cluster.local import renderer_of
 from paceline.cluster.rollouts import RolloutOptions, pick_section, play_some, sampling_on
 from paceline.config import load
 from paceline.model import load_tokenizer
 from paceline.rollout import Message, Turn
-from paceline.rollout.message_spans import Bodies
 
 Conversation = Sequence[Message]
 

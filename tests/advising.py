@@ -12,9 +12,9 @@ from paceline.config.advice import AdviceConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.data import Sample, Ticket
 from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.orchestrator.pausing import AdviceMemory
 from paceline.record import RolloutRecorder
 from paceline.record.advice import AdviceWindow
-from paceline.record.advice.memory import AdviceMemory
 from paceline.rollout import Rollout
 from paceline.rollout.types import Turn
 

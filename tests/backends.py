@@ -44,7 +44,7 @@ if MLX:
     from paceline.inference.engine.engine import DecodingEngine
     from paceline.inference.mlx import MlxEngine, sampler
     from paceline.inference.mlx import engine as served
-    from paceline.inference.mlx.slots import KeyShape, MlxSlots
+    from paceline.inference.mlx.step import KeyShape, MlxSlots
     from paceline.inference.noise import uniform_array
     from paceline.model.mlx.arrays import as_array
 

@@ -17,7 +17,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from paceline.util.socket_dir import socket_parent
+from paceline.util.private_folder import socket_parent
 
 NURSERY = Path(__file__).with_name("nursery.py")
 ADDRESS = "PACELINE_TEST_NURSERY"

@@ -50,7 +50,7 @@ MODULES = (
     "paceline.cluster.play",
     "paceline.cluster.rollouts",
     "paceline.cluster.processes.child",
-    "paceline.cluster.processes.connected",
+    "paceline.cluster.processes.child",
 )
 LONGEST = 1 << 18
 

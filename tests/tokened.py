@@ -18,7 +18,7 @@ from paceline.algorithms import GRPO
 from paceline.config import algorithm
 from paceline.data import Ledger, Ticket
 from paceline.monitor import RunPlan
-from paceline.monitor.files import append_jsonl
+from paceline.monitor.directory import append_jsonl
 from paceline.record import RolloutRecorder
 from paceline.rollout import Group, Rollout, assemble
 from paceline.rollout.types import Turn

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.model import trainable
+from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.critic import value_loss
 from paceline.trainer.loss import Loss, LossStats
-from paceline.trainer.tokens import TrainedTokens
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
 
@@ -54,7 +54,7 @@ if MLX:
     from paceline.model.mlx.loading import MlxModel, load_model, twin
     from paceline.model.mlx.lora import attach_lora, load_adapter
     from paceline.trainer.mlx import MlxTrainer
-    from paceline.trainer.mlx.parameters import named, tree
+    from paceline.trainer.mlx.optimizer import named, tree
 
     LIBRARY = "an mlx array"
 

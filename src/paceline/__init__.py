@@ -14,8 +14,7 @@ Names are imported when they are first used, so that `paceline.config` stays fre
 
 from typing import TYPE_CHECKING
 
-from paceline.util.lazy_import import lazily
-from paceline.util.renamed import tell_renamed_modules
+from paceline.util.lazy_import import lazily, tell_renamed_modules
 
 __version__ = "0.1.0"
 tell_renamed_modules()

@@ -118,7 +118,7 @@ def test_deterministic_is_bit_for_bit_in_any_order():
 
 
 def test_the_kernel_draws_what_the_plain_sampler_draws():
-    from paceline.inference.engine.cuda.sampling import draw
+    from paceline.inference.engine.cuda.steps import draw
 
     torch.manual_seed(0)
     rows, vocabulary = 300, 151_936

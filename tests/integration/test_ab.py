@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.cluster.ab import compare
-from paceline.config.arms import arms_of, split
+from paceline.config.target import arms_of, split
 from paceline.errors import PacelineError
 from paceline.record import open_run
 from paceline.record.paired import paired

@@ -20,7 +20,7 @@ from paceline.model.manifest import write_manifest
 from paceline.orchestrator.evaluation import intervals, summarise
 from paceline.rollout import Rollout
 from paceline.trainer import checkpoint as checkpoints
-from paceline.trainer.init_distributed import join, leave
+from paceline.trainer.world import join, leave
 
 QUICKSTART = "paceline:quickstart"
 

@@ -38,7 +38,7 @@ from paceline.envs.search import Embedder, load_corpus, open_index
 from paceline.envs.search.corpus import BUILT_IN
 from paceline.envs.search.server import build_app
 from paceline.errors import PacelineError
-from paceline.inference.server.run import listen
+from paceline.inference.server.app import listen
 from paceline.model import load_tokenizer
 from paceline.monitor.show_rollout import show_rollout, show_summary
 

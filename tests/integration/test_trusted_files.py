@@ -21,7 +21,7 @@ from paceline.model import ModelError, load_model
 from paceline.monitor import RunRecorder
 from paceline.orchestrator import CheckpointError, Checkpoints
 from paceline.trainer import checkpoint as checkpoints
-from paceline.trainer.init_distributed import join, leave
+from paceline.trainer.world import join, leave
 
 ROWS = tuple("abcdefghijklmnop")
 

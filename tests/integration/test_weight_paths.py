@@ -22,7 +22,7 @@ from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load
 from paceline.model.canary import make_canary
 from paceline.model.torch_bits import bits_of
 from paceline.trainer import TorchTrainer
-from paceline.util.socket_dir import socket_parent
+from paceline.util.private_folder import socket_parent
 from samples import PLAIN as RL
 from samples import make_batch
 

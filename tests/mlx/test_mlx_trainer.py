@@ -30,8 +30,7 @@ from paceline.model.mlx.lora import attach_lora
 from paceline.model.tensors import plain
 from paceline.trainer import TrainerError
 from paceline.trainer.mlx import MlxTrainer
-from paceline.trainer.mlx.optimizer import MlxAdamW
-from paceline.trainer.mlx.parameters import Parameters
+from paceline.trainer.mlx.optimizer import MlxAdamW, Parameters
 
 LORA = LoRAConfig(rank=4)
 SMOOTH = config.OptimizerConfig(lr=1e-2, eps=1e-2)

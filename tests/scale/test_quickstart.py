@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster import train
 from paceline.config import load
-from paceline.util.socket_dir import shorten_ray_sockets
+from paceline.util.private_folder import shorten_ray_sockets
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 

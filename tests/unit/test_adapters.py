@@ -14,11 +14,18 @@ from families import FAMILIES, eager_logprobs, largest_gap, packed_logprobs, seq
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.model import PLAN, PackedPlan, attach_lora, engine_twin, fingerprint, trainable, twin
-from paceline.model.adapter_files import adapter_scale, read_adapter
 from paceline.model.adapter_names import AdapterError, canonical
-from paceline.model.adapters import SlotLinear, install, merge, target_layers, trained_adapter
+from paceline.model.adapters import (
+    SlotLinear,
+    adapter_scale,
+    install,
+    merge,
+    read_adapter,
+    target_layers,
+    trained_adapter,
+)
 from paceline.trainer import TorchTrainer
-from paceline.trainer.export import export
+from paceline.trainer.checkpoint import export
 
 RANK, SLOTS, TOKENS = 8, 3, 256
 

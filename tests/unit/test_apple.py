@@ -30,7 +30,7 @@ ON_THE_WAY = (
     "paceline.trainer",
     "paceline.arena",
     "paceline.ui",
-    "paceline.top.app",
+    "paceline.top.watching",
     "paceline.report",
     "paceline.planner",
 )

@@ -26,7 +26,7 @@ from paceline.arena import (
     SingleTurnEpisode,
     arena_environment,
 )
-from paceline.config.env.custom import ArenaEnvConfig
+from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.data import Ticket

@@ -33,7 +33,7 @@ from paceline.monitor import RunPlan, RunRecorder, read_jsonl
 from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, lay_out
 from paceline.orchestrator.buffered import read_held
 from paceline.rollout import Group, SamplingClient
-from paceline.simulate.clock import VirtualClock, VirtualLoop
+from paceline.simulate.engine import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport
 
 GROUP = 2

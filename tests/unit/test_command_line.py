@@ -11,11 +11,10 @@ from paceline.cli import main
 from paceline.cli.commands import COMMON_KEYS
 from paceline.cli.entry import the_commands
 from paceline.config import ConfigError, load
-from paceline.config.arms import arms_of
-from paceline.config.examples import example_names, find_run_file
+from paceline.config.load import example_names, find_run_file
 from paceline.config.paths import files_of, resolve_paths
 from paceline.config.serve import load_served
-from paceline.config.target import load_target
+from paceline.config.target import arms_of, load_target
 from paceline.envs.workers import Workers
 from paceline.util.importing import HookError, import_object
 

@@ -9,16 +9,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from paceline.cluster import dtypes as settling
-from paceline.cluster.dtypes import with_settled_dtype
+from paceline.cluster import model_backends
+from paceline.cluster.model_backends import with_settled_dtype
 from paceline.config import RunConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, load_model, load_tokenizer, resolve, trainable
 from paceline.model.dtypes import export_dtype
-from paceline.planner import dtypes as planned
-from paceline.planner import parse, predict
-from paceline.planner.dtypes import cpu_halves, fitting, stored_dtype
-from paceline.trainer.export import export
+from paceline.planner import hardware, parse, predict
+from paceline.planner.hardware import cpu_halves, fitting, stored_dtype
+from paceline.trainer.checkpoint import export
 
 QUICKSTART = "paceline:quickstart"
 
@@ -35,12 +34,12 @@ def halved(tmp_path_factory) -> Path:
 @pytest.fixture
 def plain_cpu(monkeypatch):
     """A CPU without bfloat16 instructions, whichever this one is."""
-    monkeypatch.setattr(planned, "_flags", lambda file: frozenset(("avx2",)))
+    monkeypatch.setattr(hardware, "_flags", lambda file: frozenset(("avx2",)))
 
 
 @pytest.fixture
 def half_cpu(monkeypatch):
-    monkeypatch.setattr(planned, "_flags", lambda file: frozenset(("avx512f", "avx512_bf16")))
+    monkeypatch.setattr(hardware, "_flags", lambda file: frozenset(("avx512f", "avx512_bf16")))
 
 
 def size(folder: Path) -> int:
@@ -99,7 +98,7 @@ def test_a_model_is_loaded_in_the_type_its_cpu_computes_fast(halved: Path, half_
     assert ModelConfig().dtype == "auto"
     assert load_model(ModelConfig(name=str(halved))).dtype == torch.bfloat16
     assert load_model(ModelConfig()).dtype == torch.float32, "weights of float32 stay that"
-    monkeypatch.setattr(planned, "_flags", lambda file: frozenset())
+    monkeypatch.setattr(hardware, "_flags", lambda file: frozenset())
     assert load_model(ModelConfig(name=str(halved))).dtype == torch.float32
 
 
@@ -141,8 +140,8 @@ def test_a_resumed_run_keeps_the_type_it_began_with(tmp_path: Path, halved: Path
 
 
 def test_float32_on_a_gpu_names_the_faster_setting(monkeypatch, caplog):
-    monkeypatch.setattr(settling, "_device", lambda config: "cuda")
-    monkeypatch.setattr(settling, "compute_dtype", lambda model, device: "float32")
+    monkeypatch.setattr(model_backends, "_device", lambda config: "cuda")
+    monkeypatch.setattr(model_backends, "compute_dtype", lambda model, device: "float32")
     with caplog.at_level(logging.WARNING):
         assert with_settled_dtype(RunConfig()).model.dtype == "float32"
     assert 'model.dtype = "bfloat16"' in caplog.text

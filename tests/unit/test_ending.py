@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from paceline.cluster.shutdown import run_to_the_end
-from paceline.simulate.clock import leap
+from paceline.cluster.signals import run_to_the_end
+from paceline.simulate.engine import leap
 from paceline.util.deadlines import DeadlineError, abandonable
 
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.references import ReferenceScorer
+from paceline.algorithms.distillation import ReferenceScorer
 from paceline.arena import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
@@ -49,12 +49,12 @@ from paceline.inference.weight_store import WeightStore
 from paceline.model.weights import ServedPolicy, WeightUpdate
 from paceline.monitor import Monitor, RunRecorder, read_jsonl
 from paceline.orchestrator import CheckpointError, Checkpoints, Orchestrator, OrchestratorParts, RunStopped, lay_out
-from paceline.orchestrator.clock import DeadlineError
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import kind_of
 from paceline.rollout import Group, Rollout, SamplingClient
-from paceline.simulate.clock import VirtualClock, leap
+from paceline.simulate.engine import VirtualClock, leap
 from paceline.trainer import StepReport
+from paceline.util.deadlines import DeadlineError
 
 TICKET = Ticket(4, "coins", 0, 0, 0)
 

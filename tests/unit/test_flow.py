@@ -26,7 +26,7 @@ from paceline.model.weights import ServedPolicy, WeightUpdate
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, lay_out
 from paceline.rollout import SamplingClient
 from paceline.simulate import Lengths, SimulatedEngine, leap
-from paceline.simulate.clock import VirtualClock
+from paceline.simulate.engine import VirtualClock
 from paceline.trainer import StepReport
 
 GROUP, BATCH = 2, 8

@@ -10,8 +10,7 @@ from test_engine import serve, together
 
 from conftest import tiny_model
 from paceline.inference import EmbeddedEngine, GenerateRequest, Piece
-from paceline.inference.engine.sequence import Drawn, Sequence
-from paceline.inference.engine.streaming import LISTENER_SECONDS, LONGEST_SECONDS, TokenStreamer
+from paceline.inference.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, Drawn, Sequence, TokenStreamer
 
 
 class Hall:

@@ -35,9 +35,9 @@ from paceline.monitor import (
     read_jsonl,
     summary,
 )
-from paceline.monitor.cells import blocks
-from paceline.monitor.history import MetricHistory
+from paceline.monitor.plain import blocks
 from paceline.monitor.plot import smooth
+from paceline.monitor.summary import MetricHistory
 from paceline.monitor.text import change, clock, count, seconds
 
 TOTAL = 40

@@ -12,14 +12,13 @@ import torch
 from conftest import tiny_model
 from paceline import RunConfig
 from paceline.cli import main
-from paceline.cluster.replay import replay_dump
+from paceline.cluster.replay import broken_weights, examine, replay_dump, verdict
 from paceline.config import dump
 from paceline.config import trainer as config
 from paceline.data import Sample, decode
 from paceline.errors import PacelineError
 from paceline.model import load_model
 from paceline.trainer import TorchTrainer, TrainerError
-from paceline.trainer.bad_sample_report import broken_weights, examine, verdict
 from paceline.trainer.stepping import KEPT, WARM_UP, Norms, StepOutcome
 from samples import PLAIN, make_batch, near_policy
 from trainers import put_weights, tensors_of, trainer_of, weights_of

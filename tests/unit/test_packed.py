@@ -16,7 +16,7 @@ from paceline.data import Ticket
 from paceline.record import body as bodies
 from paceline.record.facts import facts
 from paceline.record.rollout_recorder import _written
-from paceline.record.search_text import fold, lines
+from paceline.record.rows import fold, lines
 from paceline.record.streams import each, floats, ids, one_or_each
 from paceline.rollout import Rollout, Turn, assemble
 

@@ -16,10 +16,10 @@ from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data.sample import Sample
 from paceline.record import open_run
-from paceline.record.decode import decode
 from paceline.record.first_difference import Compared, compare
 from paceline.record.layout import ROW, RecordFiles
 from paceline.record.rows import Query
+from paceline.record.short_codec import decode
 
 STEPS = 3
 

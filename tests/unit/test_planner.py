@@ -20,9 +20,9 @@ from paceline.config import RunConfig
 from paceline.config.run import ConfigWarning
 from paceline.errors import PacelineError
 from paceline.planner import found, parse, predict, with_memory
-from paceline.planner.advice import applied
 from paceline.planner.layout import layout_of
 from paceline.planner.memory import memory
+from paceline.planner.plan import applied
 from paceline.planner.shape import ModelShape, read_shape, shape_of
 from paceline.planner.speed import Speeds
 from paceline.planner.weights import ways

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.api.arguments import TrainingTask, resolve
+from paceline.api.training import TrainingTask, resolve
 from paceline.cli import main
 from paceline.config import ConfigError
 from paceline.data import BadRow, DataError

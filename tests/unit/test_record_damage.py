@@ -15,8 +15,8 @@ from paceline.monitor.doctor import examine
 from paceline.planner import compare, keep_plan
 from paceline.record import open_run
 from paceline.record.layout import LANE, RecordFiles
-from paceline.ui.lanes import lanes_of
 from paceline.ui.runs import Opened
+from paceline.ui.vitals import lanes_of
 from recorded import Told, torn
 from talking import Talking
 

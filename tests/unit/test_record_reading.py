@@ -22,7 +22,7 @@ from paceline.data import Ticket
 from paceline.errors import PacelineError
 from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.record import Query, RolloutRecorder, find_runs, open_run
-from paceline.record.settings import changed
+from paceline.record.facts import changed
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.distillation import pulled
-from paceline.algorithms.references import MOST_EMPTY, ReferencePrompt, ReferenceScorer
+from paceline.algorithms.distillation import MOST_EMPTY, ReferencePrompt, ReferenceScorer, pulled
 from paceline.config.model import ModelRef
 from paceline.inference import EngineError
 from paceline.inference.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
@@ -115,7 +114,7 @@ class Gone(Oracle):
 
 @pytest.mark.parametrize("answers", [0, 4])
 def test_a_reference_that_is_gone_is_waited_for_once_and_not_by_each_in_turn(renderer, monkeypatch, answers):
-    monkeypatch.setattr("paceline.algorithms.references.SECONDS", 0.05)
+    monkeypatch.setattr("paceline.algorithms.distillation.SECONDS", 0.05)
     engine = Gone(answers + 1)  # one more at the start, to see that it can score
 
     async def ask():

@@ -17,8 +17,8 @@ from paceline.data import Ledger, LedgerError, Sample, State, Ticket
 from paceline.orchestrator import Checkpoints, Gate, RunStopped, loop
 from paceline.orchestrator.buffered import read_held
 from paceline.orchestrator.dispatcher import Dispatcher
-from paceline.orchestrator.replay import Replay as Memory
-from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.train_env import Replay as Memory
+from paceline.orchestrator.train_env import ReplayedGroup
 from paceline.rollout import Group, Rollout
 from paceline.trainer import StepReport
 

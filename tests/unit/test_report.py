@@ -15,10 +15,8 @@ from rich.console import Console
 from paceline.cli import main
 from paceline.record import open_run
 from paceline.record.advice import Advisory, Knob
-from paceline.report.curves import BINS, Scale, around, chart, thinned
-from paceline.report.markup import tag
-from paceline.report.page import POLICY, STYLE, page
-from paceline.report.sections import advisories
+from paceline.report.curves import BINS, Scale, around, chart, tag, thinned
+from paceline.report.page import POLICY, STYLE, advisories, page
 from paceline.top.look import Look
 from paceline.top.signs import signs
 from recorded import Told, torn

@@ -14,7 +14,7 @@ from paceline.cluster.rollouts import draws
 from paceline.config.env import EnvConfig
 from paceline.data import DataError, Mixture, open_rows, order_of, register_scheme, skipped
 from paceline.envs import build_environment
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import dataset_rows
 
 try:
     import pyarrow

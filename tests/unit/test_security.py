@@ -22,8 +22,8 @@ from paceline.config.serve import ServeConfig, is_loopback
 from paceline.envs.base import POLICY
 from paceline.envs.search.server import SearchOptions, load_options
 from paceline.errors import PacelineError
+from paceline.inference.server.control import find_files
 from paceline.inference.server.errors import Refusal
-from paceline.inference.server.weights import find_files
 from paceline.rollout import RecordingServer
 
 ROOT = Path(__file__).parents[2]

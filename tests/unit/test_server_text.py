@@ -13,10 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.config.model import ModelConfig
 from paceline.inference import Completion, GenerateRequest, Piece
-from paceline.inference.server.detokenise import Detokeniser
 from paceline.inference.server.output_processor import OutputProcessor, StopMatcher
-from paceline.inference.server.token_bytes import TokenBytes
-from paceline.inference.server.tokenizer import ServerTokenizer
+from paceline.inference.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
 from paceline.inference.tools import ToolReader, for_template
 from paceline.model import load_tokenizer
 

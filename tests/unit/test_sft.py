@@ -12,6 +12,7 @@ from test_references import REF
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
+from paceline.algorithms.sft import recite
 from paceline.config import RunConfig
 from paceline.config.algorithm import SFTConfig
 from paceline.config.env import ReverseTextConfig
@@ -21,7 +22,6 @@ from paceline.orchestrator import lay_out
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.gate import fresh_enough, staleness
 from paceline.rollout import Renderer, Rollout, SessionMap, assemble
-from paceline.rollout.demonstrations import recite
 from teaching import Oracle, grouped, means, spoken
 
 laws = settings(max_examples=12, deadline=None)

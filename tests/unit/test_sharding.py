@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from conftest import tiny_model
 from launching import Launched
 from once import once
-from paceline.cluster.training import Built, build_trainer
+from paceline.cluster.torch_kit import Built, build_trainer
 from paceline.config import ConfigError, RunConfig
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable
 from paceline.trainer import TorchTrainer, TrainerError, checkpoint
-from paceline.trainer.init_distributed import join, leave
-from paceline.trainer.world import local
+from paceline.trainer.world import join, leave, local
 from samples import make_batch, near_policy
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps. No clipping: it hides a factor.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.util import socket_dir
-from paceline.util.socket_dir import RAY_BYTES, shorten_ray_sockets, socket_parent
+from paceline.util import private_folder
+from paceline.util.private_folder import RAY_BYTES, shorten_ray_sockets, socket_parent
 
 
 @pytest.fixture(params=[1, 40, 90, 150])
@@ -32,7 +32,7 @@ def test_a_socket_can_be_bound_whatever_the_length_of_tmpdir(temporary, name):
 def test_ray_gets_another_folder_only_where_its_own_is_too_long(temporary, monkeypatch):
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     shorten_ray_sockets()
-    fits = len(os.fsencode(temporary)) + RAY_BYTES <= socket_dir.LONGEST_PATH
+    fits = len(os.fsencode(temporary)) + RAY_BYTES <= private_folder.LONGEST_PATH
     assert ("RAY_TMPDIR" in os.environ) is not fits
     monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
     shorten_ray_sockets()
@@ -40,6 +40,6 @@ def test_ray_gets_another_folder_only_where_its_own_is_too_long(temporary, monke
 
 
 def test_no_folder_that_is_short_enough_is_one_sentence(temporary, monkeypatch):
-    monkeypatch.setattr(socket_dir, "OTHER_FOLDERS", ())
+    monkeypatch.setattr(private_folder, "OTHER_FOLDERS", ())
     with pytest.raises(PacelineError, match=r"set TMPDIR to a writable folder of at most 3 bytes"):
         socket_parent(100)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.config import ConfigError
 from paceline.config.env import tasks as config
-from paceline.config.examples import examples_folder
+from paceline.config.load import examples_folder
 from paceline.data import DataError
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort

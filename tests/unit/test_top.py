@@ -14,10 +14,9 @@ from paceline.cli import main
 from paceline.monitor import RunDirectory, RunPlan
 from paceline.record import RunFolder, open_run
 from paceline.top import snapshot
-from paceline.top.app import Top
-from paceline.top.look import SELDOM, Looker, bar
+from paceline.top.look import SELDOM, Looker, around, bar, figure, harmless, line, moment
 from paceline.top.signs import signs
-from paceline.top.words import around, figure, harmless, line, moment
+from paceline.top.watching import Top
 from paceline.ui.runs import Opened, Runs
 from recorded import Told, torn
 from tokened import tokened
@@ -199,7 +198,7 @@ def test_an_environment_with_a_hostile_name_is_shown_as_text(tmp_path):
 
 def test_into_a_pipe_one_plain_picture_goes_and_torch_is_not_needed(runs):
     code = (
-        "import sys; from paceline.cli import main; assert main(sys.argv[1:]) == 0; import paceline.top.app\n"
+        "import sys; from paceline.cli import main; assert main(sys.argv[1:]) == 0; import paceline.top.watching\n"
         "import paceline.report; print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -18,7 +18,7 @@ from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
-from paceline.util.socket_dir import socket_parent
+from paceline.util.private_folder import socket_parent
 from paceline.util.user_code import UserCodeError
 from samples import PLAIN, make_batch
 

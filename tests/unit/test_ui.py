@@ -19,9 +19,8 @@ from paceline.config import ConfigError
 from paceline.record import TimelineSpan
 from paceline.ui import build_app, load_options
 from paceline.ui.guard import HEADERS
-from paceline.ui.lanes import Stretch, binned, from_metrics, recorded
 from paceline.ui.routes import GROUPS
-from paceline.ui.vitals import family
+from paceline.ui.vitals import Stretch, binned, family, from_metrics, recorded
 from recorded import Told, served, torn
 
 

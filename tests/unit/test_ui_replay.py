@@ -17,10 +17,8 @@ import pytest
 
 from paceline.config import load
 from paceline.ui import build_app
-from paceline.ui.replay.process import ReplayProcess
-from paceline.ui.replay.result import ReplayResult
-from paceline.ui.replay.runner import ReplayRunner, name_of
-from paceline.ui.replay.settings import flags, settings
+from paceline.ui.replay.result import ReplayResult, flags, settings
+from paceline.ui.replay.runner import ReplayProcess, ReplayRunner, name_of
 from paceline.ui.routes.replay import CHECKPOINT
 from recorded import Told
 from replayed import replayable

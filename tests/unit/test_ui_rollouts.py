@@ -15,9 +15,8 @@ from paceline.arena.payoff import Payoff
 from paceline.cluster.league import leagues
 from paceline.ui import build_app
 from paceline.ui.answers import encoded
-from paceline.ui.rollouts.episode import EpisodeTurn, in_order
+from paceline.ui.rollouts.episode import EpisodeTurn, in_order, plain, shown
 from paceline.ui.rollouts.group import common, parted
-from paceline.ui.rollouts.parts import plain, shown
 from recorded import Told
 from talking import Talking, asked, png, rollout, turn
 

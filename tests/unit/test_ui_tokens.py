@@ -19,13 +19,13 @@ from paceline.data import Ticket, fold
 from paceline.record import Query, open_run
 from paceline.record.layout import RecordFiles
 from paceline.rollout import Group
+from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import Loss
 from paceline.trainer.terms import KL_TERMS
-from paceline.trainer.tokens import TrainedTokens
 from paceline.ui import build_app
+from paceline.ui.tokens.card import kl_term, ref_kl_term, rl_term
 from paceline.ui.tokens.credit import Peer, advantage
-from paceline.ui.tokens.loss import kl_term, ref_kl_term, rl_term
-from paceline.ui.tokens.text import VocabularyIndex
+from paceline.ui.tokens.strip import VocabularyIndex
 from recorded import Told
 from tokened import FACE, HOSTILE, PROMPT, REST, rollout, tokened, turn
 

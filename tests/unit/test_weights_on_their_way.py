@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import paceline
+from paceline.cluster.ray.engines import tensors_in
 from paceline.inference.base import RequestError
-from paceline.inference.raw import tensors_in
 from paceline.inference.server.service import write_all
 from paceline.model.bits import MASK
 from paceline.model.torch_bits import bits_of, mix

@@ -7,26 +7,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.arena.arena import Arena
+    from paceline.arena.arena import Arena, ArtifactStore
     from paceline.arena.environment import ArenaEnvironment, arena_environment
-    from paceline.arena.episode import Episode, MultiTurnEpisode, SingleTurnEpisode
+    from paceline.arena.episode import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode
     from paceline.arena.league import League, Match
     from paceline.arena.payoff import Payoff
-    from paceline.arena.rubric import Rubric
-    from paceline.arena.state import EpisodeState
-    from paceline.arena.store import ArtifactStore
-    from paceline.arena.types import Actor, ArenaError, Artifact, EpisodeRequest, EpisodeResult, Event, Step
+    from paceline.arena.state import (
+        Actor,
+        ArenaError,
+        Artifact,
+        EpisodeRequest,
+        EpisodeResult,
+        EpisodeState,
+        Event,
+        Step,
+    )
 
 _HOMES = {
-    "arena": ("Arena",),
+    "arena": ("Arena", "ArtifactStore"),
     "environment": ("ArenaEnvironment", "arena_environment"),
-    "episode": ("Episode", "MultiTurnEpisode", "SingleTurnEpisode"),
+    "episode": ("Episode", "MultiTurnEpisode", "Rubric", "SingleTurnEpisode"),
     "league": ("League", "Match"),
     "payoff": ("Payoff",),
-    "rubric": ("Rubric",),
-    "state": ("EpisodeState",),
-    "store": ("ArtifactStore",),
-    "types": ("Actor", "ArenaError", "Artifact", "EpisodeRequest", "EpisodeResult", "Event", "Step"),
+    "state": (
+        "Actor",
+        "ArenaError",
+        "Artifact",
+        "EpisodeRequest",
+        "EpisodeResult",
+        "EpisodeState",
+        "Event",
+        "Step",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

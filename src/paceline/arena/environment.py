@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.arena.arena import Arena
 from paceline.arena.league import League, Match
-from paceline.arena.types import ArenaError, EpisodeRequest, EpisodeResult
-from paceline.config.env.custom import ArenaEnvConfig as Config
+from paceline.arena.state import ArenaError, EpisodeRequest, EpisodeResult
+from paceline.config.env.base import ArenaEnvConfig as Config
 from paceline.data import Row
 from paceline.envs import Environment, Outcome, Split
 from paceline.rollout import Seat, SessionMap

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.arena.payoff import Payoff
-from paceline.arena.types import EpisodeResult
+from paceline.arena.state import EpisodeResult
 from paceline.config.env import LeagueConfig as Config
 
 Rule = Literal["latest", "uniform", "hardest"]

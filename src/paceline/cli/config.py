@@ -53,7 +53,7 @@ def _init(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _list() -> int:
-    from paceline.config.examples import example_names
+    from paceline.config.load import example_names
 
     for kind, (_, text) in KINDS.items():
         print(f"{kind:12} {text}")

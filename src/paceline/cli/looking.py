@@ -1,4 +1,7 @@
-"""Commands that read a run directory: `doctor`, `top`, `report`, `diff`, `ui` and `replay`."""
+"""Commands that read a run directory: `doctor`, `top`, `report`, `diff`, `ui` and `replay`.
+
+Two runs side by side, as tables for a terminal.
+"""
 
 import argparse
 import json
@@ -6,10 +9,15 @@ import os
 import sys
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from paceline.cli.commands import OVERRIDES, Commands, old_spelling
 from paceline.config import LoadedConfig, load
 from paceline.errors import PacelineError
-from paceline.util.parent_death import end_with_parent
+from paceline.record.first_difference import Compared, FirstDifference
+from paceline.util.process_exit import end_with_parent
 
 REPLAY = (
     """
@@ -205,7 +213,7 @@ def _diff(known: argparse.Namespace, rest: list[str]) -> int:
     else:
         from rich.console import Console
 
-        from paceline.record.telling import told
+        from paceline.cli.looking import told
 
         Console().print(told(compared, one.name, other.name))
     return int(compared.first is not None)
@@ -226,3 +234,41 @@ def _ui(known: argparse.Namespace, rest: list[str]) -> int:
     key = known.api_key or os.environ.get(KEY_VARIABLE) or None
     serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
     return 0
+
+
+MOST = 20
+"""Settings that are listed."""
+
+
+def told(compared: Compared, one: str, other: str) -> RenderableType:
+    """What differs between two runs of these names: settings, then the first thing that happened otherwise."""
+    parts: list[RenderableType] = []
+    if compared.settings:
+        table = Table(title="settings that differ", title_justify="left")
+        for heading in ("key", one, other):
+            table.add_column(heading, overflow="fold")
+        for key, mine, theirs in compared.settings[:MOST]:
+            table.add_row(Text(key), Text(str(mine)), Text(str(theirs)))
+        parts.append(table)
+        if len(compared.settings) > MOST:
+            parts.append(Text(f"... and {len(compared.settings) - MOST} more"))
+    before = f"{compared.steps} steps and {compared.rollouts} rollouts"
+    if compared.first is None:
+        parts.append(Text(f"the same in all that was recorded: {before}"))
+    else:
+        parts += [
+            Text(f"first difference, after {before} that are the same:", "bold"),
+            _one(compared.first, one, other),
+        ]
+    parts += [Text(remark, "yellow") for remark in compared.remarks]
+    return Group(*parts)
+
+
+def _one(first: FirstDifference, one: str, other: str) -> Table:
+    table = Table(show_header=False)
+    rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
+    if any(index is not None for index in first.indices):
+        rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table

@@ -80,7 +80,7 @@ def add_ab(commands: Commands) -> None:
 
 
 def _ab(known: argparse.Namespace, overrides: list[str]) -> int:
-    from paceline.config.arms import arms_of
+    from paceline.config.target import arms_of
 
     arms = arms_of(known.file, overrides)
     for loaded in arms.values():
@@ -130,7 +130,7 @@ def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
     from rich.console import Console
 
     from paceline import planner
-    from paceline.planner.report import plan_report
+    from paceline.planner.compare import plan_report
     from paceline.planner.shape import UnknownShape, shape_of
     from paceline.planner.work import assumed
 
@@ -155,7 +155,7 @@ def _compare(known: argparse.Namespace) -> int:
     from rich.console import Console
 
     from paceline.planner import compare
-    from paceline.planner.report import comparison_report
+    from paceline.planner.compare import comparison_report
 
     comparison = compare(Path(known.file))
     if known.json:

@@ -23,7 +23,7 @@ from paceline.data import Sample
 from paceline.model import ATTENTION, attach_lora
 from paceline.model.support import without_dropout
 from paceline.trainer import TorchTrainer
-from paceline.util.parent_death import end_with_parent
+from paceline.util.process_exit import end_with_parent
 
 LAYERS = 2
 """Layers that stand for all: under LoRA the first one's input needs no gradient, the second one's does."""

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from paceline.cluster.dtypes import checkpoint_compute_dtype, with_settled_dtype
 from paceline.cluster.local import renderer_of
+from paceline.cluster.model_backends import checkpoint_compute_dtype, with_settled_dtype
 from paceline.cluster.serving import embedded
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
@@ -21,7 +21,7 @@ from paceline.config.secret import in_address
 from paceline.errors import PacelineError
 from paceline.inference import Engine, EngineError, HttpEngine, Pool
 from paceline.model import load_tokenizer
-from paceline.model.naming import resolve
+from paceline.model.source import resolve
 from paceline.model.weights import Adapter, WeightUpdate
 from paceline.rollout import RecordingServer, SamplingClient, SessionMap
 from paceline.rollout.endpoint import Endpoint, EndpointTable

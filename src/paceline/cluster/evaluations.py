@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.cluster.episode_runtime import open_house
 from paceline.cluster.rollouts import sampling_on
-from paceline.cluster.shutdown import run_to_the_end
+from paceline.cluster.signals import run_to_the_end
 from paceline.cluster.targets import RunTarget, find_run
 from paceline.config import RunConfig, load
 from paceline.config.model import ModelConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.cluster.dtypes import with_settled_dtype
+from paceline.cluster.model_backends import with_settled_dtype
 from paceline.cluster.targets import RunTarget
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
@@ -18,7 +18,7 @@ from paceline.model import load_tokenizer
 from paceline.model.manifest import write_manifest
 from paceline.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
-from paceline.planner.dtypes import with_dtype
+from paceline.planner.hardware import with_dtype
 from paceline.trainer import Trainer
 from paceline.util.private_folder import PrivateFolder
 
@@ -89,8 +89,7 @@ def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, 
     import torch
 
     from paceline.model import attach_lora, load_model
-    from paceline.trainer.checkpoint import put_masters
-    from paceline.trainer.export import export, save_adapter
+    from paceline.trainer.checkpoint import export, put_masters, save_adapter
 
     if dtype == "float32":  # wider than a half type the run computed in: straight from the masters
         config = with_dtype(config, dtype)

@@ -1,6 +1,11 @@
-"""Chat with a model from Python: a run's policy, an export, a checkpoint, an adapter, or any model."""
+"""Chat with a model from Python: a run's policy, an export, a checkpoint, an adapter, or any model.
+
+Defines the result of a run: its outcome, its curve, and the trained policy.
+"""
 
 import asyncio
+import base64
+import html
 import json
 import secrets
 import threading
@@ -8,6 +13,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +33,10 @@ from paceline.errors import PacelineError
 from paceline.inference import Pool
 from paceline.model import load_tokenizer
 from paceline.model.weights import Adapter, WeightUpdate
-from paceline.monitor import RunDirectory
+from paceline.monitor import RunDirectory, RunOutcome
+from paceline.monitor.plot import reward_picture
+from paceline.monitor.summary import Curve, MetricHistory
+from paceline.monitor.text import amount, one_line, score
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, SamplingClient, Seat
 
@@ -229,7 +238,7 @@ def _checkpoint(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, W
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
-    from paceline.model.adapter_files import adapter_scale, read_adapter
+    from paceline.model.adapters import adapter_scale, read_adapter
 
     adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     adapter_scale(adapter)  # or say what is wrong with it
@@ -271,3 +280,56 @@ def _small(config: RunConfig) -> RunConfig:
     """Without the room that a batch of training needs."""
     small = {"max_running": min(config.engine.max_running, AT_ONCE)}
     return config.model_copy(update={"engine": config.engine.model_copy(update=small)})
+
+
+PICTURE_DPI = 90
+"""Of the curve in a notebook, which is as wide as a page."""
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """The result of a run. In a notebook it shows its curve."""
+
+    outcome: RunOutcome
+    directory: Path
+    metrics: list[dict[str, Any]]
+    """One entry per step, as in `metrics.jsonl`."""
+    summary: list[str]
+    error: Exception | None = None
+
+    @cached_property
+    def policy(self) -> "Policy":
+        """The trained model, to chat with: `result.policy.chat("2 + 3 =")`. It is loaded when it is first used."""
+        from paceline.cluster.policy import Policy
+
+        return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
+
+    def __repr__(self) -> str:
+        rewards = [f"{key}: {_course(curve)}" for key, curve in self._rewards().items() if curve]
+        parts = [f"{self.directory.name}: {self.outcome.status} after {amount(self.outcome.step, 'step')}"]
+        parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
+        parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
+        return f"RunResult({', '.join([*parts, str(self.directory)])})"
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<div>{html.escape(line)}</div>" for line in self.summary)
+        if not any(self._rewards().values()):
+            return f"<div>{lines}</div>"
+        picture = base64.b64encode(reward_picture(self.metrics, self.directory.name, PICTURE_DPI)).decode()
+        name = html.escape(repr(self), quote=True)
+        return f'<div>{lines}<img alt="{name}" src="data:image/png;base64,{picture}"></div>'
+
+    def _rewards(self) -> dict[str, Curve]:
+        return MetricHistory.of(self.metrics).rewards
+
+
+class RunFailed(PacelineError):
+    """A run that ended because of an error. `result` is what it left behind up to there."""
+
+    def __init__(self, result: RunResult) -> None:
+        super().__init__(result.outcome.message)
+        self.result = result
+
+
+def _course(curve: Curve) -> str:
+    return f"{score(curve[0][1])} → {score(curve[-1][1])}"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cluster.episode_runtime import EpisodeRuntime, OpenAIServer, open_house
-from paceline.cluster.shutdown import run_to_the_end
+from paceline.cluster.signals import run_to_the_end
 from paceline.config import RunConfig
 from paceline.config.env import BaseEnvConfig
 from paceline.config.inference import SamplingConfig
@@ -22,7 +22,7 @@ from paceline.data import Row, Ticket, order_of
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, Overloaded, RequestError
-from paceline.monitor.files import plain
+from paceline.monitor.directory import plain
 from paceline.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import RealClock
 from paceline.orchestrator.episodes import assigned, fault, metric_of

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from paceline.cluster.colocated.rank_info import refuse_torchrun
-from paceline.cluster.dtypes import with_settled_dtype
 from paceline.cluster.forced_end import ForcedEnd
 from paceline.cluster.league import standings
 from paceline.cluster.local import Placed, local
+from paceline.cluster.model_backends import with_settled_dtype
+from paceline.cluster.policy import RunResult
 from paceline.cluster.preflight import NEEDS_RAY, refuse_unready
-from paceline.cluster.result import RunResult
-from paceline.cluster.shutdown import run_to_the_end
-from paceline.cluster.signals import USER, Signals
+from paceline.cluster.signals import USER, Signals, run_to_the_end
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
@@ -79,7 +78,7 @@ def train(
     refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
     if config.placement == "colocated":
-        from paceline.cluster.colocated.start import colocated
+        from paceline.cluster.colocated.place import colocated
 
         _refuse_fewer_steps(config)
         return colocated(config, environments, overwrite, screen, signals)

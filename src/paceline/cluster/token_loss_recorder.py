@@ -9,10 +9,10 @@ from torch import Tensor
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
+from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import TokenLosses
 from paceline.trainer.rules import Moved, held_back
 from paceline.trainer.stepping import trained
-from paceline.trainer.tokens import TrainedTokens
 
 
 @dataclass(frozen=True, slots=True)

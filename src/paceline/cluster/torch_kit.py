@@ -1,4 +1,7 @@
-"""Builds engine and trainer with torch."""
+"""Builds engine and trainer with torch.
+
+Builds the trainer of a process that runs nothing else.
+"""
 
 import copy
 import json
@@ -7,14 +10,17 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paceline.cluster.local import share_cores
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.inference import EmbeddedEngine
@@ -27,7 +33,7 @@ from paceline.inference.vllm import VllmEngine
 from paceline.model import attach_lora, end_tokens, engine_twin, load_model, small_products
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
 from paceline.model.dtypes import dtype_name
-from paceline.model.naming import resolve
+from paceline.model.source import resolve
 from paceline.model.tensors import write_tensors
 from paceline.model.varlen import can_varlen
 from paceline.trainer import TorchTrainer
@@ -245,3 +251,35 @@ def pick_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise PacelineError('device = "cuda", but torch sees no GPU here: set device = "cpu" or "auto"')
     return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A trainer with its model."""
+
+    trainer: TorchTrainer
+    model: PreTrainedModel
+    parameters: int
+    device: str
+
+
+def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Built:
+    """Load the run's model and a trainer for it; with a group, one rank of several. A model that is to be cut up waits
+    in its file, mapped into memory, and comes to the device layer by layer: whole it might not fit there."""
+    device, parallel = pick_device(config.device), config.trainer.parallel
+    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
+    model = attach_lora(load_model(config.model, "cpu" if in_parts else device), config.model, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    config = share_cores(config, parameters)
+    dumps = Path(config.runs) / config.name / "dumps"
+    trainer = TorchTrainer(
+        model,
+        config.trainer,
+        total_steps=config.steps,
+        fp32_head=config.model.fp32_head,
+        dumps=dumps,
+        group=group,
+        device=torch.empty(0, device=device).device,  # with its number, which every thread must know
+        background=background_compile("trainer", config, model) if group is None else None,
+    )
+    return Built(trainer, model, parameters, device)

@@ -14,7 +14,7 @@ from paceline.config.run import (
     RecordingConfig,
     RunConfig,
 )
-from paceline.util.renamed import renamed_names
+from paceline.util.lazy_import import renamed_names
 
 __all__ = [
     "BreakerConfig",

@@ -9,7 +9,7 @@ from paceline.config.base import Section
 from paceline.config.errors import ConfigError
 from paceline.config.load import LoadedConfig, load
 from paceline.config.target import names_run_file
-from paceline.util.browser_requests import is_loopback
+from paceline.util.connections import is_loopback
 
 SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
 """Sections of a run file that a server uses; other overrides would be read and change nothing."""

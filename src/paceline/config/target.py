@@ -1,4 +1,7 @@
-"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with."""
+"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with.
+
+Makes the two run files of an A/B run: flags behind `--a.` and `--b.` apply to one arm only.
+"""
 
 import re
 import tomllib
@@ -8,9 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.config.errors import ConfigError
-from paceline.config.examples import example_names, examples_folder, find_run_file
 from paceline.config.fields import ROOT
-from paceline.config.load import LoadedConfig, load
+from paceline.config.load import LoadedConfig, example_names, examples_folder, find_run_file, load
 from paceline.config.paths import files_of
 from paceline.config.run import FOLDER_NAME, RunConfig
 from paceline.config.wording import code, either
@@ -128,3 +130,29 @@ def nearest_target(target: str) -> str:
 def _unknown(target: str) -> str:
     hint = nearest_target(target) or "`paceline init --list` lists the examples"
     return f"there is no run file, example or environment type `{target}`; {hint}"
+
+
+ARMS = ("a", "b")
+
+
+def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
+    """The run file for each arm, under names of their own."""
+    shared, own = split(overrides)
+    arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}
+    for arm, loaded in arms.items():
+        loaded.config.name = f"{loaded.config.name}-{arm}"
+    return arms
+
+
+def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The overrides of both arms, and those of each arm alone, as `load` takes them."""
+    shared: list[str] = []
+    own: dict[str, list[str]] = {arm: [] for arm in ARMS}
+    to = shared
+    for word in overrides:
+        if word.startswith("--"):
+            arm, dot, key = word[2:].partition(".")
+            to = own[arm] if dot and arm in own else shared
+            word = f"--{key}" if to is not shared else word
+        to.append(word)
+    return shared, own

@@ -3,11 +3,19 @@
 from paceline.data.balance import Cost, Cut, balanced, cuts, imbalance, lockstep
 from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
-from paceline.data.cursor import Cursor
-from paceline.data.draws import Draws, learn, order_of
 from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
-from paceline.data.mixture import Mixture, MixtureCursor, open_dataset, open_mixture, skipped
+from paceline.data.mixture import (
+    Cursor,
+    Draws,
+    Mixture,
+    MixtureCursor,
+    learn,
+    open_dataset,
+    open_mixture,
+    order_of,
+    skipped,
+)
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
 from paceline.data.rows import BadRows, DataError, Row, look_through, row_change, row_digest
 from paceline.data.sample import Ended, Sample, Ticket

@@ -1,16 +1,57 @@
-"""Several datasets as one, each drawn in proportion to its weight."""
+"""Several datasets as one, each drawn in proportion to its weight.
+
+Draws rows by a pure function of (seed, epoch, index), so a resumed run draws as an unbroken one.
+
+Defines the order of draws, as the orchestrator sees it: shuffled, by weight, or by curriculum.
+"""
 
 import math
+import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.curriculum import Curriculum
-from paceline.data.cursor import Cursor
 from paceline.data.formats import StoredRows
 from paceline.data.rows import BadRows, DataError, Row, Rows, RowSubset
 from paceline.data.sources import open_rows
+
+
+class Cursor:
+    """Walks shuffled epochs over `rows` rows of one environment.
+
+    >>> cursor = Cursor(rows=2, seed=0, name="demo")
+    >>> [epoch for epoch, _, _ in (cursor.draw() for _ in range(5))]
+    [0, 0, 1, 1, 2]
+    """
+
+    def __init__(self, rows: int, seed: int, name: str) -> None:
+        self.rows = rows
+        self.draws = 0
+        self._key = (seed, zlib.crc32(name.encode()))
+        self._epoch = -1
+        self._order: NDArray = np.empty(0, np.int64)
+
+    def draw(self) -> tuple[int, int, int]:
+        """The next (epoch, draw index, row)."""
+        draw, epoch = self.draws, self.draws // self.rows
+        self.draws += 1
+        return epoch, draw, int(self._order_of(epoch)[draw % self.rows])
+
+    def _order_of(self, epoch: int) -> NDArray:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng((*self._key, epoch)).permutation(self.rows)
+        return self._order
+
+    def state(self) -> int:
+        return self.draws
+
+    def load(self, draws: int) -> None:
+        self.draws = draws
 
 
 class Mixture(Rows):
@@ -131,3 +172,39 @@ class MixtureCursor:
             raise DataError(f"the checkpoint mixes {len(state)} datasets, the run file {len(self._parts)}")
         for part, its in zip(self._parts, state, strict=True):
             part.load(its)
+
+
+class Draws(Protocol):
+    """A place in a dataset that a checkpoint can keep."""
+
+    rows: int
+
+    @property
+    def draws(self) -> int:
+        """How many there have been."""
+        ...
+
+    def draw(self) -> tuple[int, int, int]:
+        """The next (epoch, draw index, row)."""
+        ...
+
+    def state(self) -> Any:
+        """For the checkpoint: plain JSON."""
+        ...
+
+    def load(self, state: Any, /) -> None:
+        """Go on from a checkpoint."""
+        ...
+
+
+def order_of(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Draws:
+    """The order in which an environment's rows are drawn: by weight for a mixture, by accuracy under a curriculum."""
+    if isinstance(rows, Mixture):
+        return MixtureCursor(rows.sizes, rows.weights, seed, name, curriculum=curriculum)
+    return Curriculum(len(rows), seed, name) if curriculum else Cursor(len(rows), seed, name)
+
+
+def learn(order: Draws, row: int, rewards: Sequence[float]) -> None:
+    """Tell an order how a row went. Shuffled epochs ignore it."""
+    if isinstance(order, Curriculum | MixtureCursor):
+        order.update(row, rewards)

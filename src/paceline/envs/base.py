@@ -1,12 +1,18 @@
-"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
+"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one.
+
+Opens the datasets that an environment's section of the run file names.
+"""
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.data import Row
+from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, RetrievalConfig
+from paceline.data import Row, open_dataset
 from paceline.errors import PacelineError
 from paceline.rollout import Message, Reply, Seat
 
@@ -123,3 +129,34 @@ def shown(value: Any) -> str:
     except Exception as error:  # also an integer of more digits than Python prints
         return f"something of type {type(value).__name__} ({error})"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
+
+
+@contextmanager
+def first_rows(count: int) -> Generator[None]:
+    """Inside, environments open only the first rows of their datasets: enough to see that their fields are right."""
+    token = _LIMIT.set(count)
+    try:
+        yield
+    finally:
+        _LIMIT.reset(token)
+
+
+def dataset_rows(
+    config: DatasetEnvConfig | CustomEnvConfig | RetrievalConfig,
+    split: Split,
+    refine: Callable[[Row], Row] | None = None,
+    *,
+    require: Sequence[str] = (),
+    prompted: bool = True,
+) -> Sequence[Row]:
+    """The rows a section of the run file names for a split; none when it names none.
+
+    `refine` turns a row into the environment's form. It raises `BadRow`, and the reader adds file and line.
+    """
+    source = config.dataset if split == "train" else config.eval_dataset
+    if source is None:
+        return []
+    return open_dataset(source, config.fields, limit=_LIMIT.get(), require=require, prompted=prompted, refine=refine)

@@ -8,8 +8,7 @@ from pathlib import Path
 from paceline.config.env.tasks import CodeConfig as Config
 from paceline.data import BadRow, Row
 from paceline.envs.answers import conversation
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 

@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 from paceline.config.env import CustomEnvConfig as Config
 from paceline.data import Row, listed_rows
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
 from paceline.inference import Finish
 from paceline.rollout import Rollout, Seat, Turn
 from paceline.util.importing import import_object

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from paceline.config.env.tasks import EqualityConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import normalised, question_and_answers, tagged
-from paceline.envs.base import Outcome, SingleTurn, Split
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import Outcome, SingleTurn, Split, dataset_rows
 from paceline.rollout import Reply
 
 

@@ -6,8 +6,7 @@ from fractions import Fraction
 from paceline.config.env.tasks import GSM8KConfig as Config
 from paceline.data import BadRow, Row
 from paceline.envs.answers import boxed, conversation, only_number, wanted
-from paceline.envs.base import POLICY, Environment, Outcome, Split
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, Environment, Outcome, Split, dataset_rows
 from paceline.rollout import Seat
 
 MARK = "####"

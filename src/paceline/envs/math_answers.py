@@ -7,8 +7,7 @@ from pathlib import Path
 from paceline.config.env.tasks import MathConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import boxed, last_number, only_number, question_and_answers
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from paceline.config.env.integrations import ModuleEnvConfig as Config
 from paceline.data import Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object

@@ -9,8 +9,7 @@ from typing import Literal
 
 from paceline.config.env.tasks import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
-from paceline.envs.base import POLICY, Environment, Outcome, Split
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, Environment, Outcome, Split, dataset_rows
 from paceline.envs.search.client import Found, LocalSearch, SearchClient, Searcher
 from paceline.envs.search.corpus import QUESTIONS
 from paceline.envs.search.store import open_index

@@ -9,11 +9,10 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from paceline.config.env.custom import RewardEnvConfig as Config
+from paceline.config.env.base import RewardEnvConfig as Config
 from paceline.data import BadRow, Row, listed_rows
 from paceline.envs.answers import conversation
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
 from paceline.envs.offloop import name_of, run_user_code
 from paceline.rollout import Reply, Seat
 from paceline.util.importing import import_object

@@ -7,8 +7,7 @@ from typing import Any
 from paceline.config.env.tasks import TokenInConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import normalised, wanted
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
-from paceline.envs.dataset import dataset_rows
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Seat
 from paceline.util.importing import import_object

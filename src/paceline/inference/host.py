@@ -1,27 +1,93 @@
-"""The engine's side of a link: answers another process over a socket."""
+"""The engine's side of a link: answers another process over a socket.
+
+Answers what other processes ask of an engine, one message at a time, whatever carries the messages.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from socket import socket
 from typing import Any
 
-from paceline.inference.base import Engine, Piece
+from safetensors import SafetensorError
+
+from paceline.inference.base import Engine, Listener, Piece, RequestError
 from paceline.inference.frames import (
+    Answer,
+    Ask,
     Cancel,
+    CompletionFrame,
     EngineHello,
     EngineMessage,
+    FailureFrame,
     FromEngine,
     Generate,
+    Load,
+    ScoreFrame,
+    Scores,
     TokensFrame,
+    as_ints,
     decode_to_engine,
+    floats,
     frame,
     join,
     opened,
     read_frame,
 )
-from paceline.inference.rpc_handler import EngineRpcHandler
+from paceline.inference.stored import StoredTensors, read_delta
+from paceline.model import tensors as libraries
+from paceline.model.weights import Array, WeightUpdate
+
+
+class EngineRpcHandler:
+    """One engine's answers. Whatever goes wrong is an answer too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._answers: dict[type[EngineMessage], Callable[..., Awaitable[EngineMessage]]] = {
+            ScoreFrame: self._score,
+            Load: self._load,
+            Ask: self._ask,
+        }
+
+    async def answer(self, message: EngineMessage, listener: Listener | None = None) -> EngineMessage:
+        """A completion, scores, or what became of it; a bug keeps its name."""
+        try:
+            if isinstance(message, Generate):
+                return CompletionFrame.of(message.id, await self.engine.generate(message.request, listener))
+            return await self._answers[type(message)](message)
+        except Exception as error:
+            return FailureFrame.of(message.id, error)
+
+    async def _score(self, message: ScoreFrame) -> EngineMessage:
+        sequences = [as_ints(ids) for ids in message.sequences]
+        scores = await self.engine.score(sequences, message.temperature, message.model)
+        return Scores(message.id, [floats(score) for score in scores])
+
+    async def _load(self, message: Load) -> EngineMessage:
+        if isinstance(message.weights, bytes):
+            tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
+        else:
+            tensors = stored = StoredTensors([Path(file) for file in message.weights])
+            await asyncio.to_thread(stored.fill)
+        delta = await asyncio.to_thread(read_delta, message.delta) if message.delta else None
+        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary, delta)
+        return Answer(message.id, seconds=await self.engine.load_weights(update))
+
+    async def _ask(self, message: Ask) -> EngineMessage:
+        value = await getattr(self.engine, message.what)()
+        return Answer(message.id, **({} if value is None else {message.what: value}))
+
+
+def unpacked(data: bytes) -> dict[str, Array]:
+    """Tensors of safetensors bytes."""
+    try:
+        return libraries.unpacked(data)
+    except SafetensorError as error:
+        raise RequestError(f"the weights are no safetensors file: {error}") from error
+
 
 GATHER_SECONDS = 0.001
 """How long news may wait for more: less than a decode step takes."""

@@ -6,7 +6,7 @@ Code that needs torch is imported when it is first used: a run on MLX has none.
 from typing import TYPE_CHECKING
 
 from paceline.model.cpu import quick_handover, set_cpu_threads, small_products
-from paceline.model.naming import ModelError, resolve
+from paceline.model.source import ModelError, resolve
 from paceline.model.tokenizer import end_tokens, load_tokenizer
 from paceline.model.weights import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
 from paceline.util.lazy_import import lazily

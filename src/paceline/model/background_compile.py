@@ -24,7 +24,7 @@ import torch._functorch.config
 from torch import nn
 
 from paceline.util.gc_tuning import freeze_more
-from paceline.util.parent_death import WITH_PARENT
+from paceline.util.process_exit import WITH_PARENT
 
 SWITCH_SECONDS = 10.0
 """Cost of a switch to compiled code: a pause for tracing and, in the engine, for capturing graphs."""

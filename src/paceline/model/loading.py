@@ -13,9 +13,8 @@ from paceline.config.model import ModelConfig
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import compute_dtype
-from paceline.model.naming import ModelError, base_name, resolve, unloadable
 from paceline.model.soundness import check_finite, load_checked
-from paceline.model.source import export_problems, source_problems
+from paceline.model.source import ModelError, base_name, export_problems, resolve, source_problems, unloadable
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
 
 

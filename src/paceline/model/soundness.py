@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from paceline.model.naming import ModelError, unloadable
+from paceline.model.source import ModelError, unloadable
 
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
 transformers_logging.disable_progress_bar()

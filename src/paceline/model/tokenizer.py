@@ -8,8 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paceline.config.model import ModelConfig
-from paceline.model.naming import ModelError, resolve, unloadable
-from paceline.model.source import read_config, tokenizer_problem
+from paceline.model.source import ModelError, read_config, resolve, tokenizer_problem, unloadable
 
 
 def find_tokenizer(config: ModelConfig) -> str:

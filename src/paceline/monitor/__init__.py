@@ -1,9 +1,8 @@
 """Monitors of a run: live views, files, exporters and the watchdog. Imports neither torch nor transformers."""
 
 from paceline.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
-from paceline.monitor.directory import RunDirectory, RunDirectoryError
+from paceline.monitor.directory import RunDirectory, RunDirectoryError, read_jsonl, read_sound
 from paceline.monitor.exporters import MissingExtra, exporter
-from paceline.monitor.files import read_jsonl, read_sound
 from paceline.monitor.plain import PlainLines
 from paceline.monitor.plot import plot_rewards
 from paceline.monitor.recorder import RunRecorder

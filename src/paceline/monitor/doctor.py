@@ -15,8 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from paceline.errors import PacelineError
-from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import read_sound
+from paceline.monitor.directory import RunDirectory, read_sound
 from paceline.monitor.summary import way_on
 from paceline.monitor.text import one_line, seconds
 from paceline.monitor.waitgraph import label

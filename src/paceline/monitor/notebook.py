@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan
-from paceline.monitor.history import Curve, MetricHistory
 from paceline.monitor.plain import step_line
+from paceline.monitor.summary import Curve, MetricHistory
 from paceline.monitor.text import count, one_line, score, seconds
 
 LATEST = 8

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.monitor.files import replace_file
-from paceline.monitor.history import Curve, MetricHistory
+from paceline.monitor.directory import replace_file
+from paceline.monitor.summary import Curve, MetricHistory
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and most runs only need it at their end
     from matplotlib.axes import Axes

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
-from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import append_jsonl, drop_torn_line, filter_jsonl, replace_file
+from paceline.monitor.directory import RunDirectory, append_jsonl, drop_torn_line, filter_jsonl, replace_file
 
 
 class RunRecorder(Monitor):

@@ -18,11 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.monitor.base import Monitor, RunOutcome, RunPlan
-from paceline.monitor.cells import Sparkline, block, known, share, standing
-from paceline.monitor.directory import RunDirectory
-from paceline.monitor.files import read_sound
-from paceline.monitor.history import MetricHistory
-from paceline.monitor.plain import PlainLines
+from paceline.monitor.directory import RunDirectory, read_sound
+from paceline.monitor.plain import PlainLines, Sparkline, block, known, share, standing
+from paceline.monitor.summary import MetricHistory
 from paceline.monitor.text import amount, clock, count, one_line, reasons, score, seconds
 
 _MAX_WIDTH: Final = 120

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
-from paceline.monitor.files import replace_file
+from paceline.monitor.directory import replace_file
 from paceline.monitor.text import seconds
 from paceline.monitor.waitgraph import Node, chain, graph, label, place, stack_of, tasks, threads
 from paceline.util.deadlines import registry

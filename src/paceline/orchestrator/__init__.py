@@ -1,11 +1,11 @@
 """Orchestrates a run: gate, dispatcher, training loop, evaluation, resume."""
 
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
-from paceline.orchestrator.clock import Clock, DeadlineError, RealClock
 from paceline.orchestrator.failures import Breaker, RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.loop import Orchestrator, OrchestratorParts, RollBack
 from paceline.orchestrator.train_env import TrainEnv, lay_out, opened
+from paceline.util.deadlines import Clock, DeadlineError, RealClock
 
 __all__ = [
     "Breaker",

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
-from paceline.orchestrator.admission import GroupAdmission, without_signal
-from paceline.orchestrator.buffer import Buffer, ReadyGroup, places
-from paceline.orchestrator.buffered import Held
+from paceline.orchestrator.admission import GroupAdmission, Tally, without_signal
+from paceline.orchestrator.buffered import Buffer, Held, ReadyGroup, places
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.replay import Replay, ReplayedGroup
-from paceline.orchestrator.tally import Tally
-from paceline.orchestrator.train_env import TrainEnv
+from paceline.orchestrator.train_env import Replay, ReplayedGroup, TrainEnv
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, waiting
 from paceline.util.user_code import raised

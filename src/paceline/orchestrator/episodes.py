@@ -14,13 +14,12 @@ from paceline.envs import Environment, Outcome
 from paceline.envs.base import LARGEST_REWARD, shown
 from paceline.inference import NoEngineLeft
 from paceline.inference.base import Mismatch
-from paceline.orchestrator.clock import Clock, DeadlineError
 from paceline.orchestrator.failures import Kind, kind_of, stopped, told
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.template import ToolsDropped
 from paceline.rollout.types import own
-from paceline.util.deadlines import AbandonedError
+from paceline.util.deadlines import AbandonedError, Clock, DeadlineError
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.util.user_code import is_cancelled, is_ctrl_c
 

@@ -10,7 +10,7 @@ from paceline.envs.base import JudgeFailed
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import PacelineError
 from paceline.inference import EngineError, RequestError
-from paceline.orchestrator.clock import DeadlineError
+from paceline.util.deadlines import DeadlineError
 from paceline.util.user_code import UserCodeError, described, user_frames, whole
 
 MEND = ". Mend that, or let [breaker] allow more"

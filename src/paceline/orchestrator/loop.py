@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.arena.together import together
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, learn, row_change
 from paceline.errors import PacelineError
@@ -20,7 +19,6 @@ from paceline.inference.pool import LeaguePool
 from paceline.monitor import Monitor
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
-from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.dispatcher import Dispatcher, Tally
 from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner
 from paceline.orchestrator.evaluation import evaluate
@@ -29,10 +27,10 @@ from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
 from paceline.orchestrator.pausing import Pauses
-from paceline.orchestrator.replay import ReplayedGroup
-from paceline.orchestrator.train_env import TrainEnv
+from paceline.orchestrator.train_env import ReplayedGroup, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
+from paceline.util.deadlines import Clock, together
 
 
 @dataclass(slots=True)

@@ -6,14 +6,12 @@ from contextlib import contextmanager
 from statistics import fmean, pstdev
 
 from paceline.data import Sample
-from paceline.orchestrator.clock import Clock
 from paceline.orchestrator.dispatcher import Tally
-from paceline.orchestrator.filters import unfined
 from paceline.orchestrator.gate import staleness
-from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.train_env import ReplayedGroup, unfined
 from paceline.rollout import Group, Rollout
 from paceline.rollout.assemble import rewritten
-from paceline.util.deadlines import beat, waiting
+from paceline.util.deadlines import Clock, beat, waiting
 
 PHASES = ("sample", "score", "train", "publish")
 

@@ -1,20 +1,42 @@
-"""Sets up the environments of a run: their rows, cursors and algorithms."""
+"""Sets up the environments of a run: their rows, cursors and algorithms.
+
+Applies the user's filters to finished groups, before and after credit is assigned.
+
+length penalty -> credit -> truncated rollouts masked -> (no signal: dropped) -> the user's own filter
+
+Remembers recent groups, so that they can train once more.
+
+    trained -> remembered -> chosen for the batch of a version -> a ticket of its own -> trained again
+
+Waiting to train and waiting to train again draw on one allowance of staleness: what trained at the limit is too old at
+the next version. So the groups replayed are those that came quickly, on average the shorter ones. A replay keeps the
+credit of its first training; algorithm, curriculum and sampling metrics have seen it and do not see it again.
+
+A checkpoint keeps the memory, so a resumed run replays what an unbroken one would.
+"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from paceline.algorithms import Algorithm, AlgorithmContext, credit_for
+from paceline.config import ReplayConfig as Config
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
 from paceline.config.failures import USUAL, FailurePolicy, FailuresConfig, failure_policy
+from paceline.config.filters import LengthConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Draws, Row, Ticket, decontaminate, order_of, row_digest, skipped
+from paceline.data import BadRows, Draws, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
 from paceline.envs import EnvError, Environment, build_environment
+from paceline.errors import PacelineError
 from paceline.inference.frozen import FrozenPool, attach
 from paceline.orchestrator.failures import Policies, policies
-from paceline.rollout import SamplingClient
+from paceline.orchestrator.gate import fresh_enough
+from paceline.rollout import Group, Rollout, SamplingClient
+from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
 
@@ -145,3 +167,152 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Tra
     )
     course.skip(*skipped(rows), *skipped(eval_rows))
     return course
+
+
+FINE = "length/penalty"
+"""The metric of a rollout that says what its length cost it: `reward` is what is left."""
+USERS = "group_filter"
+"""Why a group was dropped that the user's filter does not keep."""
+
+
+class FilterError(PacelineError):
+    """A user's filter that cannot be used, as a sentence for the user."""
+
+
+class Filters:
+    """The length rules and the user's own filter. They do not depend on the algorithm."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._hook = config.filters.group
+        self._length, self._max_tokens = config.length, config.sampling.max_tokens
+        self._users: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
+        if self._hook and not callable(self._users):
+            raise FilterError(f"filters.group: {self._hook.import_path} is no function: name one `fn(group, **kwargs)`")
+
+    def before_credit(self, group: Group) -> None:
+        """Take what length costs off the rewards."""
+        if self._length.buffer:
+            for rollout in group.rollouts:
+                fine(rollout, self._length, self._max_tokens)
+
+    def after_credit(self, group: Group) -> None:
+        """Silence what must not train."""
+        if self._length.mask_truncated:
+            for rollout in group.rollouts:
+                silence_if_cut(rollout)
+
+    def keeps(self, group: Group) -> bool:
+        """The user's own judgement."""
+        if self._users is None or self._hook is None:
+            return True
+        where = f"filters.group: {self._hook.import_path}, env `{group.ticket.env}`, ticket {group.ticket.number}"
+        with user_code(where):
+            kept = self._users(group, **self._hook.kwargs)
+        if not isinstance(kept, bool | np.bool_):
+            raise FilterError(f"{where}: gave {kept!r}: answer True to keep the group, False to drop it")
+        return bool(kept)
+
+
+def fine(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
+    """The soft over-long penalty of DAPO (arXiv 2503.14476): with n the rollout's longest reply,
+
+        0 for n <= max_tokens - buffer, then penalty * (n - (max_tokens - buffer)) / buffer, up to the whole penalty.
+
+    A limit alone fines the token that crosses it and says nothing of those before; the slope says it early.
+    """
+    longest = max((len(turn.completion_ids) for turn in rollout.turns), default=0)
+    share = min(1.0, max(0.0, (longest - (max_tokens - rule.buffer)) / rule.buffer))
+    rollout.metrics = rollout.metrics | {FINE: rule.penalty * share}
+    rollout.reward = (rollout.reward or 0.0) - rule.penalty * share
+
+
+def unfined(rollout: Rollout) -> float:
+    """The environment's reward, before the length penalty."""
+    return (rollout.reward or 0.0) + rollout.metrics.get(FINE, 0.0)
+
+
+def silence_if_cut(rollout: Rollout) -> None:
+    """A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So nothing
+    it said trains; what it was told may."""
+    if any(sample.ended == "truncated" for sample in rollout.samples):
+        rollout.samples = [_silent(sample) for sample in rollout.samples]
+
+
+def _silent(sample: Sample) -> Sample:
+    told = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
+    nothing = np.zeros(len(sample), np.float32)
+    return sample.with_streams(
+        rl_weights=nothing, ref_kl_weights=None, ce_weights=told if told is not None and told.any() else None
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayedGroup(Group):
+    """A group that has trained before."""
+
+    first: Ticket
+    """The ticket of its first training."""
+
+
+@dataclass(slots=True)
+class ReplayEntry:
+    """A group in the memory, and how often it may still be replayed."""
+
+    group: Group
+    left: int
+
+
+class Replay:
+    """The memory. Which groups it offers is a function of what it was given and of the version, nothing else."""
+
+    def __init__(self, config: Config, staleness: int) -> None:
+        self._size = config.groups if config.share else 0
+        self._times = config.times
+        self._staleness = staleness
+        self._kept: dict[Ticket, ReplayEntry] = {}
+
+    def remember(self, batch: Sequence[Group]) -> None:
+        """A batch was trained. What it replayed is remembered by its first ticket, if at all."""
+        new = {group.ticket: ReplayEntry(group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
+        newest = sorted((self._kept | new).items(), reverse=True)
+        self._kept = dict(newest[: self._size])
+
+    def choose(self, version: int, room: int) -> list[Group]:
+        """The newest groups that may train at this version, as many as fit."""
+        self._kept = {t: kept for t, kept in self._kept.items() if kept.left and self._young(kept.group, version)}
+        chosen = []
+        for kept in self._kept.values():
+            if kept.group.places <= room:
+                chosen.append(kept.group)
+                room -= kept.group.places
+        return chosen
+
+    def again(self, group: Group, number: int) -> ReplayedGroup:
+        """The group under a new ticket: a copy, so that whatever becomes of one leaves the other alone."""
+        self._kept[group.ticket].left -= 1
+        ticket = group.ticket._replace(number=number)
+        rollouts = [
+            replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
+        ]
+        return ReplayedGroup(ticket=ticket, rollouts=rollouts, places=group.places, first=group.ticket)
+
+    def state(self) -> list[tuple[Group, int]]:
+        """The memory, newest first, with how often each group may still be replayed."""
+        return [(kept.group, kept.left) for kept in self._kept.values()]
+
+    def load(self, state: Sequence[tuple[Group, int]]) -> None:
+        """Back to a checkpoint's memory, as far as the run file leaves room for it."""
+        self._kept = {group.ticket: ReplayEntry(group, left) for group, left in state[: self._size]}
+
+    def still(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
+        """Of groups chosen before a restart, those that may train now."""
+        chosen = []
+        for group in groups:
+            if group.ticket in self._kept and group.places <= room and self._young(group, version):
+                chosen.append(group)
+                room -= group.places
+        return chosen
+
+    def _young(self, group: Group, version: int) -> bool:
+        """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""
+        return all(fresh_enough(s, version, self._staleness, "drop") is not None for s in group.samples())

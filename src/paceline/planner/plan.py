@@ -1,17 +1,23 @@
-"""The plan of a run: its memory, the time of a step, and whether sampler or trainer waits."""
+"""The plan of a run: its memory, the time of a step, and whether sampler or trainer waits.
+
+Finds the settings to change where a run does not fit in memory. Each change is tried before it is advised.
+"""
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import floor
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
-from paceline.monitor.files import plain, replace_file
-from paceline.planner.advice import Advice, advise, split, token_budget
-from paceline.planner.dtypes import with_planned_dtype
-from paceline.planner.hardware import Hardware, HardwareSpec, found
+from paceline.monitor.directory import plain, replace_file
+from paceline.planner.hardware import Hardware, HardwareSpec, found, with_planned_dtype
 from paceline.planner.layout import PlannedLayout, layout_of
 from paceline.planner.measured import reach
 from paceline.planner.memory import MemoryPlan, memory
@@ -19,6 +25,182 @@ from paceline.planner.shape import ModelShape, shape_of
 from paceline.planner.speed import Speeds, Times
 from paceline.planner.weights import Way, ways
 from paceline.planner.work import Work, assumed
+
+Look = Callable[[RunConfig], MemoryPlan]
+"""The memory plan of a run file on given hardware."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Keys of the run file to set, all of them together."""
+
+    overrides: dict[str, Any]
+    saves: float
+    """Bytes on the fullest device."""
+    enough: bool = True
+    """Whether the run fits then."""
+    short: float = field(default=0.0)
+    """Bytes still missing."""
+
+    @property
+    def sentence(self) -> str:
+        keys = " and ".join(f"{key} = {_toml(value)}" for key, value in self.overrides.items())
+        if not self.enough:
+            return f"even with {keys} it is {self.short / 1e9:.1f} GB short: take more memory or a smaller model"
+        return f"set {keys} (saves {self.saves / 1e9:.1f} GB)"
+
+
+def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """The run file with keys set by their dotted paths."""
+    table = config.model_dump(exclude_none=True)
+    for path, value in overrides.items():
+        *sections, key = path.split(".")
+        at = table
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return RunConfig.model_validate(table)
+
+
+def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
+    """Each single change that makes the run fit; where none does, the fewest together; where even all do not, how much
+    is missing. Nothing where it fits as it is."""
+    before = look(config)
+    if before.fits:
+        return []
+    singles = [advice for knob in _knobs(config, hardware, before) if (advice := _single(config, knob, before, look))]
+    return singles or [_together(config, hardware, before, look)]
+
+
+def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
+    """The largest micro-batch that fits, in tokens; 0 where not even the smallest does."""
+    for tokens in _halves(most, 256):
+        tried = _tried(config, {"trainer.micro_batch_tokens": tokens}, look)
+        if tried is not None and tried.fits:
+            return tokens
+    return 0
+
+
+def _single(config: RunConfig, knob: list[dict[str, Any]], before: MemoryPlan, look: Look) -> Advice | None:
+    """The gentlest setting of a knob that is enough by itself."""
+    for overrides in knob:
+        after = _tried(config, overrides, look)
+        if after is not None and after.fits:
+            return Advice(overrides, _used(before) - _used(after))
+    return None
+
+
+def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
+    """All knobs at their strongest, then each taken back that is not needed."""
+    chosen: dict[str, Any] = {}
+    after = before
+    for knob in _knobs(config, hardware, before):
+        if (with_it := _tried(config, chosen | knob[-1], look)) is not None:
+            chosen, after = chosen | knob[-1], with_it
+    if not after.fits:
+        return Advice(chosen, _used(before) - _used(after), False, after.missing)
+    for key in reversed(list(chosen)):
+        fewer = {name: value for name, value in chosen.items() if name != key}
+        without = _tried(config, fewer, look) if fewer else None
+        if without is not None and without.fits:
+            chosen, after = fewer, without
+    return Advice(chosen, _used(before) - _used(after))
+
+
+def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
+    """None where the run file does not allow it."""
+    try:
+        return look(applied(config, overrides))
+    except ValidationError:
+        return None
+
+
+def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
+    """The knobs that apply, those that cost least first; of each its settings, the gentlest first."""
+    trainer, engine = config.trainer, config.engine
+    on_gpu = hardware.kind == "cuda"
+    if on_gpu or engine.cache == "pages":
+        yield from _cache(before)
+    if not trainer.gradient_checkpointing:
+        yield [{"trainer.gradient_checkpointing": True}]
+    if before.micro_batch_tokens > 512:
+        start = before.micro_batch_tokens
+        yield [{"trainer.micro_batch_tokens": tokens} for tokens in _halves(start, 512)]
+    if engine.max_running > 8:
+        yield [{"engine.max_running": running} for running in _halves(engine.max_running, 8)]
+    if engine.prefill_tokens > 512:
+        yield [{"engine.prefill_tokens": tokens} for tokens in _halves(engine.prefill_tokens, 512)]
+    if trainer.kl is not None and not trainer.kl.offload and on_gpu:
+        yield [{"trainer.kl.offload": True}]
+    if on_gpu:
+        yield from _ranks(config, hardware, before)
+    if on_gpu and not trainer.optimizer.offload:
+        yield [{"trainer.optimizer.offload": True}]
+    if config.model.dtype == "float32":
+        yield [{"model.dtype": "bfloat16"}]
+    if engine.max_context is None:
+        least = 256 + config.sampling.max_tokens
+        yield [{"engine.max_context": least}]
+    if config.model.lora is None:
+        yield [{"model.lora": {"rank": 16}}]
+
+
+def _ranks(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
+    """Fewer ranks than there are GPUs for, or a model cut up between more of them."""
+    room = hardware.count - config.cluster.engines
+    if before.lacking and room >= 1:
+        yield [{"trainer.parallel.ranks": room}, {"trainer.parallel.ranks": room, "trainer.parallel.shard": "none"}]
+    elif room > max(1, config.trainer.parallel.ranks):
+        more = range(max(2, config.trainer.parallel.ranks + 1), room + 1)
+        cut = {"placement": "ray", "trainer.parallel.shard": "full"}
+        yield [cut | {"trainer.parallel.ranks": ranks} for ranks in more]
+
+
+def _cache(before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
+    """Less for keys and values, in quarters of a GiB: just enough less, then ever less."""
+    for place in before.places:
+        if "KV pages" in place.parts:
+            room = (place.parts["KV pages"] - place.missing) / 2**30
+            settings = [room, *(room * part for part in (0.75, 0.5, 0.25))] if room > 0.25 else []
+            quarters = dict.fromkeys(floor(4 * size) / 4 for size in settings)
+            if chosen := [{"engine.cache_gib": size} for size in (*quarters, 0.25) if size > 0]:
+                yield chosen
+
+
+def _halves(start: int, least: int) -> list[int]:
+    out = []
+    while start > least:
+        start = max(least, start // 2)
+        out.append(start)
+    return out
+
+
+def split(sample: float, train: float, layout: PlannedLayout, hardware: Hardware) -> str:
+    """How many of the devices should sample, by the work on either side."""
+    if hardware.count < 2:
+        return ""
+    sampling, training = sample * layout.engines, train * layout.ranks
+    devices = hardware.count
+    engines = min(devices - 1, max(1, round(devices * sampling / max(sampling + training, 1e-9))))
+    idle = devices - layout.devices
+    unused = f", where the run file leaves {idle} of {devices} GPUs idle" if idle > 0 else ""
+    return (
+        f'in balance: placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {devices - engines}'
+        f"{unused}"
+    )
+
+
+def _used(memory: MemoryPlan) -> float:
+    return max(place.used for place in memory.places)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
 
 FILE = "plan.json"
 AT_START = 0.1

@@ -1,13 +1,11 @@
 """Writes the record of a run off its hot path, and reads it from the run directory alone. Imports neither torch nor
 transformers."""
 
-from paceline.record.decode import ToldTurn
-from paceline.record.folder import RunFolder, find_runs, open_run
-from paceline.record.pulse import TimelineSpan
+from paceline.record.facts import Changed
+from paceline.record.folder import RunFolder, RunStatus, TimelineSpan, find_runs, open_run
 from paceline.record.rollout_recorder import RolloutRecorder
 from paceline.record.rows import Found, Gone, Query, Row, Told
-from paceline.record.settings import Changed
-from paceline.record.status import RunStatus
+from paceline.record.short_codec import ToldTurn
 from paceline.record.tickets import FoundTickets
 
 __all__ = [

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample, Ticket
-from paceline.record.sanitize import REFUSED, encoder, tamed
+from paceline.record.lines import REFUSED, encoder, tamed
 from paceline.record.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
 
 LOOK_BACK = 8

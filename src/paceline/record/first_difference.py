@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.record.decode import ToldTurn
 from paceline.record.folder import RunFolder
 from paceline.record.rows import Gone, Query, Row, Told
+from paceline.record.short_codec import ToldTurn
 
 OWN = ("name", "runs", "resume")
 """Settings that say which run this is, not what it does."""

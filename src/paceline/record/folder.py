@@ -1,20 +1,244 @@
-"""A run directory, opened for reading: while the run lives, after it ended, after it crashed, or on another machine."""
+"""A run directory, opened for reading: while the run lives, after it ended, after it crashed, or on another machine.
 
+Determines the status of a run from its directory alone.
+
+Samples how busy engines and environments are, twice a second, and reads the timeline of a run.
+"""
+
+import fcntl
+import json
 import math
+import os
+import socket
+import time
 import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from paceline.data import Sample, WireError, decode
 from paceline.errors import PacelineError
+from paceline.monitor.base import Gauges
 from paceline.monitor.directory import RunDirectory
-from paceline.record.layout import RecordFiles
+from paceline.monitor.watchdog import waits_file
+from paceline.record.facts import Changed, changed, understood
+from paceline.record.layout import LANE, RecordFiles
 from paceline.record.lines import Lines
-from paceline.record.pulse import Lanes, TimelineSpan
+from paceline.record.record_writer import mapped
 from paceline.record.rollouts import Rollouts
-from paceline.record.settings import Changed, changed, understood
-from paceline.record.status import RunStatus, status
+from paceline.record.stored import strange_schema
 from paceline.record.tickets import Tickets
+
+State = Literal["starting", "running", "finished", "interrupted", "failed", "crashed"]
+_ELSEWHERE_SECONDS = 60.0
+"""A run on another machine whose folder is shared counts as alive while its snapshot is not older than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The status of a run."""
+
+    state: State
+    """`crashed`: no process holds its lock, and it did not say how it ended."""
+    step: int
+    total_steps: int | None
+    began: float | None
+    """When it was begun or last resumed, in seconds since 1970."""
+    ended: float | None
+    message: str
+    device: str
+    parameters: int | None
+    alive: bool
+
+
+def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
+    """Read from the events, and from whether a process holds the run's lock."""
+    living = alive(run)
+    marks = [event for event in events if event.get("event") in ("begin", "end")]
+    begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
+    end = marks[-1] if marks and marks[-1]["event"] == "end" else None
+    # While a process holds the lock, an end that is not the last word belongs to an earlier life.
+    over = end if end is not None and (not living or events[-1] is end) else None
+    state: State
+    if over is not None and (how := over.get("status")) in ("finished", "interrupted", "failed"):
+        state = how
+    elif living:
+        state = "running" if begin and end is None else "starting"
+    else:
+        state = "crashed"
+    return RunStatus(
+        state=state,
+        step=last_step if over is None else max(last_step, _whole(over.get("step")) or 0),
+        total_steps=_whole(begin.get("total_steps")),
+        began=_number(begin.get("time")),
+        ended=_number(over.get("time")) if over is not None else None,
+        message=str(over.get("message") or "") if over is not None else "",
+        device=str(begin.get("device") or ""),
+        parameters=_whole(begin.get("parameters")),
+        alive=living,
+    )
+
+
+def alive(run: RunDirectory) -> bool:
+    """Whether a process leads this run now, here or on a machine that shares the folder."""
+    return _locked(run.lock_file) or _seen_elsewhere(waits_file(run.root))
+
+
+def _locked(path: Path) -> bool:
+    """The kernel's list of locks says so without touching the lock, which would block a process that wants it. Some
+    file systems have another device there; then the process in the file must be the one in the list."""
+    try:
+        status, holder = path.stat(), path.read_text(errors="replace").strip()
+    except OSError:
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    try:
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return _refused(path)
+    for _, kind, *_, process, file, _, _ in (fields for fields in held if len(fields) >= 8):
+        where, _, inode = file.rpartition(":")
+        if kind == "FLOCK" and inode == str(status.st_ino) and (where == device or process == holder):
+            return True
+    return False
+
+
+def _refused(path: Path) -> bool:
+    """Where there is no such list: ask for the lock, and give it back at once."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _seen_elsewhere(snapshot: Path) -> bool:
+    try:
+        seen = json.loads(snapshot.read_text())
+        elsewhere = seen["host"] != socket.gethostname()
+        return elsewhere and time.time() - seen["time"] < _ELSEWHERE_SECONDS
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """One span of work on a lane; `start` and `end` in seconds since 1970."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    step: int
+    value: float
+    detail: str = ""
+
+
+class Lanes:
+    """Spans by time."""
+
+    def __init__(self, at: RecordFiles) -> None:
+        self._at, self._names = at, Lines(at.names)
+
+    def find(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
+        """Spans that touch this time, as they were written: those of one lane in the order of time."""
+        if strange_schema(self._at) is not None:
+            return []
+        rows = mapped(self._at.lanes, LANE)
+        names = ["", *(str(line.get("name", "")) for line in self._names.read())]
+        fits = np.ones(len(rows), bool)
+        for column in ("lane", "kind", "detail"):
+            fits &= rows[column] < len(names)
+        for column in ("start", "end", "value"):
+            fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
+        if start is not None:
+            fits &= rows["end"] >= start
+        if end is not None:
+            fits &= rows["start"] <= end
+        return [
+            TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
+            for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
+        ]
+
+
+WINDOW = 0.5
+LANES = 8
+"""With more of them the windows grow: the file must not."""
+LEVELS = 16
+"""Shares are rounded to so many, or no two windows would ever be equal."""
+LONGEST = 10.0
+"""Seconds after which a span is written though it goes on, so that live views show it."""
+
+
+class Beat(NamedTuple):
+    """A span of a lane during which nothing changed. What is idle has none."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    value: float
+
+
+class Pulse:
+    """Looks, and answers with the spans that have ended."""
+
+    def __init__(self, look: Gauges) -> None:
+        self._look = look
+        self._before: dict[str, float] = {}
+        self._at: float | None = None
+        self._open: dict[tuple[str, str], Beat] = {}
+        self._window = WINDOW
+
+    def due(self, now: float) -> float:
+        """Seconds until the next look."""
+        return 0.0 if self._at is None else max(0.0, self._at + self._window - now)
+
+    def beat(self, now: float) -> list[Beat]:
+        busy, playing = self._look()
+        since, self._at = self._at, now
+        before, self._before = self._before, dict(busy)
+        if since is None or now <= since:
+            return []
+        values = {("environment " + env, "playing"): float(count) for env, count in playing.items()}
+        for engine, seconds in busy.items():
+            share = (seconds - before.get(engine, seconds)) / (now - since)
+            values[engine, "busy"] = round(min(1.0, max(0.0, share)) * LEVELS) / LEVELS
+        self._window = WINDOW * max(1, math.ceil(len(values) / LANES))
+        return self._joined(values, since, now)
+
+    def end(self) -> list[Beat]:
+        """The spans that were still open."""
+        beats, self._open = list(self._open.values()), {}
+        return beats
+
+    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[Beat]:
+        ended = []
+        for key in [*self._open, *(key for key in values if key not in self._open)]:
+            value, going = values.get(key, 0.0), self._open.pop(key, None)
+            if going is not None and (going.value != value or now - going.start > LONGEST):
+                ended.append(going)
+                going = None
+            if value:
+                self._open[key] = Beat(*key, going.start if going else since, now, value)
+            elif going is not None:
+                ended.append(going)
+        return ended
+
 
 Columns = dict[str, list[float | None]]
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
-from paceline.monitor.files import append_jsonl, drop_torn_line, read_jsonl, replace_file
+from paceline.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file
 from paceline.record.layout import LANE, NAMED, ROW, SCHEMA, RecordFiles
-from paceline.record.sanitize import clean
+from paceline.record.lines import clean
 
 MOST_NAMES = 60_000
 """Names a row can tell apart, with some room: actors may be called anything, and differently each time."""

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from paceline.monitor.base import Gauges, Monitor, RunPlan
 from paceline.record.body import Written
 from paceline.record.facts import Facts, facts
+from paceline.record.folder import Beat, Pulse
 from paceline.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW
-from paceline.record.pulse import Beat, Pulse
 from paceline.record.record_writer import RecordWriter
-from paceline.record.search_text import MOST_TEXT, has_images, lines, pieces
+from paceline.record.rows import MOST_TEXT, has_images, lines, pieces
 from paceline.record.short_codec import brief
 
 log = logging.getLogger("paceline.record")

@@ -16,8 +16,7 @@ from paceline.monitor.directory import RunDirectory
 from paceline.record.facts import FAILED, REPLAYED, SKIPPED, TRAINED, error_kind
 from paceline.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW, RecordFiles
 from paceline.record.lines import Lines
-from paceline.record.rows import Beside, Found, Gone, Query, Row, Told, row_of
-from paceline.record.search_text import fold, has_images, pieces
+from paceline.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
 from paceline.record.stored import RecordView, identity, strange_schema
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Ticket
-from paceline.record.decode import decode, told_samples, told_turns
 from paceline.record.layout import BODY, ROW, SCHEMA, RecordFiles
 from paceline.record.lines import Lines
 from paceline.record.record_writer import mapped, whole_rows
 from paceline.record.rows import Gone, Told, row_of
+from paceline.record.short_codec import decode, told_samples, told_turns
 
 _BLOCK = 16 << 20
 

@@ -1,5 +1,9 @@
-"""Curves and timelines of a report, as SVG."""
+"""Curves and timelines of a report, as SVG.
 
+HTML from elements and text. There is no way from a string to markup: whatever is no element is escaped.
+"""
+
+import html
 import itertools
 import math
 import re
@@ -8,9 +12,46 @@ from dataclasses import dataclass
 
 from paceline.record import RunFolder
 from paceline.record.folder import Columns
-from paceline.report.markup import Element, joined, tag
-from paceline.top.words import figure, line
-from paceline.ui.lanes import lanes_of
+from paceline.top.look import figure, harmless, line
+from paceline.ui.vitals import lanes_of
+
+VOID = frozenset({"meta", "line", "rect", "circle", "polyline"})
+
+
+class Element(str):
+    """Markup that `tag` made; nothing else is one."""
+
+    __slots__ = ()
+
+
+Child = Element | str | int | float | None
+
+
+def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Element:
+    """`tag("p", "text", class_="faint")`. None is left out, as child and as attribute."""
+    told = "".join(f' {_name(key)}="{escaped(str(value))}"' for key, value in attributes.items() if value is not None)
+    if name in VOID and not children:
+        return Element(f"<{name}{told}/>")
+    return Element(f"<{name}{told}>{joined(*children)}</{name}>")
+
+
+def joined(*children: Child) -> Element:
+    """Elements and text, one behind the other."""
+    return Element("".join(_child(child) for child in children if child is not None))
+
+
+def escaped(text: str) -> str:
+    """Text for a page: no markup, no control character, nothing that turns what follows around."""
+    return html.escape(harmless(text, keep="\n\t"))
+
+
+def _child(child: Child) -> str:
+    return child if isinstance(child, Element) else escaped(str(child))
+
+
+def _name(key: str) -> str:
+    return key.rstrip("_").replace("_", "-")
+
 
 Points = Sequence[tuple[float, float]]
 

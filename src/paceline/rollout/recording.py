@@ -18,17 +18,22 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from paceline.inference.server.answers import heading
+from paceline.inference.server.app import BACKLOG, allow_many_connections, listen
 from paceline.inference.server.bodies import ChatBody
-from paceline.inference.server.errors import Refusal, bad, error_response, install_error_handlers
-from paceline.inference.server.fields import PROMPT_FIELDS, ignored_fields
+from paceline.inference.server.errors import (
+    PROMPT_FIELDS,
+    Refusal,
+    bad,
+    error_response,
+    ignored_fields,
+    install_error_handlers,
+)
 from paceline.inference.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
 from paceline.inference.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
-from paceline.inference.server.run import BACKLOG, allow_many_connections, listen
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.rollout.types import Message
-from paceline.util.browser_requests import why_foreign
-from paceline.util.connections import BoundedProtocol
+from paceline.util.connections import BoundedProtocol, why_foreign
 
 MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.inference.tools import ToolReader
 from paceline.rollout.history import same
-from paceline.rollout.lru_cache import Recent
-from paceline.rollout.template import DROPPED, PROBE, ChatTemplate, RenderError, Tools, ToolsDropped, names_of
+from paceline.rollout.template import DROPPED, PROBE, ChatTemplate, Recent, RenderError, Tools, ToolsDropped, names_of
 from paceline.rollout.types import Message, Turn
 
 REMEMBERED_PIECES = 1 << 20

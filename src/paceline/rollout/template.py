@@ -1,9 +1,13 @@
-"""Runs the model's chat template on a conversation, at every turn of it."""
+"""Runs the model's chat template on a conversation, at every turn of it.
+
+An LRU cache of bounded size.
+"""
 
 import types
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jinja2
 from jinja2.runtime import Context, LoopContext
@@ -15,8 +19,50 @@ from transformers.utils import chat_template_utils
 from paceline.data import part_problem
 from paceline.errors import PacelineError
 from paceline.inference.tools import for_template, with_calls_as_text
-from paceline.rollout.lru_cache import Recent
 from paceline.rollout.types import Message, copied, is_text
+
+V = TypeVar("V")
+
+ENTRY = 16
+"""Weight of an entry by itself: a great many small ones fill the memory too."""
+
+
+class Recent(Generic[V]):
+    """Values by their text; those unused for longest make room for new ones.
+
+    >>> recent = Recent(2 * ENTRY + 5)
+    >>> for key, weight in [("a", 2), ("b", 3)]:
+    ...     recent.put(key, weight, weight)
+    >>> recent.get("a")
+    2
+    >>> recent.put("c", 1, 1)
+    >>> recent.get("b"), recent.get("a"), recent.get("c")
+    (None, 2, 1)
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._weight = 0
+        self._kept: OrderedDict[str, tuple[V, int]] = OrderedDict()
+
+    def get(self, key: str) -> V | None:
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        self._kept.move_to_end(key)
+        return kept[0]
+
+    def put(self, key: str, value: V, weight: int) -> None:
+        """A value under a key that has none; one too heavy for the whole room is not kept."""
+        weight += ENTRY
+        if weight > self._room:
+            return
+        self._kept[key] = value, weight
+        self._weight += weight
+        while self._weight > self._room:
+            _, (_, lost) = self._kept.popitem(last=False)
+            self._weight -= lost
+
 
 MOST_PARTS = 10_000
 """Larger data is not called plain: it may contain itself."""

@@ -21,10 +21,8 @@ from paceline.model.weights import WeightUpdate
 from paceline.monitor import Monitor
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, lay_out
 from paceline.rollout import SamplingClient, Seat
-from paceline.simulate.clock import VirtualClock, leap
-from paceline.simulate.cost import TrainingGpus
-from paceline.simulate.engine import SimulatedEngine
-from paceline.simulate.plan import NAME, SimulationPlan
+from paceline.simulate.cost import NAME, SimulationPlan, TrainingGpus
+from paceline.simulate.engine import SimulatedEngine, VirtualClock, leap
 from paceline.trainer import StepReport
 from paceline.util.private_folder import PrivateFolder
 

@@ -20,8 +20,7 @@ from paceline.trainer.batch import BLANK_PACK, Batch, packed, scales_of
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import metrics
 from paceline.trainer.preparing import Preparation, Prepared
-from paceline.trainer.stepping import StepOutcome
-from paceline.trainer.stream import Stream
+from paceline.trainer.stepping import StepOutcome, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
 from paceline.model.weights import Array
 from paceline.trainer.base import TrainerError
+from paceline.trainer.batch import Ratio, TrainedTokens
 from paceline.trainer.ops import (
     called,
     clip,
@@ -28,7 +29,6 @@ from paceline.trainer.ops import (
     where,
     zeros_like,
 )
-from paceline.trainer.tokens import Ratio, TrainedTokens
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 

@@ -1,35 +1,187 @@
-"""Trains a policy in torch: on one device or many ranks, on whole batches or while one still comes in."""
+"""Trains a policy in torch: on one device or many ranks, on whole batches or while one still comes in.
 
-from collections.abc import Sequence
+The critic in torch.
 
+The KL reference of a policy: where it started, a snapshot of a while ago, or a running mean.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, cuts
-from paceline.model import Canary, trainable
+from paceline.model import Canary, trainable, twin
 from paceline.model.canary import CanaryScorer, make_canary
 from paceline.model.canary_prompts import canary_ids, signed
-from paceline.trainer.batch import Batch, cost_of
+from paceline.trainer.base import peak_bytes
+from paceline.trainer.batch import Batch, TrainedTokens, cost_of
+from paceline.trainer.critic import Critic, Lesson, value_loss
 from paceline.trainer.forward import ForwardPass
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.peak import peak_bytes
-from paceline.trainer.preparing import Preparation
-from paceline.trainer.reference import KLReference
+from paceline.trainer.preparing import Preparation, check_base
 from paceline.trainer.schedule import lengths
 from paceline.trainer.sharding import shard
-from paceline.trainer.stepping import Stepper, streams_of, trained
-from paceline.trainer.stream import Stream, component, components
-from paceline.trainer.tokens import TrainedTokens
-from paceline.trainer.torch_critic import TorchCritic
+from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
 from paceline.trainer.tuning import tuned
-from paceline.trainer.world import Ranks, together
+from paceline.trainer.world import RankLayout, Ranks, World, local, together
+
+
+class KLReference:
+    """The reference's values of the trainable tensors, put into the model for a forward pass and taken out again.
+
+    The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept. Everything else is one
+    copy of the trainable tensors, on the CPU with `offload`; while it scores, the policy's own wait beside it. Of a
+    sharded model all of this is this rank's part.
+    """
+
+    def __init__(self, model: PreTrainedModel, c: config.KLConfig, layout: RankLayout) -> None:
+        self._config, self._layout = c, layout
+        self._parameters = {name: local(p.detach()) for name, p in trainable(model).items()}
+        self._adapters = hasattr(model, "peft_config")
+        self._tensors = {} if self._adapters_off else {name: self._copy(p) for name, p in self._parameters.items()}
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """The model computes as the reference inside."""
+        replaced = dict(self._replacements())
+        with torch.no_grad():
+            held = {name: self._aside(self._parameters[name]) for name in replaced}
+            try:
+                for name, tensor in replaced.items():
+                    self._parameters[name].copy_(tensor)
+                yield
+            finally:
+                for name, tensor in held.items():
+                    self._parameters[name].copy_(tensor)
+
+    @torch.no_grad()
+    def follow(self, version: int, optimizer: MasterAdamW) -> None:
+        """After a batch: take the snapshot that is due, or move the mean. Masters hold what half precision loses."""
+        c = self._config
+        if c.reference == "snapshot" and version % c.every == 0:
+            for name, parameter in self._parameters.items():
+                self._tensors[name].copy_(parameter)
+        elif c.reference == "ema":
+            for name, master in optimizer.masters.items():
+                self._tensors[name].lerp_(master.to(self._tensors[name].device), 1 - c.decay)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
+        if self._config.reference == "base":
+            return {}
+        return {name: self._layout.like(name, tensor) for name, tensor in self._tensors.items()}
+
+    def base_fingerprint(self) -> str:
+        """Names the tensors the run started from; empty where a checkpoint keeps them, or where they are frozen."""
+        return self._layout.fingerprint(self._tensors) if self._config.reference == "base" else ""
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], base: str) -> None:
+        """Back to a checkpoint's. One written without a reference starts it at the weights just loaded."""
+        if self._config.reference != "base":
+            for name, parameter in self._parameters.items():
+                self._tensors[name].copy_(local(tensors.get(name, parameter)))
+        elif base:
+            check_base(base, self.base_fingerprint())
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _adapters_off(self) -> bool:
+        return self._adapters and self._config.reference == "base"
+
+    def _replacements(self) -> Iterator[tuple[str, Tensor]]:
+        if not self._adapters_off:
+            yield from self._tensors.items()
+            return
+        for name, parameter in self._parameters.items():
+            if ".lora_B." in name:
+                yield name, torch.zeros_like(parameter)
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        mean, dtype = self._config.reference == "ema", self._layout.narrow(parameter)
+        return self._aside(parameter).to(torch.float32 if mean and dtype.itemsize < 4 else dtype)
+
+    def _aside(self, parameter: Tensor) -> Tensor:
+        return parameter.to("cpu" if self._config.offload else parameter.device, copy=True)
+
+
+class ValueModel(nn.Module):
+    """A copy of the policy with one number per token instead of logits. The new layer starts at zero, so that the first
+    advantages are plain returns. Frozen tensors are shared with the policy, trainable ones are its own."""
+
+    def __init__(self, policy: PreTrainedModel, compiled: bool, context: World | None = None) -> None:
+        super().__init__()
+        self.body = twin(policy)
+        names = trainable(policy).keys()
+        unused = {id(p) for p in self.body.get_output_embeddings().parameters()}
+        unused -= {id(p) for p in self.body.get_input_embeddings().parameters()}
+        for name, parameter in self.body.named_parameters():
+            parameter.requires_grad_(name in names and id(parameter) not in unused)
+        self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+        self.forwards = ForwardPass(self.body, compiled=compiled, context=context)
+
+    def forward(self, micro_batch: MicroBatch, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of choosing at `places`, read off the token before; and a zero that reaches every parameter."""
+        dtype = self.value.weight.dtype
+        values, zero = self.forwards.read(micro_batch, places, lambda before, _: self.value(before.to(dtype)))
+        return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
+
+
+class TorchCritic(Critic):
+    """On one device, or on ranks that each judge their own samples."""
+
+    _model: ValueModel
+    _optimizer: MasterAdamW | None
+
+    def __init__(self, policy: PreTrainedModel, c: config.TrainerConfig, total_steps: int | None, ranks: Ranks) -> None:
+        super().__init__(c, total_steps)
+        self._policy, self._ranks, self._device = policy, ranks, policy.device
+
+    def _build(self, c: config.OptimizerConfig) -> MasterAdamW:
+        compiled = self._trainer.compile is True and self._device.type == "cuda"
+        self._model = ValueModel(self._policy, compiled, self._ranks.context).eval()
+        return MasterAdamW(trainable(self._model), c, self._total, RankLayout(self._policy.dtype))
+
+    @torch.no_grad()
+    def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
+        values, _ = self._model(micro_batch, self._send(places))
+        return values.cpu().numpy()
+
+    def _gradient(self, packs: Sequence[MicroBatch], lessons: Sequence[Lesson]) -> tuple[float, float]:
+        assert self._optimizer is not None
+        self._model.train()
+        losses = [self._backward(micro_batch, lessons, self._optimizer) for micro_batch in packs]
+        self._model.eval()
+        self._ranks.tokens.sum_gradients(self._optimizer.unsummed)
+        return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self._optimizer.clip().item()
+
+    def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson], optimizer: MasterAdamW) -> Tensor:
+        places, old, returns, scales = map(self._send, self._targets(micro_batch, lessons))
+        values, anchor = self._model(micro_batch, places)
+        loss = (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
+        optimizer.backward(loss, anchor)
+        return loss.detach()
+
+    def _send(self, stream: NDArray) -> Tensor:
+        return torch.from_numpy(stream).to(self._device)
+
+    def _summed(self, numbers: Sequence[float]) -> list[float]:
+        return self._ranks.data.sum(torch.from_numpy(np.array(numbers, np.float64))).tolist()
 
 
 class TorchStepper(Stepper):

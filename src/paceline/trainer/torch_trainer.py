@@ -18,7 +18,7 @@ from paceline.model.background_compile import BackgroundCompile
 from paceline.model.bits import MASK
 from paceline.trainer import checkpoint
 from paceline.trainer.base import StepReport, TrainerError
-from paceline.trainer.export import export
+from paceline.trainer.checkpoint import export
 from paceline.trainer.threaded import ThreadedTrainer
 from paceline.trainer.torch_learner import TorchLearner
 from paceline.trainer.tuning import rehearse

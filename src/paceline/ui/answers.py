@@ -1,5 +1,9 @@
-"""Responses of the routes: JSON by the fastest encoder, and errors as sentences."""
+"""Responses of the routes: JSON by the fastest encoder, and errors as sentences.
 
+The path of the page's static files.
+"""
+
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -40,3 +44,6 @@ def _clean(value: Any) -> Any:
         case int() if abs(value) >= 1 << 63:
             return float(value)
     return value
+
+
+STATIC = Path(__file__).parent / "static"

@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
 
 from paceline.errors import PacelineError
+from paceline.ui.answers import STATIC
 from paceline.ui.diffing import Comparisons
 from paceline.ui.guard import UiGuard
-from paceline.ui.places import STATIC
 from paceline.ui.replay.runner import ReplayRunner
 from paceline.ui.routes import GROUPS
 from paceline.ui.runs import Runs

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.record import Gone, RunFolder, Told
 from paceline.record.first_difference import JUDGED, Compared, FirstDifference, compare
 from paceline.ui.answers import refuse
-from paceline.ui.tokens.text import lexicon_of
+from paceline.ui.tokens.strip import lexicon_of
 
 AROUND = 12
 """Tokens shown on either side of one that differs."""

@@ -13,8 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.ui.places import STATIC
-from paceline.util.browser_requests import why_foreign
+from paceline.ui.answers import STATIC
+from paceline.util.connections import why_foreign
 
 COOKIE = "paceline_ui"
 HEADERS = {

@@ -1,11 +1,16 @@
-"""Runs of a folder, by names that cannot lead out of it, each kept open while a page looks at it."""
+"""Runs of a folder, by names that cannot lead out of it, each kept open while a page looks at it.
+
+Dependencies of the routes: all runs, and the one run that a request names.
+"""
 
 import contextlib
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Depends, Query, Request
 
 from paceline.errors import PacelineError
 from paceline.monitor.directory import RunDirectory
@@ -155,3 +160,19 @@ class Runs:
             told = vitals(name, run, run.problems(patient=read) if whole else run.brief_problems())
             self._told[path] = before = _RunLine(files, whole, told)
         return before.told
+
+
+def _runs(request: Request) -> Runs:
+    return request.app.state.runs
+
+
+AllRuns = Annotated[Runs, Depends(_runs)]
+
+
+def _run(runs: AllRuns, run: Annotated[str, Query(max_length=1000)]) -> RunFolder:
+    return runs.open(run)
+
+
+OneRun = Annotated[RunFolder, Depends(_run)]
+"""The run of `?run=NAME`; a sentence and status 404 where there is none. These functions are not `async`, so that
+reading a large file holds up a thread and not the server."""

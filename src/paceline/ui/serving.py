@@ -14,8 +14,7 @@ from paceline.config.base import Section
 from paceline.config.errors import from_flags
 from paceline.errors import PacelineError
 from paceline.ui.app import build_app
-from paceline.util.browser_requests import is_loopback
-from paceline.util.connections import BoundedProtocol
+from paceline.util.connections import BoundedProtocol, is_loopback
 
 KEY_VARIABLE = "PACELINE_UI_KEY"
 """Variable that may hold the key instead of the command line, which other users of the machine can read."""

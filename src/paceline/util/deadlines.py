@@ -5,6 +5,10 @@
 
 Open waits stand in a registry that the watchdog reads from its own thread. A wait that was opened inside another one
 (also in a task that was started there) knows it as its parent, so the registry is a graph: who waits for whom.
+
+Runs coroutines concurrently; when one fails, the others are cancelled.
+
+Provides the replaceable clock that all sleeps and deadlines of the orchestrator go through.
 """
 
 import asyncio
@@ -12,11 +16,11 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Generator, Iterator
+from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from paceline.errors import PacelineError
 from paceline.util.user_code import user_place
@@ -332,3 +336,45 @@ def _who() -> "asyncio.Task[Any] | threading.Thread":
     except RuntimeError:
         task = None
     return task or threading.current_thread()
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. The first failure is raised as it is, once everything else has been cancelled and ended:
+    nothing goes on speaking after its episode is over."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)  # bounded: as each of the works is
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
+
+
+__all__ = ["Clock", "DeadlineError", "RealClock"]
+
+
+class Clock(Protocol):
+    """Tells the time and bounds waits."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+    def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
+        """The result of user code's `work`, or a `DeadlineError` that names what was waited for."""
+        ...
+
+
+class RealClock:
+    """The machine's own time."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
+        return abandonable(seconds, what, work)

@@ -1,8 +1,12 @@
-"""Imports names of a package when they are first used, so that only code that needs torch loads it."""
+"""Imports names of a package when they are first used, so that only code that needs torch loads it.
+
+Tells the new name of a public module or class that was renamed, where the old one is imported.
+"""
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
@@ -15,3 +19,31 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
         return getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
 
     return __getattr__
+
+
+MODULES = {"paceline.waits": "paceline.util.deadlines"}
+
+
+class RenamedModules:
+    """Finds no module, and says so with the new name. Asked last, after all real finders."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if new := MODULES.get(name):
+            raise ModuleNotFoundError(f"`{name}` is called `{new}` now", name=name)
+
+
+def tell_renamed_modules() -> None:
+    if RenamedModules not in sys.meta_path:
+        sys.meta_path.append(RenamedModules)
+
+
+def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__` that knows what its names are called now."""
+
+    def missing(name: str) -> NoReturn:
+        if new := names.get(name):
+            raise ImportError(f"`{name}` of {module} is called `{new}` now", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing

@@ -1,14 +1,19 @@
-"""Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one."""
+"""Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one.
+
+Exits when the parent process dies (Linux).
+"""
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import io
 import os
+import signal
 import sys
 import threading
 import time
-from _io import _IOBase  # `io.IOBase` without its slow check of subclasses
+from _io import _IOBase
 from typing import NoReturn
 
 from paceline.util.user_code import frames_of, user_place
@@ -69,3 +74,18 @@ def _leave_threads(code: int) -> None:
         at = next((f", one of them at {place}" for place in places), "")
         print(f"paceline: threads of user code did not end, and are left: {len(left)}{at}", file=sys.stderr, flush=True)
         _exit(code)
+
+
+WITH_PARENT = "PACELINE_WITH_PARENT"
+"""Holds the parent's process id."""
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Does nothing where `WITH_PARENT` is not set, and outside Linux, where the parent must end its commands."""
+    parent = os.environ.get(WITH_PARENT, "")
+    if not parent or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if str(os.getppid()) != parent:
+        sys.exit(1)  # it was gone before the kernel could be told

@@ -1,4 +1,7 @@
-"""Starts, connects and ends the ranks of a `colocated` run: rank 0, the orchestrator's side."""
+"""Starts, connects and ends the ranks of a `colocated` run: rank 0, the orchestrator's side.
+
+Leads a `colocated` run on rank 0, and takes part in it on every other rank.
+"""
 
 import asyncio
 import contextlib
@@ -12,16 +15,27 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
-from paceline.cluster.colocated.follower import END
-from paceline.cluster.colocated.rank_info import RankInfo
+from paceline.cluster.colocated.rank_info import RankInfo, again, take_seat
 from paceline.cluster.colocated.rank_sockets import Doors, admit, listening, tell
-from paceline.cluster.colocated.worker import ColocatedRpcHandler, ColocatedWorker, HomeLink, InPlace, meet, move_in
+from paceline.cluster.colocated.worker import (
+    END,
+    ColocatedRpcHandler,
+    ColocatedWorker,
+    HomeLink,
+    InPlace,
+    follow,
+    meet,
+    move_in,
+)
 from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of
 from paceline.cluster.processes.frames import RpcCall, RpcFailure, RpcResult, decode_answer, framed
 from paceline.cluster.rank_group import RankGroup, cost_of
+from paceline.cluster.session import Given, RunResult, conduct
+from paceline.cluster.signals import Signals
 from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig
@@ -31,12 +45,12 @@ from paceline.inference.frames import HEAD, opened, read_frame
 from paceline.inference.pool import LeaguePool
 from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
 from paceline.model.weights import WeightUpdate
-from paceline.monitor import RunDirectory
+from paceline.monitor import Monitor, RunDirectory, RunOutcome
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.league_checkpoints import members
 from paceline.rollout import RecordingServer, SamplingClient
 from paceline.trainer import TrainerError
-from paceline.trainer.init_distributed import call_off, leave
+from paceline.trainer.world import call_off, leave
 
 CLOSE_SECONDS = 20.0
 WORD_SECONDS = 2.0
@@ -58,7 +72,7 @@ class Followers:
                 path = started.logs[rank] = live / f"rank-{rank}.log"
                 with path.open("wb") as log:
                     process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "paceline.cluster.colocated.follower"],
+                        [sys.executable, "-P", "-m", "paceline.cluster.colocated.worker"],
                         env={**os.environ, **seat.of(rank).variables},
                         stdin=subprocess.PIPE,
                         stdout=log,
@@ -316,3 +330,21 @@ def _part(trainer: ColocatedTrainer, resident: ColocatedWorker, doors: Sequence[
         call_off()
     resident.close()
     leave()
+
+
+def colocated(
+    config: RunConfig,
+    environments: Given,
+    overwrite: bool,
+    screen: TextIO | Monitor | None,
+    signals: Signals | None = None,
+) -> RunResult:
+    """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
+    config, seat = take_seat(config)
+    if seat.rank == 0:
+        place = partial(in_place, seat)
+        return conduct(
+            again(config), place, environments=environments, overwrite=overwrite, screen=screen, signals=signals
+        )
+    follow(config, seat)
+    return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

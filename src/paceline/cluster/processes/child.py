@@ -1,30 +1,42 @@
 """Entry point of the server, trainer and orchestrator processes.
 
 python -m paceline.cluster.processes.child server | trainer | orchestrator
+
+Connects the orchestrator to an engine and a trainer in other processes.
 """
 
 import asyncio
+import logging
 import os
 import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.local import make_room_for_adapters
+from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of, share_cores
 from paceline.cluster.processes.frames import RpcHello
 from paceline.cluster.processes.host import TrainerHost, life
 from paceline.cluster.processes.launch_spec import FATAL, LaunchSpec, RunEndReport, read_brief
+from paceline.cluster.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
 from paceline.cluster.serving import serve_model
 from paceline.cluster.session import conduct
-from paceline.cluster.training import build_trainer
+from paceline.cluster.torch_kit import build_trainer, engine_for, pick_device
 from paceline.config import RunConfig
-from paceline.config.env.custom import ArenaEnvConfig as Arena
+from paceline.config.env.base import ArenaEnvConfig as Arena
+from paceline.config.inference import SamplingConfig
 from paceline.config.serve import ServeConfig
 from paceline.errors import PacelineError
-from paceline.inference import EngineError
-from paceline.model import end_tokens, load_tokenizer, small_products
+from paceline.inference import EmbeddedEngine, EngineError, HttpEngine, Pool
+from paceline.inference.pool import LeaguePool
+from paceline.model import end_tokens, load_model, load_tokenizer, small_products
 from paceline.monitor import Monitors, watching
 from paceline.monitor.plain import PlainLines
+from paceline.orchestrator import lay_out
+from paceline.orchestrator.league_checkpoints import members
+from paceline.rollout import RecordingServer, SamplingClient
 from paceline.util.process_exit import exit_process
 
 
@@ -56,7 +68,7 @@ def trainer(brief: LaunchSpec) -> int:
 
 def orchestrator(brief: LaunchSpec) -> int:
     """The training loop, with server and trainer at the addresses of `brief`."""
-    from paceline.cluster.processes.connected import connected
+    from paceline.cluster.processes.child import connected
 
     result = conduct(
         brief.run,
@@ -88,3 +100,60 @@ def main(role: str) -> int:
 
 if __name__ == "__main__":
     exit_process(main(sys.argv[1]))
+
+
+LOOK_SECONDS = 0.25
+log = logging.getLogger("paceline.server")
+
+
+@asynccontextmanager
+async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+    """Wait for server and trainer, and let go of them at the end."""
+    phase("preparing environments")
+    courses = lay_out(config)
+    tokenizer = load_tokenizer(config.model)
+    phase(f"waiting for a server and a trainer of {config.model.name}")
+    trainer = RemoteTrainer(Path(brief.trainer))
+    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
+    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
+    past = sum(member.league.size for member in members(courses))
+    try:
+        hello = await trainer.meet()
+        await _up(engine)
+        config = share_cores(config, hello.parameters)
+
+        def twin() -> EmbeddedEngine:
+            """An engine of this process, for a past version that is a whole model."""
+            model = load_model(config.model, pick_device(config.device))
+            return engine_for(model.requires_grad_(False), config)
+
+        with_past = LeaguePool([engine], twin) if past else None
+        pool = with_past or Pool([engine])
+        renderer = renderer_of(tokenizer, hello.ends, config.model)
+
+        def voice(sampling: SamplingConfig) -> SamplingClient:
+            stops = frozenset((*hello.ends, *sampling.stop_token_ids))
+            return SamplingClient(pool, renderer, sampling, stops, recorder)
+
+        try:
+            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)
+        finally:
+            pool.close()
+    finally:
+        await engine.aclose()
+        trainer.close()
+
+
+async def _up(engine: HttpEngine) -> None:
+    began, told = time.monotonic(), 0.0
+    while True:
+        try:
+            return await asyncio.to_thread(engine.start)
+        except EngineError as error:
+            waited = time.monotonic() - began
+            if waited > RETURN_SECONDS:
+                raise
+            if waited - told > WORD_SECONDS:
+                told = waited
+                log.warning("waiting for the server for %.0f s: %s", waited, error)
+        await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS

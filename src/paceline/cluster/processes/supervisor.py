@@ -31,8 +31,7 @@ from paceline.monitor import Monitor, RunDirectory, RunOutcome, RunRecorder, rea
 from paceline.monitor.waitgraph import chain
 from paceline.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
-from paceline.util.private_folder import PREFIX, PrivateFolder
-from paceline.util.socket_dir import socket_parent
+from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""

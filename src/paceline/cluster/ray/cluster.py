@@ -1,22 +1,56 @@
-"""Joins or starts the Ray cluster of a run, and reserves room on it for the run's parts."""
+"""Joins or starts the Ray cluster of a run, and reserves room on it for the run's parts.
+
+Defines the base class of a run's Ray actors.
+"""
 
 import asyncio
 import math
 import os
+import socket
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.cluster.ray.actors import CONTROL
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.errors import PacelineError
-from paceline.util.socket_dir import shorten_ray_sockets
+from paceline.util.private_folder import shorten_ray_sockets
+
+CONTROL = "control"
+"""The group of calls that are answered however many requests there are; it has an event loop of its own."""
+
+
+class RayActor:
+    """A part of a run in a process of Ray's. What it prints goes into the run directory, which every machine of the
+    cluster must see under the same path, as checkpoints do."""
+
+    def __init__(self, config: str, name: str, live: str) -> None:
+        self.config = RunConfig.model_validate_json(config)
+        self.name = name
+        if Path(live).is_dir():
+            _write_to(Path(live) / f"{name}.log")
+
+    @ray.method(concurrency_group=CONTROL)
+    async def whereabouts(self) -> tuple[str, int]:
+        """This machine and process."""
+        return socket.gethostname(), os.getpid()
+
+
+def _write_to(log: Path) -> None:
+    """Standard output and error go to the end of this file from now on, also those of libraries written in C."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
 
 NAMESPACE = "paceline"
 ROOM_SECONDS = 60.0

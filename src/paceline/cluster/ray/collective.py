@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address
 from torch import Tensor
 
-from paceline.cluster.ray.actors import CONTROL
+from paceline.cluster.ray.cluster import CONTROL
 from paceline.config import RunConfig
 from paceline.inference.base import EngineError
 from paceline.inference.broadcast import Receiver, Sender

@@ -15,7 +15,7 @@ from paceline.cluster.ray.cluster import NAMESPACE
 from paceline.cluster.ray.engines import RayEngine
 from paceline.errors import PacelineError
 from paceline.inference.base import EngineError
-from paceline.util.socket_dir import shorten_ray_sockets
+from paceline.util.private_folder import shorten_ray_sockets
 
 ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0

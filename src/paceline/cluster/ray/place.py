@@ -15,8 +15,7 @@ from paceline.cluster.local import Placed, make_room_for_adapters, renderer_of
 from paceline.cluster.ray.cluster import Needs, Room, joined
 from paceline.cluster.ray.collective import WeightsGroup, weights_group
 from paceline.cluster.ray.engines import EngineActor, RayEngine
-from paceline.cluster.ray.ranks import RankActor, RayTrainer
-from paceline.cluster.ray.workers import RayWorkers, WorkerActor
+from paceline.cluster.ray.ranks import RankActor, RayTrainer, RayWorkers, WorkerActor
 from paceline.cluster.serving import scoring
 from paceline.cluster.torch_kit import engine_for, pick_device
 from paceline.config import RunConfig

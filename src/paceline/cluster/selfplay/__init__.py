@@ -14,7 +14,6 @@ The parts are those of a run: seats record exact tokens, algorithms give credit,
 (evaluation, checkpoints, metrics on disk, resume) needs a run file with an `arena` environment.
 """
 
-from paceline.cluster.selfplay.client import Client, OpenAIClient, load
 from paceline.cluster.selfplay.stage import (
     ConstantCredit,
     GRPOCredit,
@@ -23,8 +22,16 @@ from paceline.cluster.selfplay.stage import (
     synchronous_training_loop,
     training_loop,
 )
-from paceline.cluster.selfplay.trainer import SelfPlayTrainer, SelfPlayTrainerConfig, TrainingBatch, optim
-from paceline.util.renamed import renamed_names
+from paceline.cluster.selfplay.trainer import (
+    Client,
+    OpenAIClient,
+    SelfPlayTrainer,
+    SelfPlayTrainerConfig,
+    TrainingBatch,
+    load,
+    optim,
+)
+from paceline.util.lazy_import import renamed_names
 
 __all__ = [
     "Client",

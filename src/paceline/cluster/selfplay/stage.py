@@ -7,16 +7,16 @@ from paceline.algorithms import Algorithm
 from paceline.algorithms.baselines import RAE, Constant
 from paceline.algorithms.grpo import Hierarchical
 from paceline.arena import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
-from paceline.arena.together import together
 from paceline.cluster.selfplay.trainer import SelfPlayTrainer, TrainingBatch
 from paceline.config import BreakerConfig
 from paceline.config import algorithm as config
-from paceline.config.env.custom import ArenaEnvConfig
+from paceline.config.env.base import ArenaEnvConfig
 from paceline.data import Cursor, Ticket
 from paceline.orchestrator import Breaker, RealClock, TrainEnv
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import Group, Rollout, assemble
+from paceline.util.deadlines import together
 
 
 def GRPOCredit(normalize: bool = False, positive_only: bool = False) -> Algorithm:

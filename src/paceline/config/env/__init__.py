@@ -4,8 +4,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.config.env.base import BaseEnvConfig, DatasetEnvConfig
-from paceline.config.env.custom import ArenaEnvConfig, CustomEnvConfig, LeagueConfig, RewardEnvConfig
+from paceline.config.env.base import (
+    ArenaEnvConfig,
+    BaseEnvConfig,
+    CustomEnvConfig,
+    DatasetEnvConfig,
+    LeagueConfig,
+    RewardEnvConfig,
+)
 from paceline.config.env.integrations import ModuleEnvConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
 from paceline.config.env.tasks import (
     AlphabetSortConfig,
@@ -19,7 +25,7 @@ from paceline.config.env.tasks import (
     ReverseTextConfig,
     TokenInConfig,
 )
-from paceline.util.renamed import renamed_names
+from paceline.util.lazy_import import renamed_names
 
 __all__ = [
     "AlphabetSortConfig",

@@ -33,9 +33,8 @@ from paceline.inference.base import (
 )
 from paceline.inference.engine.catalog import MAX_TOP_LOGPROBS, check
 from paceline.inference.engine.parts import EngineParts, StagedUpdate, StepInFlight
-from paceline.inference.engine.sequence import Chunk, Drawn, Guide
+from paceline.inference.engine.sequence import Chunk, Drawn, Guide, TokenStreamer
 from paceline.inference.engine.sequence import Sequence as Running
-from paceline.inference.engine.streaming import TokenStreamer
 from paceline.model import ServedPolicy, WeightUpdate
 
 CLOSE_SECONDS = 30.0

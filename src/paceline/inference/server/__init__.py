@@ -1,6 +1,5 @@
 """The OpenAI API over an engine."""
 
-from paceline.inference.server.app import build_app
-from paceline.inference.server.run import listen, quick_loop, serve
+from paceline.inference.server.app import build_app, listen, quick_loop, serve
 
 __all__ = ["build_app", "listen", "quick_loop", "serve"]

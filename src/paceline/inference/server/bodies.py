@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from paceline.data import part_problem
-from paceline.inference.server.fields import PROMPT_FIELDS, SAMPLING_FIELDS
+from paceline.inference.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS
 
 INT64 = (1 << 63) - 1
 MOST_PROMPTS = 2048

@@ -8,10 +8,8 @@ from paceline.inference.server.answers import heading
 from paceline.inference.server.bodies import ChatBody
 from paceline.inference.server.errors import bad
 from paceline.inference.server.http import EventStream, FastJsonResponse, read_body, unless_gone
-from paceline.inference.server.logprobs import chat_logprobs
-from paceline.inference.server.output_processor import ChoiceDelta
+from paceline.inference.server.output_processor import ChoiceDelta, ResponseChoices, chat_logprobs, stream
 from paceline.inference.server.plan import forced_call, grammar_of, plan
-from paceline.inference.server.reply import ResponseChoices, stream
 from paceline.inference.server.service import Service, service_of
 from paceline.inference.tools import ToolCall, ToolReader, for_template
 

@@ -12,10 +12,14 @@ from paceline.inference.server.bodies import CompletionBody
 from paceline.inference.server.errors import bad
 from paceline.inference.server.generation import Generation
 from paceline.inference.server.http import EventStream, FastJsonResponse, read_body, unless_gone
-from paceline.inference.server.logprobs import completion_logprobs
-from paceline.inference.server.output_processor import ChoiceDelta
+from paceline.inference.server.output_processor import (
+    ChoiceDelta,
+    ResponseChoices,
+    completion_logprobs,
+    score_prompts,
+    stream,
+)
 from paceline.inference.server.plan import grammar_of, plan
-from paceline.inference.server.reply import ResponseChoices, score_prompts, stream
 from paceline.inference.server.service import Service, service_of
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.inference.base import EngineStats
 from paceline.inference.server.errors import error_response
-from paceline.util.browser_requests import why_foreign
+from paceline.util.connections import why_foreign
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 COUNTERS = {"steps", "tokens", "prompt_tokens", "cached_tokens", "preempted", "swaps", "pause_seconds", "busy_seconds"}

@@ -9,8 +9,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from paceline.inference.server.errors import ClientGone, Refusal, invalid_body
-from paceline.inference.server.fields import take_unknown
+from paceline.inference.server.errors import ClientGone, Refusal, invalid_body, take_unknown
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)

@@ -1,14 +1,26 @@
-"""Turns the tokens of one choice into text, and ends it at a stop string."""
+"""Turns the tokens of one choice into text, and ends it at a stop string.
+
+Log probabilities in OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
+
+Runs the choices of chats and completions: turns tokens into text, stops, streams, counts.
+"""
 
 import codecs
 import copy
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
-from paceline.inference.base import Completion, GenerateRequest, Piece, TopLogprobs
-from paceline.inference.server.detokenise import Detokeniser
-from paceline.inference.server.token_bytes import TokenBytes
-from paceline.inference.server.tokenizer import ServerTokenizer
+from paceline.inference.base import Completion, EngineError, GenerateRequest, Piece, TopLogprobs
+from paceline.inference.frames import join
+from paceline.inference.server.answers import usage
+from paceline.inference.server.bodies import SamplingBody
+from paceline.inference.server.errors import error_object, refusal_of
+from paceline.inference.server.generation import Event, Generation
+from paceline.inference.server.http import DONE, event
+from paceline.inference.server.service import Service
+from paceline.inference.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
 
 
 class StopMatcher:
@@ -148,3 +160,169 @@ class Ruler:
             offsets.append(self._length)
             self._length += len(self._decode(bytes(self._lexicon.spell(token)[1])))
         return offsets
+
+
+LOWEST = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON cannot hold."""
+
+
+def chat_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int) -> dict[str, Any]:
+    content = []
+    for place, token in enumerate(delta.token_ids):
+        ranked = delta.top[place][:count] if count and delta.top else []
+        content.append(
+            _entry(token, delta.logprobs[place], lexicon)
+            | {"top_logprobs": [_entry(other, logprob, lexicon) for other, logprob in ranked]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
+    """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
+    return {
+        "tokens": [lexicon.spell(token)[0] for token in delta.token_ids],
+        "token_logprobs": [max(logprob, LOWEST) for logprob in delta.logprobs],
+        "top_logprobs": [_ranked(ranked[:count], lexicon) for ranked in delta.top] if count and delta.top else None,
+        "text_offset": [start + offset for offset in delta.offsets],
+    }
+
+
+def _entry(token: int, logprob: float, lexicon: TokenBytes) -> dict[str, Any]:
+    text, data = lexicon.spell(token)
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
+
+
+def _ranked(ranked: TopLogprobs, lexicon: TokenBytes) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for token, logprob in ranked:
+        # Two tokens may be spelt alike; the more probable one comes first and stays.
+        named.setdefault(lexicon.spell(token)[0], max(logprob, LOWEST))
+    return named
+
+
+Step = tuple[int, ChoiceDelta, bool]
+"""A choice's index, what it gained, and whether it has ended."""
+
+
+@dataclass(slots=True)
+class ResponseChoices:
+    """The choices of one request, as text."""
+
+    service: Service
+    body: SamplingBody
+    requests: list[GenerateRequest]
+    utterances: list[OutputProcessor]
+    prompt_logprobs: list[list[float | None]] | None
+
+    @classmethod
+    async def plan(
+        cls, service: Service, body: SamplingBody, requests: list[GenerateRequest], offsets: bool
+    ) -> "ResponseChoices":
+        utterances = [OutputProcessor(service.scribe, request, body.stops, offsets) for request in requests]
+        scores = await score_prompts(service, requests) if body.prompt_logprobs else None
+        return cls(service, body, requests, utterances, scores)
+
+    async def steps(self, listen: bool) -> AsyncGenerator[Step]:
+        """Everything the choices say, until all have ended. Several pieces of one choice are told together."""
+        async with Generation(self.service.engine, self.service.post, self.requests, listen) as generation:
+            async for events in generation.events():
+                for index, (delta, ended) in self._hear(events, generation, listen).items():
+                    yield index, delta, ended
+
+    async def whole(self) -> list[ChoiceDelta]:
+        """Every choice from beginning to end. Tokens are listened to only where a stop string may end it early."""
+        deltas = [ChoiceDelta() for _ in self.requests]
+        async for index, delta, _ in self.steps(listen=bool(self.body.stops)):
+            deltas[index].add(delta)
+        return deltas
+
+    def _hear(self, events: list[Event], generation: Generation, listen: bool) -> dict[int, tuple[ChoiceDelta, bool]]:
+        gained: dict[int, tuple[ChoiceDelta, bool]] = {}
+        for index, what in merged(events):
+            utterance = self.utterances[index]
+            if utterance.finish is not None:
+                continue
+            delta = utterance.end(what, listen) if isinstance(what, Completion) else utterance.hear(what)
+            if utterance.finish is not None:
+                generation.stop(index)
+            if index in gained:
+                gained[index][0].add(delta)
+                delta = gained[index][0]
+            gained[index] = (delta, utterance.finish is not None)
+        return gained
+
+    def usage_of(self, index: int) -> dict[str, Any]:
+        """Tokens of one choice so far."""
+        utterance = self.utterances[index]
+        return usage([self.requests[index]], 1, utterance.sampled, utterance.cached)
+
+    def usage(self) -> dict[str, Any]:
+        sampled = sum(utterance.sampled for utterance in self.utterances)
+        cached = sum(utterance.cached for utterance in self.utterances[:: self.body.n or 1])
+        return usage(self.requests, self.body.n or 1, sampled, cached)
+
+    def extras(self, index: int, delta: ChoiceDelta, first: bool = True) -> dict[str, Any]:
+        """Fields of a choice beyond OpenAI's shape, where the client asked for them."""
+        extra: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            extra |= {"prompt_token_ids": self.requests[index].prompt_ids} if first else {}
+            extra["token_ids"] = delta.token_ids
+        if self.body.return_versions:
+            extra["versions"] = delta.versions
+        if self.prompt_logprobs is not None and first:
+            extra["prompt_logprobs"] = self.prompt_logprobs[index]
+        return extra
+
+
+def merged(events: list[Event]) -> Iterator[Event]:
+    """The same events with all pieces of a choice as one: a stream that lags decodes them together."""
+    if len(events) == 1:
+        yield events[0]
+        return
+    pieces: dict[int, list[Piece]] = {}
+    for index, what in events:
+        if isinstance(what, Piece):
+            pieces.setdefault(index, []).append(what)
+    for index, some in pieces.items():
+        yield index, join(some)
+    yield from ((index, what) for index, what in events if isinstance(what, Completion))
+
+
+async def stream(
+    reply: ResponseChoices,
+    heading: dict[str, Any],
+    chunks: Callable[[int, ChoiceDelta, bool], Sequence[dict[str, Any]]],
+) -> AsyncGenerator[bytes]:
+    """Server-sent events of a reply; `chunks` gives the choices that one step adds."""
+    options = reply.body.stream_options
+    counts = bool(options and options.include_usage)
+    always = bool(options and counts and options.continuous_usage_stats)
+    if counts:
+        heading = heading | {"usage": None}
+    begun = False
+    try:
+        async with aclosing(reply.steps(listen=True)) as steps:
+            async for index, delta, ended in steps:
+                begins = heading | {"usage": reply.usage_of(index)} if always else heading
+                data = b"".join(event(begins | {"choices": [choice]}) for choice in chunks(index, delta, ended))
+                if data:
+                    begun = True
+                    yield data
+    except EngineError as error:
+        if not begun:
+            raise
+        refusal = refusal_of(error)
+        yield b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
+        return
+    if counts:
+        yield event(heading | {"choices": [], "usage": reply.usage()})
+    yield DONE
+
+
+async def score_prompts(service: Service, requests: Sequence[GenerateRequest]) -> list[list[float | None]]:
+    """Log probabilities of each request's prompt tokens, at its temperature; None for the first, which has none."""
+    distinct = list(dict.fromkeys(request.prompt_ids for request in requests))
+    temperature = requests[0].temperature or 1.0
+    scores = await service.engine.score(distinct, temperature, requests[0].model)
+    known = {prompt: [None, *score[1:]] for prompt, score in zip(distinct, scores, strict=True)}
+    return [known[request.prompt_ids] for request in requests]

@@ -16,8 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, Vali
 from paceline.inference.base import EngineError
 from paceline.inference.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, text_only
 from paceline.inference.server.chat import ChatResponse, plan_chat
-from paceline.inference.server.errors import invalid_body, refusal_of
-from paceline.inference.server.fields import PROMPT_FIELDS, SAMPLING_FIELDS
+from paceline.inference.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, invalid_body, refusal_of
 from paceline.inference.server.http import EventStream, FastJsonResponse, read_body, unless_gone
 from paceline.inference.server.service import service_of
 

@@ -1,7 +1,14 @@
-"""Text and conversations to exact tokens, and back: everything the server asks of the tokenizer."""
+"""Text and conversations to exact tokens, and back: everything the server asks of the tokenizer.
+
+Spells single tokens: the text and bytes that OpenAI's logprobs show for each.
+
+Detokenises incrementally: a token may be half a letter, or change how its neighbour is spelt.
+"""
 
 import asyncio
+import copy
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,9 +16,121 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from paceline.inference.server.detokenise import Detokeniser
 from paceline.inference.server.errors import bad
-from paceline.inference.server.token_bytes import TokenBytes
+
+Spelling = tuple[str, list[int]]
+"""A token's text and its UTF-8 bytes; the bytes tell apart what looks the same broken letter in text."""
+
+
+class TokenBytes:
+    """The spelling of every token, worked out once per token that is ever shown."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, Spelling] = {}
+        self._added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+        self._raw_bytes = _reader_of(tokenizer)
+
+    def spell(self, token: int) -> Spelling:
+        spelling = self._known.get(token)
+        if spelling is None:
+            spelling = self._known[token] = self._spell(token)
+        return spelling
+
+    def _spell(self, token: int) -> Spelling:
+        piece = self._added.get(token)
+        if piece is None:
+            written: Any = self._tokenizer.convert_ids_to_tokens(token)
+            data = self._raw_bytes(written or "")
+        else:
+            data = piece.encode()
+        return data.decode("utf-8", "replace"), list(data)
+
+
+def _reader_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
+    """How the vocabulary writes bytes: one letter per byte (GPT-2 and after), or `<0xE2>` and `▁` (SentencePiece)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    kinds = {part.get("type") for part in [state, *state.get("decoders", [])]} if state else set()
+    if "ByteLevel" in kinds:
+        return _byte_letters
+    return _sentence_piece if kinds & {"ByteFallback", "Metaspace", "Replace"} else str.encode
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others follow from 256 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_LETTERS = _alphabet()
+
+
+def _byte_letters(piece: str) -> bytes:
+    if all(letter in _LETTERS for letter in piece):
+        return bytes(_LETTERS[letter] for letter in piece)
+    return piece.encode()
+
+
+def _sentence_piece(piece: str) -> bytes:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("▁", " ").encode()
+
+
+BROKEN = "�"
+"""Stands for bytes that are no letter, or not one yet."""
+GARBAGE = 64
+"""So many broken letters in a row will not mend: some decoders show a whole run of bytes as broken until its last
+letter is complete, but text is not held back for ever."""
+
+
+class Detokeniser:
+    """Turns a growing list of tokens into text that only ever grows.
+
+    A window of tokens is decoded together, since many decoders treat the first token of a text specially. It starts at
+    a place where the text was whole. Broken letters at the end are held back, for the next token may complete them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        """`before` are the tokens the text follows upon: they are not said, but may change how it begins."""
+        self._decode = decode
+        self._window = list(before)
+        self._context = len(self._window)
+        """Tokens at the window's start whose text is known to be whole; they are there as neighbours only."""
+        self._sent = len(decode(self._window).rstrip(BROKEN)) if before else 0
+        """Letters of the window's text that were passed on."""
+
+    def copy(self) -> "Detokeniser":
+        twin = copy.copy(self)
+        twin._window = list(self._window)
+        return twin
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The letters these tokens complete."""
+        self._window += token_ids
+        text = self._decode(self._window)
+        sound = len(text.rstrip(BROKEN))
+        whole = sound == len(text) or len(text) - sound > GARBAGE
+        end = len(text) if whole else sound
+        new = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        if whole and new:
+            self._shrink()
+        return new
+
+    def flush(self) -> str:
+        """The rest: a letter that was never completed."""
+        return self._decode(self._window)[self._sent :]
+
+    def _shrink(self) -> None:
+        """Everything so far is whole: keep only the latest tokens, as neighbours of what comes."""
+        self._window = self._window[self._context :]
+        self._context = len(self._window)
+        self._sent = len(self._decode(self._window))
+
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised on another thread, so that streams go on meanwhile."""

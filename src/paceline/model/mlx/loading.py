@@ -19,8 +19,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from paceline.config.model import ModelConfig
 from paceline.model.dtypes import compute_dtype
-from paceline.model.naming import ModelError, base_name, first_line, resolve
-from paceline.model.source import export_problems, source_problems
+from paceline.model.source import ModelError, base_name, export_problems, first_line, resolve, source_problems
 
 ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 

@@ -6,8 +6,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.record.advice.advisory import Advisory, Knob
-from paceline.record.advice.measures import SURE, average, jackknife, share, trend
+from paceline.record.advice.measures import SURE, Advisory, Knob, average, jackknife, share, trend
 from paceline.record.advice.window import AdviceWindow, Groups, MetricTable
 
 METRIC = "mismatch_kl"

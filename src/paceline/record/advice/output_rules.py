@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.record.advice.advisory import Advisory, Knob
-from paceline.record.advice.measures import SURE, average, clustered, jackknife, trend
+from paceline.record.advice.measures import SURE, Advisory, Knob, average, clustered, jackknife, trend
 from paceline.record.advice.window import AdviceWindow, MetricTable
 
 FORM = re.compile(

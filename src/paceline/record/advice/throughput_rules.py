@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.record.advice.advisory import Advisory, Knob
-from paceline.record.advice.measures import Mean, average
+from paceline.record.advice.measures import Advisory, Knob, Mean, average
 from paceline.record.advice.window import AdviceWindow
 
 WARMING = 3

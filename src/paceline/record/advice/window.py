@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.advice import AdviceConfig
-from paceline.record.advice.advisory import MOST_ROLLOUTS, Knob
-from paceline.record.facts import REPLAYED
+from paceline.record.advice.measures import MOST_ROLLOUTS, Knob
+from paceline.record.facts import REPLAYED, understood
 from paceline.record.folder import RunFolder
 from paceline.record.layout import EVALUATION, NOWHERE, TRAINING
-from paceline.record.settings import understood
 
 MOST_ROWS = 400_000
 """Of a window that holds more, the newest are enough for any of the figures."""

@@ -14,20 +14,16 @@ from paceline.data import MicroBatch, Sample
 from paceline.model.canary_prompts import canary_ids, signed
 from paceline.model.mlx.loading import MlxModel, twin
 from paceline.model.weights import Array, Canary, fingerprint
-from paceline.trainer.base import TrainerError
-from paceline.trainer.batch import BUDGET, Batch
+from paceline.trainer.base import TrainerError, process_bytes
+from paceline.trainer.batch import BUDGET, Batch, TrainedTokens
 from paceline.trainer.critic import Critic, Lesson, value_loss
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx.forward import MlxForwardPass
-from paceline.trainer.mlx.optimizer import MlxAdamW
-from paceline.trainer.mlx.parameters import ADAPTER, Parameters
-from paceline.trainer.peak import process_bytes
+from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
 from paceline.trainer.preparing import Preparation, check_base
 from paceline.trainer.schedule import lengths
-from paceline.trainer.stepping import Stepper, streams_of, trained
-from paceline.trainer.stream import Stream, component, components
-from paceline.trainer.tokens import TrainedTokens
+from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
 
 
 class MlxValueModel(nn.Module):

@@ -1,18 +1,141 @@
-"""Runs replays, one child process at a time for each run, and keeps the last few results."""
+"""Runs replays, one child process at a time for each run, and keeps the last few results.
+
+Runs `paceline replay` in a child process, since the server itself imports no torch.
+
+    started -> its last line on stderr is what it does now -> done with a file of JSON, or failed with a sentence
+
+A thread of its own starts the process and stays until it ends: Linux kills it with that thread's process, however that
+dies.
+"""
 
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from paceline.record import RunFolder
 from paceline.ui.answers import refuse
-from paceline.ui.replay.process import LIMIT_SECONDS, ReplayProcess
-from paceline.ui.replay.result import ReplayResult
-from paceline.ui.replay.settings import Value, flags, own_code
+from paceline.ui.replay.result import ReplayResult, Value, flags, own_code
+from paceline.util.process_exit import WITH_PARENT
+
+LIMIT_SECONDS = 900.0
+MOST_BYTES = 256 << 20
+"""Of JSON: beyond it a page has no use for it, and the server no room."""
+LOOK_SECONDS = 0.1
+
+State = Literal["working", "done", "failed", "cancelled"]
+
+
+class ReplayProcess:
+    """One replay. `finished` is called with its output, on the child's thread, when it is done."""
+
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        flags: Sequence[str],
+        finished: Callable[[bytes], None],
+        limit: float = LIMIT_SECONDS,
+    ) -> None:
+        self.step, self.flags = step, tuple(flags)
+        self.state: State = "working"
+        self.failure = ""
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self._command = [sys.executable, "-P", "-m", "paceline.cli", "replay", str(run), str(step), "--json", *flags]
+        self._finished, self._limit = finished, limit
+        self._stop = threading.Event()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        self._thread = threading.Thread(target=self._live, name="paceline-replay", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.began
+
+    def doing(self) -> str:
+        """Its last line."""
+        return _last_line(self._log) if self.state == "working" else ""
+
+    def cancel(self) -> None:
+        """Returns when the process is gone."""
+        self._stop.set()
+        self._thread.join(10)
+
+    # -- on its own thread ------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        with tempfile.TemporaryFile() as out:
+            state, failure = self._run(out.fileno())
+            if state == "done":
+                out.seek(0)
+                try:
+                    self._finished(out.read())
+                except ValueError as error:
+                    state, failure = "failed", f"what it printed cannot be read: {error}"
+        self.ended = time.monotonic()
+        self.failure, self.state = failure, state
+        self._log.close()
+
+    def _run(self, out: int) -> tuple[State, str]:
+        environment = os.environ | {WITH_PARENT: str(os.getpid()), "HF_HUB_OFFLINE": "1"}
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=self._log,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return "failed", f"the process cannot be started: {error}"
+        try:
+            return self._watch(process, out)
+        finally:
+            _kill(process)
+
+    def _watch(self, process: subprocess.Popen, out: int) -> tuple[State, str]:
+        while (code := process.poll()) is None:
+            if self._stop.wait(LOOK_SECONDS):
+                return "cancelled", ""
+            if self.seconds > self._limit:
+                return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
+            if os.fstat(out).st_size > MOST_BYTES:
+                return "failed", "the step is too large for a page: replay it in a terminal instead"
+        if code == 0:
+            return "done", ""
+        if code == -signal.SIGKILL:
+            return "failed", "the process was killed, most likely for want of memory"
+        return "failed", _last_line(self._log) or f"the process ended with code {code}"
+
+
+def _kill(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def _last_line(log: IO[bytes]) -> str:
+    """Without the command's name before it."""
+    try:
+        size = os.fstat(log.fileno()).st_size
+        text = os.pread(log.fileno(), 4096, max(0, size - 4096)).decode("utf-8", "replace")
+    except (OSError, ValueError):  # the child has just ended, and its log is closed
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("paceline: ") if lines else ""
+
 
 MOST = 6
 """Results that are remembered, of all runs together."""

@@ -1,5 +1,5 @@
 """One module for each group of routes. A new group is a module with a `router`, named in GROUPS."""
 
-from paceline.ui.routes import ab, advice, config, diff, lanes, live, metrics, replay, rollouts, runs, tickets, tokens
+from paceline.ui.routes import ab, advice, live, replay, rollouts, tickets
 
-GROUPS = (runs, metrics, lanes, config, live, rollouts, tokens, tickets, replay, diff, advice, ab)
+GROUPS = (live, rollouts, tickets, replay, advice, ab)

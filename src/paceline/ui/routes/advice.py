@@ -10,7 +10,7 @@ from paceline.config.advice import AdviceConfig
 from paceline.record.advice import RULES, AdviceWindow, Advisory, advise, sight_of
 from paceline.record.advice.telling import silence
 from paceline.ui.answers import FiniteJsonResponse
-from paceline.ui.routes.here import OneRun
+from paceline.ui.runs import OneRun
 
 router = APIRouter()
 

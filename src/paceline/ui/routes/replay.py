@@ -8,10 +8,9 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from paceline.ui.answers import FiniteJsonResponse, refuse
-from paceline.ui.replay.result import sample, summary
+from paceline.ui.replay.result import own_code, sample, settings, summary
 from paceline.ui.replay.runner import ReplayRunner
-from paceline.ui.replay.settings import own_code, settings
-from paceline.ui.routes.here import OneRun
+from paceline.ui.runs import OneRun
 
 CHECKPOINT = re.compile(r"step-(\d+)")
 

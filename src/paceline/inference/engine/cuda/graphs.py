@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
-from paceline.inference.engine.cuda import attention, sampling
-from paceline.inference.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only
+from paceline.inference.engine.cuda import attention
+from paceline.inference.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only, draw
 from paceline.inference.engine.pages import PageCache
 from paceline.inference.engine.sampler import SamplerOutput, SamplingMetadata, draw_rows, sample
 from paceline.inference.engine.sequence import Chunk, Drawn
@@ -220,7 +220,7 @@ class GraphRunner:
         step.hidden = self._run(ids, f.positions[None])[0]
         step.logits = self._head.native(step.hidden if not step.shape.extra else step.hidden[f.rows])
         tokens, logprobs = self._out[0], self._out[1].view(torch.float64)
-        sampling.draw(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
+        draw(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
 
     def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
         out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: self._plan})
