@@ -648,8 +648,8 @@ def campaign(book: Book, seconds: float, names: list[str], dice: random.Random, 
 
 def wired() -> int:
     """A training in `processes` placement whose wires are bad: `attack.py --wired SEED train ...`."""
-    from paceline.cli import main as paceline
-    from paceline.cluster.processes import supervisor
+    from paceline.commands import main as paceline
+    from paceline.runtime.processes import supervisor
 
     with tempfile.TemporaryDirectory(prefix="wires-") as private:
         wires = Wires(Odds(), int(sys.argv[2]), private)

@@ -680,7 +680,7 @@ WHOLE = {
 @functools.cache
 def fields(path: str) -> list[str]:
     """What a body may hold, and one name that it may not."""
-    from paceline.inference.server import bodies, responses
+    from paceline.server import bodies, responses
 
     kinds = {CHAT: bodies.ChatBody, COMPLETIONS: bodies.CompletionBody, RESPONSES: responses.ResponseBody}
     kinds |= {SCORE: bodies.ScoreBody, TOKENIZE: bodies.TokenizeBody}

@@ -36,8 +36,8 @@ from bars import arguments, machine
 from chaos_books import Archive, dropped, false_tokens, lines, wrong_tickets
 from chaos_grader import FAULTS
 from chaos_wires import Odds, Wires
-from paceline.cluster.processes.supervisor import Supervisor
 from paceline.config import load
+from paceline.runtime.processes.supervisor import Supervisor
 
 HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent

@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, P
 from bars import Row, arguments, finish
 from paceline.config import inference
 from paceline.config.model import ModelConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest
+from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.model import load_model, quick_handover, small_products
 from paceline.model.native import has_half_products
 

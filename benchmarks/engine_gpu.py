@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bars import machine
 from paceline.config.inference import EngineConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
+from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model import ATTENTION, Adapter, WeightUpdate
 
 SHAPES = {
@@ -185,7 +185,17 @@ class Serving:
 
     def __init__(self, folder: Path, *options: str, port: int = 8177) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "paceline.cli", "serve", str(folder), "--name", "bench", "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline.commands",
+            "serve",
+            str(folder),
+            "--name",
+            "bench",
+            "--port",
+            str(port),
+        ]
         # Compiled from its first token, as the engine that it is compared with.
         command += ["--isolate", "--model.dtype", "bfloat16", "--engine.max_running", "256", "--engine.compile", "true"]
         command += ["--engine.max_context", "2048", "--engine.prefill_tokens", "8192", "--engine.cache_gib", "24"]

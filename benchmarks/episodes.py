@@ -19,7 +19,6 @@ from collections import Counter
 from pathlib import Path
 
 from bars import Row, arguments, finish
-from paceline.cluster.local import Placed, local
 from paceline.config import RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.data import Ticket
@@ -28,6 +27,7 @@ from paceline.envs.offloop import run_user_code
 from paceline.orchestrator import RealClock
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
+from paceline.runtime.local import Placed, local
 
 TURNS = 4
 

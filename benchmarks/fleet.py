@@ -29,19 +29,19 @@ import ray
 
 from bars import Row, arguments, finish
 from fleet_rack import LONGEST, Rack
-from paceline.cluster.ray.engines import RayEngine
+from paceline.clients import Pool
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import State
 from paceline.envs import Environment, Outcome
-from paceline.inference import Pool
-from paceline.model.weights import WeightUpdate
-from paceline.monitor import Monitor, Monitors, RunRecorder
+from paceline.observe.monitor import Monitor, Monitors, RunRecorder
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, lay_out
 from paceline.rollout import SamplingClient
+from paceline.runtime.ray.engines import RayEngine
 from paceline.trainer import StepReport
 from paceline.util.gc_tuning import rarely_collected
+from paceline.weights.update import WeightUpdate
 
 BAR_SECONDS = 0.020
 EVERY_SECONDS = 0.005

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from paceline.inference.frames import Answer, FromEngine, Load, decode_to_engine
-from paceline.inference.host import EngineRpcHandler
-from paceline.model.weights import WeightUpdate
+from paceline.clients.frames import Answer, FromEngine, Load, decode_to_engine
+from paceline.clients.host import EngineRpcHandler
 from paceline.simulate.cost import Lengths
 from paceline.simulate.engine import SimulatedEngine
+from paceline.weights.update import WeightUpdate
 
 LONGEST = 8192
 LENGTHS = Lengths(median=700.0, spread=0.9, longest=LONGEST)

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.algorithms.echo import Bodies
-from paceline.cluster.episode_runtime import open_house
-from paceline.cluster.local import renderer_of
-from paceline.cluster.rollouts import RolloutOptions, pick_section, play_some, sampling_on
+from paceline.commands.rollouts import RolloutOptions, pick_section, play_some, sampling_on
 from paceline.config import load
 from paceline.model import load_tokenizer
 from paceline.rollout import Message, Turn
+from paceline.runtime.episode_runtime import open_house
+from paceline.runtime.local import renderer_of
 
 Conversation = Sequence[Message]
 

@@ -1,12 +1,12 @@
-"""Records of a run that say what they cost: put in place of `paceline.cluster.session.RolloutRecorder`."""
+"""Records of a run that say what they cost: put in place of `paceline.runtime.session.RolloutRecorder`."""
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.monitor import RunOutcome, RunPlan
-from paceline.record import RolloutRecorder
+from paceline.observe.monitor import RunOutcome, RunPlan
+from paceline.observe.record import RolloutRecorder
 
 
 class Timed(RolloutRecorder):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.arena import Payoff
-from paceline.cluster.league import leagues
 from paceline.config import load
+from paceline.runtime.league import leagues
+from paceline.selfplay import Payoff
 from rows import Row
 from trials import Line, evaluations, seconds, train
 

@@ -27,17 +27,18 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 from bars import Row, arguments, finish
+from paceline.clients import Pool
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
+from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
-from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.model.weights import ServedPolicy, WeightUpdate
-from paceline.monitor import Monitor, Monitors, RunRecorder
+from paceline.observe.monitor import Monitor, Monitors, RunRecorder
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, lay_out
 from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
 from paceline.util.gc_tuning import rarely_collected
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 BAR = 5_000.0
 PROMPT, REPLY = 16, 16

@@ -39,13 +39,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import paceline
 from bars import Row, alternate, arguments, finish
 from keeping import Timed
-from paceline.cluster import session
+from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
-from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.record import open_run
+from paceline.engine import Completion, GenerateRequest
+from paceline.observe.record import open_run
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, assemble
+from paceline.runtime import session
 
 ARCHIVE = Path(__file__).parents[2] / "shared" / "tokenizers.tar.xz"
 QUICKSTART = Path(paceline.__file__).parent / "quickstart"
@@ -67,7 +68,7 @@ SHARE = 0.01
 FIRST_PAGE_SECONDS, FILTER_SECONDS, MOST_MEMORY = 0.3, 2.0, 1000.0
 READING = """
 import json, resource, sys, time
-from paceline.record import Query, open_run
+from paceline.observe.record import Query, open_run
 
 def seconds(work):
     begun = time.process_time()

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from paceline.config.env import ReverseTextConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.data import Sample, Ticket
+from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.envs.reverse_text import ReverseText as Environment
-from paceline.inference import EmbeddedEngine, GenerateRequest
 from paceline.model import load_model, quick_handover, resolve, small_products
 from paceline.trainer import TorchTrainer
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bars import arguments, machine
 from curves import draw
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
 from trials import ROOT, evaluations, metrics, train
 
 FILE = "examples/learn/staleness.toml"

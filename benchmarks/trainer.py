@@ -32,10 +32,10 @@ from engine_gpu import SHAPES as GPU_SHAPES
 from engine_gpu import VOCABULARY, Sheet
 from keeping import NowAndThen, Timed
 from paceline import Environment, Outcome, RunConfig, train
-from paceline.cluster import session
 from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.model import ATTENTION, trainable
+from paceline.runtime import session
 from paceline.trainer.optimizer import MasterAdamW
 from paceline.trainer.torch_trainer import TorchTrainer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import load
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 READY = re.compile(r"paceline: serving \S+ at (http://\S+/v1)")

@@ -46,16 +46,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import paceline
 from bars import arguments
 from engine_gpu import SHAPES, VOCABULARY, Sheet
+from paceline.clients import HttpEngine
 from paceline.config import trainer as config
 from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
 from paceline.data import Sample
-from paceline.inference import EmbeddedEngine, HttpEngine
+from paceline.engine import EmbeddedEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
-from paceline.model.delta import LastSent
-from paceline.model.torch_bits import bits_of
-from paceline.model.weights import ServedPolicy
 from paceline.trainer.torch_trainer import TorchTrainer
+from paceline.weights.delta import LastSent
+from paceline.weights.torch_bits import bits_of
+from paceline.weights.update import ServedPolicy
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
@@ -98,7 +99,7 @@ def model_of(shape: str, device: str) -> Qwen2ForCausalLM:
 @contextlib.contextmanager
 def serving(folder: Path, shared: Path, device: str) -> Generator[str]:
     """A real server of this model; what it spools lies beside the shared folder."""
-    command = [sys.executable, "-m", "paceline.cli", "serve", str(folder), "--port", "0", "--allow", str(shared)]
+    command = [sys.executable, "-m", "paceline.commands", "serve", str(folder), "--port", "0", "--allow", str(shared)]
     command += ["--model.dtype", "bfloat16", "--device", device, "--engine.compile", "false"]
     command += ["--engine.max_running", "8", "--engine.max_context", "512"]
     command += ["--engine.cache_gib", "2"] if device == "cuda" else []

@@ -23,8 +23,8 @@ from rich.progress import Progress
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig, dump
 from paceline.config.env import CustomEnvConfig
 from paceline.data import Ledger, Sample, Ticket
-from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
-from paceline.record import RolloutRecorder
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.record import RolloutRecorder
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 

@@ -11,10 +11,10 @@ from paceline.config import RunConfig, dump
 from paceline.config.advice import AdviceConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.data import Sample, Ticket
-from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.record import RolloutRecorder
+from paceline.observe.record.advice import AdviceWindow
 from paceline.orchestrator.pausing import AdviceMemory
-from paceline.record import RolloutRecorder
-from paceline.record.advice import AdviceWindow
 from paceline.rollout import Rollout
 from paceline.rollout.types import Turn
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paceline.inference.engine import sampler as torch_sampler
-from paceline.inference.engine.sampler import uniform as torch_uniform
-from paceline.inference.engine.slots import SlotCache as TorchSlotCache
-from paceline.model.shape import AttentionShape
+from paceline.engine import sampler as torch_sampler
+from paceline.engine.sampler import uniform as torch_uniform
+from paceline.engine.slots import SlotCache as TorchSlotCache
+from paceline.model.support import AttentionShape
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
 BITS = 1e-5 if MLX else 0.0
@@ -41,12 +41,12 @@ if MLX:
     import numpy as np
 
     from in_mlx import as_mlx
-    from paceline.inference.engine.engine import DecodingEngine
-    from paceline.inference.mlx import MlxEngine, sampler
-    from paceline.inference.mlx import engine as served
-    from paceline.inference.mlx.step import KeyShape, MlxSlots
-    from paceline.inference.noise import uniform_array
-    from paceline.model.mlx.arrays import as_array
+    from paceline.engine.engine import DecodingEngine
+    from paceline.engine.mlx import MlxEngine, sampler
+    from paceline.engine.mlx import engine as served
+    from paceline.engine.mlx.step import KeyShape, MlxSlots
+    from paceline.weights.bits import uniform_array
+    from paceline.weights.mlx_arrays import as_array
 
     def engine_of(model: PreTrainedModel, config: Any, **settings: Any) -> DecodingEngine:
         return MlxEngine(as_mlx(model), config, **settings)
@@ -111,8 +111,8 @@ if MLX:
         return torch.from_numpy(uniform_array(keys.numpy(), indices.numpy()))
 
 else:
-    from paceline.inference import EmbeddedEngine as engine_of  # noqa: F401
-    from paceline.inference.engine.pages import PageCache
+    from paceline.engine import EmbeddedEngine as engine_of  # noqa: F401
+    from paceline.engine.pages import PageCache
 
     SlotCache = TorchSlotCache
     sample, keep_top, inverse_cdf = torch_sampler.sample, torch_sampler.keep_top, torch_sampler.inverse_cdf

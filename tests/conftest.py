@@ -57,12 +57,12 @@ ENDS = {
 
 
 def pytest_configure(config) -> None:
-    """One thread each where tests run, which is not where they are handed out; there one nursery starts for all."""
+    """One thread each where tests run, which is not where they are handed out; there one fork server starts for all."""
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         import launching
 
         if sys.platform == "linux" and not config.option.collectonly:
-            os.environ[launching.ADDRESS] = launching.start_nursery()
+            os.environ[launching.ADDRESS] = launching.start_fork_server()
             subprocess.Popen = launching.LaunchedWorker
     else:
         import torch
@@ -106,7 +106,7 @@ def repeatable_draws() -> None:
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
     """Call the command as `paceline` does, but in this process: its exit code, what it printed, what it complained."""
-    from paceline.cli import main
+    from paceline.commands import main
 
     monkeypatch.chdir(tmp_path)
 

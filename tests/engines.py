@@ -6,13 +6,13 @@ import torch
 from transformers import PreTrainedModel
 
 from backends import paged
-from paceline.inference.engine.catalog import Catalog
-from paceline.inference.engine.pages import PAGE, PageCache
-from paceline.inference.engine.parts import Landed
-from paceline.inference.engine.sequence import Drawn, Sequence
+from paceline.engine.catalog import Catalog
+from paceline.engine.pages import PAGE, PageCache
+from paceline.engine.parts import Landed
+from paceline.engine.sequence import Drawn, Sequence
 from paceline.model import twin
 from paceline.model.adapters import merge
-from paceline.model.bits import mix_int
+from paceline.weights.bits import mix_int
 
 MATRIX = [
     paged({"cache": cache, "in_flight": in_flight}, id=f"{cache}-{in_flight}")

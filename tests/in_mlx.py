@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from transformers import PreTrainedModel
 
 from paceline.config.model import ModelConfig
-from paceline.inference.mlx.engine import replace_parameter
-from paceline.model.mlx.arrays import as_array
+from paceline.engine.mlx.engine import replace_parameter
 from paceline.model.mlx.loading import MlxModel, load_model, twin
+from paceline.weights.mlx_arrays import as_array
 
 QUANTISED = {"group_size": 32, "bits": 4}
 

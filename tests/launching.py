@@ -1,5 +1,5 @@
 """Starting real processes without waiting five seconds for their imports: `Launched` is a `subprocess.Popen` whose
-children are forked by a nursery, see `nursery.py`. Where there is none, and for whatever a fork cannot give, it is a
+children are forked by `fork_server.py`. Where there is none, and for whatever a fork cannot give, it is a
 plain `Popen`.
 """
 
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from paceline.util.private_folder import socket_parent
 
-NURSERY = Path(__file__).with_name("nursery.py")
-ADDRESS = "PACELINE_TEST_NURSERY"
+FORK_SERVER = Path(__file__).with_name("fork_server.py")
+ADDRESS = "PACELINE_TEST_FORK_SERVER"
 START_TRIES = 6000
 """Five minutes: it imports everything first."""
 READ_ON_IMPORT = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "OPENBLAS_", "CUDA_")
-"""Variables that count when a module is imported, which in the nursery has happened."""
+"""Variables that count when a module is imported, which in the fork server has happened."""
 LATER = ("PYTHONPATH", "PYTHONBREAKPOINT", "TORCHINDUCTOR_")
 """Of these, what is read only when it is used: ray and torch set some themselves."""
 PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
@@ -33,24 +33,24 @@ ASIDE = {"preexec_fn": None, "shell": False, "umask": -1, "process_group": -1, "
 
 
 @cache
-def nursery() -> tuple[str, dict[str, str]]:
-    """The address of the nursery, and what it imported under. Test processes that run side by side share one."""
+def fork_server() -> tuple[str, dict[str, str]]:
+    """The address of the fork server, and what it imported under. Test processes that run side by side share one."""
     imported = _imports(os.environ)
-    address = os.environ.get(ADDRESS) or start_nursery()
+    address = os.environ.get(ADDRESS) or start_fork_server()
     for _ in range(START_TRIES):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line, contextlib.suppress(OSError):
             line.connect(address)
             return address, imported
         time.sleep(0.05)
-    raise RuntimeError("the nursery did not start")
+    raise RuntimeError("the fork server did not start")
 
 
-def start_nursery() -> str:
-    """Start a nursery that ends when this process does; its address, at which it soon listens."""
-    address = f"{tempfile.mkdtemp(prefix='nursery-', dir=socket_parent(len('/nursery-12345678/door')))}/door"
+def start_fork_server() -> str:
+    """Start a fork server that ends when this process does; its address, at which it soon listens."""
+    address = f"{tempfile.mkdtemp(prefix='forks-', dir=socket_parent(len('/forks-12345678/door')))}/door"
     theirs, ours = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, str(NURSERY), address, str(theirs)],
+        [sys.executable, str(FORK_SERVER), address, str(theirs)],
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs],
         cwd=Path(address).parent,  # not the folder of whichever test needs it first
@@ -71,7 +71,7 @@ def own(command: list[str]) -> list[str]:
 
 
 class Launched(subprocess.Popen):
-    """A process out of the nursery: `python -m module`, `python -c code` or `python script.py`, with this Python."""
+    """A forked process: `python -m module`, `python -c code` or `python script.py`, with this Python."""
 
     _line: socket.socket | None = None
     others_alike = True
@@ -88,7 +88,7 @@ class Launched(subprocess.Popen):
         own = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         passed = sorted(asked["pass_fds"])
         environment = dict(os.environ if asked["env"] is None else asked["env"])
-        address, _ = nursery()
+        address, _ = fork_server()
         wish = {
             "command": [os.fspath(part) for part in asked["args"][1:]],
             "folder": str(Path(asked["cwd"] or ".").absolute()),
@@ -116,7 +116,7 @@ class Launched(subprocess.Popen):
             return False
         if not self.knows(command[1:]):
             return False
-        return _imports(os.environ if asked["env"] is None else asked["env"]) == nursery()[1]
+        return _imports(os.environ if asked["env"] is None else asked["env"]) == fork_server()[1]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._line is None:
@@ -125,7 +125,7 @@ class Launched(subprocess.Popen):
             return 0, 0
         said = self._line.recv(64)
         self._line.close()
-        assert said, "the nursery died"
+        assert said, "the fork server died"
         return self.pid, int(said)
 
     def _internal_poll(self, _deadstate=None, **more) -> int | None:

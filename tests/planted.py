@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cluster import session
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.trainer import TrainerConfig
+from paceline.runtime import session
 
 STEPS = 2
 TEMPLATE = (
@@ -129,8 +129,8 @@ def one_request_at_a_time(_: Path) -> dict[str, Any]:
 
 def stale_prefix(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Keys and values of prompts outlive the weights they were computed with."""
-    from paceline.inference.engine.catalog import Catalog
-    from paceline.inference.engine.pages import PageCache
+    from paceline.engine.catalog import Catalog
+    from paceline.engine.pages import PageCache
 
     patch.setattr(PageCache, "forget", lambda self: None)
     patch.setattr(Catalog, "family", lambda self, model: (model, 0))
@@ -172,7 +172,7 @@ def seed_reused(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 def truncated_score(patch: pytest.MonkeyPatch, _: Path) -> None:
     """The teacher is asked for a text of which the end is missing."""
-    from paceline.inference.pool import Pool
+    from paceline.clients.pool import Pool
 
     real = Pool.score
 

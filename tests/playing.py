@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from paceline.clients import Pool
 from paceline.config.inference import EngineConfig, SamplingConfig
 from paceline.config.model import ModelConfig
-from paceline.inference import EmbeddedEngine, Pool
+from paceline.engine import EmbeddedEngine
 from paceline.model import end_tokens, load_model, load_tokenizer, resolve
 from paceline.rollout import RecordingServer, Renderer, SamplingClient, SessionMap
 

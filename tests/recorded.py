@@ -12,8 +12,8 @@ from pathlib import Path
 import uvicorn
 
 from paceline.config import dump, load
-from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
-from paceline.ui import build_app
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.web import build_app
 
 EPOCH = 1_790_000_000.0
 

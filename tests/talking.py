@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import Ticket
-from paceline.monitor import RunPlan
-from paceline.record import RolloutRecorder
+from paceline.observe.monitor import RunPlan
+from paceline.observe.record import RolloutRecorder
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 

@@ -5,12 +5,13 @@ import hashlib
 from collections.abc import Sequence
 
 from paceline.algorithms import AlgorithmContext
+from paceline.clients import Pool
+from paceline.clients.frozen import FrozenPool
 from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
-from paceline.inference import EngineError, Pool, RequestError
-from paceline.inference.frozen import FrozenPool
-from paceline.model.weights import ServedPolicy
+from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Message, Renderer, Rollout, SamplingClient, Turn, assemble
+from paceline.weights.update import ServedPolicy
 
 
 def truth(ids: Sequence[int], temperature: float) -> list[float]:

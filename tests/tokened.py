@@ -17,9 +17,9 @@ import numpy as np
 from paceline.algorithms import GRPO
 from paceline.config import algorithm
 from paceline.data import Ledger, Ticket
-from paceline.monitor import RunPlan
-from paceline.monitor.directory import append_jsonl
-from paceline.record import RolloutRecorder
+from paceline.observe.monitor import RunPlan
+from paceline.observe.monitor.directory import append_jsonl
+from paceline.observe.record import RolloutRecorder
 from paceline.rollout import Group, Rollout, assemble
 from paceline.rollout.types import Turn
 from recorded import Told

@@ -50,11 +50,11 @@ if MLX:
 
     from paceline.config.model import LoRAConfig, ModelConfig
     from paceline.model.adapters import trained_adapter
-    from paceline.model.mlx.arrays import as_array
     from paceline.model.mlx.loading import MlxModel, load_model, twin
     from paceline.model.mlx.lora import attach_lora, load_adapter
     from paceline.trainer.mlx import MlxTrainer
     from paceline.trainer.mlx.optimizer import named, tree
+    from paceline.weights.mlx_arrays import as_array
 
     LIBRARY = "an mlx array"
 

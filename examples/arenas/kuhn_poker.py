@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
-from paceline.arena import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 from paceline.envs import Split
+from paceline.selfplay import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 
 PLAYERS = ("first", "second")
 CARDS, DIGITS = "123", "0123456789"

@@ -10,7 +10,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from paceline.cluster.selfplay import (
+from paceline.config.inference import SamplingConfig
+from paceline.runtime.selfplay import (
     GRPOCredit,
     OpenAIClient,
     SelfPlayTrainer,
@@ -19,7 +20,6 @@ from paceline.cluster.selfplay import (
     optim,
     training_loop,
 )
-from paceline.config.inference import SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tic_tac_toe import TicTacToe

@@ -10,8 +10,8 @@ says something that is no price walks away and pays for it.
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.arena import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 from paceline.envs import Split
+from paceline.selfplay import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 
 PRICES = "0123456789"
 WALKS_AWAY = -1.0

@@ -10,7 +10,8 @@ import sys
 
 from tic_tac_toe import TicTacToe
 
-from paceline.cluster.selfplay import (
+from paceline.config.inference import SamplingConfig
+from paceline.runtime.selfplay import (
     GRPOCredit,
     OpenAIClient,
     SelfPlayTrainer,
@@ -19,7 +20,6 @@ from paceline.cluster.selfplay import (
     optim,
     training_loop,
 )
-from paceline.config.inference import SamplingConfig
 
 
 async def main(name: str, base_url: str = "http://localhost:8000/v1", num_steps: str = "20") -> None:

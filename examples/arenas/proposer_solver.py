@@ -11,7 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.arena import (
+from paceline.envs import Split
+from paceline.envs.words import additions
+from paceline.selfplay import (
     Actor,
     Arena,
     Artifact,
@@ -21,8 +23,6 @@ from paceline.arena import (
     Rubric,
     SingleTurnEpisode,
 )
-from paceline.envs import Split
-from paceline.envs.words import additions
 
 
 def operand(said: str, limit: int) -> int | None:

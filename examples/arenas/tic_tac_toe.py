@@ -17,8 +17,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.arena import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 from paceline.envs import Split
+from paceline.selfplay import Actor, Arena, Artifact, EpisodeRequest, EpisodeState, Event, MultiTurnEpisode, Rubric
 
 SQUARES = "abcdefghi"
 LINES = ("abc", "def", "ghi", "adg", "beh", "cfi", "aei", "ceg")

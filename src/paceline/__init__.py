@@ -22,14 +22,14 @@ tell_renamed_modules()
 if TYPE_CHECKING:
     from paceline.algorithms import Algorithm
     from paceline.api import train
-    from paceline.cluster import RunFailed, RunResult
-    from paceline.cluster.policy import Policy, PolicyReply
     from paceline.config import ConfigError, RunConfig, load
     from paceline.data import Sample, Ticket
+    from paceline.engine import EmbeddedEngine, GenerateRequest
     from paceline.envs import Environment, Outcome, SingleTurn
     from paceline.errors import PacelineError
-    from paceline.inference import EmbeddedEngine, GenerateRequest
     from paceline.rollout import Group, Reply, Rollout, Seat, Turn
+    from paceline.runtime import RunFailed, RunResult
+    from paceline.runtime.policy import Policy, PolicyReply
     from paceline.trainer import TorchTrainer
 
 __all__ = [
@@ -65,13 +65,13 @@ __getattr__ = lazily(
     {
         "algorithms": ("Algorithm",),
         "api": ("train",),
-        "cluster": ("RunFailed", "RunResult"),
-        "cluster.policy": ("Policy", "PolicyReply"),
+        "runtime": ("RunFailed", "RunResult"),
+        "runtime.policy": ("Policy", "PolicyReply"),
         "config": ("ConfigError", "RunConfig", "load"),
         "data": ("Sample", "Ticket"),
         "envs": ("Environment", "Outcome", "SingleTurn"),
         "errors": ("PacelineError",),
-        "inference": ("EmbeddedEngine", "GenerateRequest"),
+        "engine": ("EmbeddedEngine", "GenerateRequest"),
         "rollout": ("Group", "Reply", "Rollout", "Seat", "Turn"),
         "trainer": ("TorchTrainer",),
     },

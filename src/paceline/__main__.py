@@ -1,5 +1,5 @@
 """`python -m paceline` is the `paceline` command."""
 
-from paceline.cli import command
+from paceline.commands import command
 
 command()

@@ -1,5 +1,42 @@
-"""The base of every error that is a sentence for the user rather than a bug."""
+"""Errors that are a sentence for the user rather than a bug, and those of every engine."""
 
 
 class PacelineError(Exception):
     """Says what was wrong, where, and what to write instead. The command line prints it without a traceback."""
+
+
+class EngineError(PacelineError):
+    """The engine cannot answer, as a sentence for the user."""
+
+
+class RequestError(EngineError):
+    """This request can never be answered; another may be."""
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served."""
+
+
+class Overloaded(EngineError):
+    """The queue is full; the same request may succeed later."""
+
+
+class Mismatch(EngineError):
+    """Weights are not what they claim to be: nothing sampled from them could be trusted."""
+
+
+class OtherBase(EngineError):
+    """The engine does not hold the weights a delta builds on: it must be sent all of them."""
+
+
+class UpdateLost(EngineError):
+    """The weights of an update are gone: no engine can be given them any more."""
+
+
+class Unreachable(EngineError):
+    """No answer came: the engine or the way to it is gone. Noise is keyed, so asking another one is safe."""
+
+
+class PartialUpdateError(Unreachable):
+    """An update broke off in the middle: the engine holds a mixture of two versions, says so, and answers no request
+    until it is sent all weights."""

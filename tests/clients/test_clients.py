@@ -13,12 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from serving import MODEL, served
 
-from paceline.cluster.serving import embedded
+from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig
-from paceline.inference import Completion, Pool
+from paceline.engine import Completion
 from paceline.model import load_tokenizer
 from paceline.rollout import RecordingServer, Renderer, SamplingClient, Seat
+from paceline.runtime.serving import embedded
 
 os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")

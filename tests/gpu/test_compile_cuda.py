@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 
 from conftest import tiny_model
 from paceline import RunConfig
-from paceline.cluster.torch_kit import background_compile, engine_for
 from paceline.data import Sample
-from paceline.inference import GenerateRequest, noise_key
+from paceline.engine import GenerateRequest, noise_key
 from paceline.model import twin
+from paceline.runtime.torch_kit import background_compile, engine_for
 from paceline.trainer import TorchTrainer
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from conftest import VOCABULARY, tiny_model
 from paceline import RunConfig, train
 from paceline.config import CheckpointConfig, EvalConfig, inference, trainer
 from paceline.config.inference import SamplingConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
+from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 
 pytestmark = pytest.mark.gpu

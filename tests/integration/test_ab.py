@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.cluster.ab import compare
+from paceline.commands.ab import compare
 from paceline.config.target import arms_of, split
 from paceline.errors import PacelineError
-from paceline.record import open_run
-from paceline.record.paired import paired
+from paceline.observe.record import open_run
+from paceline.observe.record.paired import paired
 from paceline.trainer import TorchTrainer, TrainerError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

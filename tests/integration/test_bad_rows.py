@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from paceline.cluster import train
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.envs import Environment, Outcome
+from paceline.runtime import train
 
 BAD = 3
 

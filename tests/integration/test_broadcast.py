@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from launching import Launched
-from paceline.inference import EngineError
-from paceline.inference.broadcast import Receiver, Sender, layout_of
+from paceline.errors import EngineError
 from paceline.model import fingerprint
+from paceline.weights.broadcast import Receiver, Sender, layout_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 SECONDS = 8.0
 RECEIVER = """
 import json, sys
 from paceline.inference import EngineError
-from paceline.inference.broadcast import Receiver
+from paceline.weights.broadcast import Receiver
 from paceline.model import fingerprint
 invitation = json.loads(sys.stdin.readline())
 receiver = Receiver(**invitation)

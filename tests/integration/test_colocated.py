@@ -15,15 +15,15 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from launching import Launched, LaunchedPaceline
-from paceline.cluster import train
-from paceline.cluster.colocated.place import in_place
-from paceline.cluster.colocated.rank_info import RankInfo, take_seat
-from paceline.cluster.colocated.rank_sockets import KNOCK, PURPOSES, admit, knock, listening
-from paceline.cluster.session import conduct
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.model import fingerprint
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
+from paceline.runtime import train
+from paceline.runtime.colocated.place import in_place
+from paceline.runtime.colocated.rank_info import RankInfo, take_seat
+from paceline.runtime.colocated.rank_sockets import KNOCK, PURPOSES, admit, knock, listening
+from paceline.runtime.session import conduct
 
 LONG = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

@@ -5,8 +5,6 @@ import logging
 import httpx
 import pytest
 
-from paceline.cluster import train
-from paceline.cluster.local import renderer_of
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.env.tasks import CalculatorConfig
@@ -15,6 +13,8 @@ from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome
 from paceline.model import load_tokenizer
 from paceline.rollout.template import ToolsDropped, dropped_tools
+from paceline.runtime import train
+from paceline.runtime.local import renderer_of
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 ASKED = [{"role": "user", "content": "so?"}]

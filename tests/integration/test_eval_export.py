@@ -10,17 +10,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from once import once
-from paceline.cli import main
-from paceline.cluster import train
-from paceline.cluster.evaluations import find_targets
+from paceline.commands import main
+from paceline.commands.evaluations import find_targets
 from paceline.config import RunConfig, dump, load
 from paceline.config.serve import load_served
 from paceline.data import Ticket
-from paceline.model.manifest import write_manifest
 from paceline.orchestrator.evaluation import intervals, summarise
 from paceline.rollout import Rollout
+from paceline.runtime import train
 from paceline.trainer import checkpoint as checkpoints
 from paceline.trainer.world import join, leave
+from paceline.weights.manifest import write_manifest
 
 QUICKSTART = "paceline:quickstart"
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_exported_is_a_sentence(run: Path, copy: Path, capsys, ar
 
 
 def test_a_run_is_served_by_its_export_and_a_checkpoint_names_the_command(run: Path, copy: Path, capsys):
-    from paceline.cluster.targets import served_model
+    from paceline.commands.targets import served_model
 
     for name in (f"{run}/checkpoints/latest", f"{run}@2", f"{run}/checkpoints/step-000002"):
         code, _, err = asked(capsys, "serve", name)

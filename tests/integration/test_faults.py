@@ -2,10 +2,10 @@
 
 import errno
 
-from paceline.cluster import train
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.inference import SamplingConfig
-from paceline.monitor import RunRecorder
+from paceline.observe.monitor import RunRecorder
+from paceline.runtime import train
 
 
 def test_a_run_whose_disk_is_full_at_the_metrics_says_so_and_can_go_on(tmp_path, monkeypatch):

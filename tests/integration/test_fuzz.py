@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.generation import GenerationMode
 from serving import served
 
-from paceline.inference.server.app import ROUTES
+from paceline.server.app import ROUTES
 
 CALLS = int(os.environ.get("PACELINE_FUZZ_CALLS", "300"))
 FUZZED = [route for route in ROUTES if route.path not in ("/pause", "/sleep", "/weights/group")]

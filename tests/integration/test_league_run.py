@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.arena import ArenaEnvironment, League
-from paceline.cli import main
-from paceline.cluster.league import leagues
-from paceline.cluster.session import RunResult, train
+from paceline.commands import main
 from paceline.config import env, load
+from paceline.runtime.league import leagues
+from paceline.runtime.session import RunResult, train
+from paceline.selfplay import ArenaEnvironment, League
 from paceline.util.importing import import_object
 
 GAME = Path(__file__).parents[2] / "examples" / "arenas" / "tic_tac_toe.toml"

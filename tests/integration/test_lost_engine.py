@@ -12,9 +12,9 @@ from launching import Launched
 BREAKS = """
 import sys
 import threading
-from paceline.cluster import scorer, serving
-from paceline.inference.engine.engine import DecodingEngine
-from paceline.inference.engine.scheduler import Scheduler
+from paceline.runtime import scorer, serving
+from paceline.engine.engine import DecodingEngine
+from paceline.engine.scheduler import Scheduler
 
 scheduled, scored, started = Scheduler.schedule, scorer.score, serving.subprocess.Popen
 asked = threading.Semaphore(0)
@@ -62,7 +62,7 @@ DecodingEngine.score, scorer.Scorer.score = counted(DecodingEngine.score), count
 OTHERS = [4, 13, 4, 4]
 BREAKS = f"import asyncio\nASKED = {1 + len(OTHERS)}\n" + BREAKS
 BREAKS = f"CODE = {BREAKS!r}\nexec(CODE)\n"
-SERVES = "from paceline.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+SERVES = "from paceline.commands import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
 def breaking(command, **more):

@@ -6,9 +6,9 @@ import re
 import pytest
 from test_ui_browser import CHROMIUM, browser, page, playwright, tab  # noqa: F401 - fixtures
 
-from paceline.cli import main
-from paceline.record import open_run
-from paceline.record.first_difference import compare
+from paceline.commands import main
+from paceline.observe.record import open_run
+from paceline.observe.record.first_difference import compare
 from planted import DEFECTS, Defect, sound, spoilt
 from recorded import served
 

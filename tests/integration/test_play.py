@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from test_rollouts import listening
 
 from launching import Launched
-from paceline.cluster.episode_runtime import open_house
-from paceline.cluster.play import PATIENCE, Person, PersonSeat, PlayOptions, play, play_games
-from paceline.cluster.rollouts import RolloutOptions, play_some
+from paceline.commands.play import PATIENCE, Person, PersonSeat, PlayOptions, play, play_games
+from paceline.commands.rollouts import RolloutOptions, play_some
 from paceline.config import RunConfig, load
 from paceline.config.env import CustomEnvConfig
 from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome, build_environment
 from paceline.errors import PacelineError
 from paceline.model import load_model
+from paceline.runtime.episode_runtime import open_house
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,7 +159,7 @@ def test_the_command_plays_at_a_pipe_and_ctrl_c_ends_it_politely(tmp_path):
         f'include = ["{folder / "tic_tac_toe.toml"}"]\n'
         f'[[env]]\ntype = "arena"\nname = "game"\nimport_path = "{folder / "tic_tac_toe.py"}:TicTacToe"\n'
     )
-    command = [sys.executable, "-m", "paceline.cli", "play", str(run), "--seat", "o", "--seed", "1"]
+    command = [sys.executable, "-m", "paceline.commands", "play", str(run), "--seat", "o", "--seed", "1"]
     process = Launched(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         text = ""

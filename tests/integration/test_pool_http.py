@@ -8,22 +8,13 @@ import pytest
 import torch
 from serving import MODEL, door, served
 
-from paceline.cluster.serving import embedded
+from paceline.clients import HttpEngine, Pool
 from paceline.config import RunConfig
-from paceline.inference import (
-    EngineError,
-    GenerateRequest,
-    HttpEngine,
-    Mismatch,
-    Overloaded,
-    Pool,
-    RequestError,
-    UnknownModel,
-    Unreachable,
-    noise_key,
-)
+from paceline.engine import GenerateRequest, noise_key
+from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.model import Adapter, Canary, LMHead, WeightUpdate, load_model
 from paceline.model.canary import make_canary
+from paceline.runtime.serving import embedded
 
 KEY = "secret"
 ROOM = (

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from launching import Launched, LaunchedPaceline
-from paceline.cluster import train
-from paceline.cluster.processes.supervisor import Supervisor
 from paceline.config import load
 from paceline.errors import PacelineError
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
+from paceline.runtime import train
+from paceline.runtime.processes.supervisor import Supervisor
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 STEPS = 6

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.clients import Pool
 from paceline.config import load
 from paceline.config.model import ModelConfig, ModelRef
-from paceline.inference import Pool
-from paceline.inference.base import GenerateRequest
+from paceline.engine.base import GenerateRequest
 from paceline.model import load_model, load_tokenizer
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: E402
-from paceline.cluster.ray.engines import EngineActor, RayEngine  # noqa: E402
-from paceline.cluster.ray.place import RayParts, Scorers  # noqa: E402
+from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: E402
+from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
+from paceline.runtime.ray.place import RayParts, Scorers  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
@@ -59,7 +59,7 @@ def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp
         return RayEngine(actor(EngineActor, f"grow/{name}", arguments, {"CPU": 1}, again=True, at_once=64), name)
 
     async def story() -> None:
-        from paceline.cluster.torch_kit import build_trainer
+        from paceline.runtime.torch_kit import build_trainer
 
         first, second = engine(0), engine(1)
         trainer = build_trainer(run).trainer
@@ -134,7 +134,7 @@ def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, liv
         actor._engine._scheduler.schedule = schedule
 
     async def story() -> None:
-        from paceline.cluster.torch_kit import build_trainer
+        from paceline.runtime.torch_kit import build_trainer
 
         trainer, pool = build_trainer(config("--name=failed")).trainer, Pool([engine])
         trainer.version = 7

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import train
 from paceline.config import load
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
+from paceline.runtime import train
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 

@@ -13,13 +13,14 @@ import pytest
 from serving import MODEL, PLAIN
 
 from launching import Launched
-from paceline.cluster.serving import embedded
+from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
-from paceline.inference import Completion, Pool
+from paceline.engine import Completion
 from paceline.model import load_tokenizer
 from paceline.rollout import RecordingServer, Renderer, Rollout, SamplingClient, Seat, SeatLeft, assemble
+from paceline.runtime.serving import embedded
 
 ASK = [{"role": "user", "content": "reverse: planet"}]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}

@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from paceline.cli import main
-from paceline.cluster.replay import replay
-from paceline.cluster.replay_json import as_json
+from paceline.commands import main
+from paceline.commands.replay import replay
+from paceline.commands.replay_json import as_json
 from paceline.config import load
 from paceline.errors import PacelineError
 from replayed import replayable
@@ -77,7 +77,7 @@ def test_the_shares_of_all_tokens_add_up_to_each_component(third):
 
 
 def test_a_token_is_told_with_its_text_its_ratio_and_its_rollout(run, third):
-    from paceline.record import open_run
+    from paceline.observe.record import open_run
 
     for sample in third["samples"]:
         trained = sample["trained"]

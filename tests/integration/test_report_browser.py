@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_ui_browser import HOSTILE, browser, pytestmark  # noqa: F401 - a fixture and a mark, used by their names
 
-from paceline.record import open_run
-from paceline.report.page import page as told
+from paceline.observe.record import open_run
+from paceline.observe.report.page import page as told
 from recorded import Told, torn
 from tokened import tokened
 

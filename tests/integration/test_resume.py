@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from launching import Launched
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 STEPS = 6

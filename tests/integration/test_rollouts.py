@@ -24,8 +24,7 @@ from serving import PLAIN, served
 
 from launching import Launched
 from lookups import plan
-from paceline.cluster.episode_runtime import OpenAIServer, open_house
-from paceline.cluster.rollouts import RolloutOptions, pick_section, play_some, rollouts
+from paceline.commands.rollouts import RolloutOptions, pick_section, play_some, rollouts
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.config.env.tasks import RetrievalConfig
@@ -38,9 +37,10 @@ from paceline.envs.search import Embedder, load_corpus, open_index
 from paceline.envs.search.corpus import BUILT_IN
 from paceline.envs.search.server import build_app
 from paceline.errors import PacelineError
-from paceline.inference.server.app import listen
 from paceline.model import load_tokenizer
-from paceline.monitor.show_rollout import show_rollout, show_summary
+from paceline.observe.monitor.show_rollout import show_rollout, show_summary
+from paceline.runtime.episode_runtime import OpenAIServer, open_house
+from paceline.server.app import listen
 
 SEARCHING = re.compile(r"paceline: searching (\d+) documents at (http://\S+)/search")
 SERVE = """
@@ -500,7 +500,7 @@ def test_what_cannot_be_played_is_a_sentence(tmp_path):
 SLOW = """
 import asyncio, sys
 from paceline import Environment
-from paceline.cluster.rollouts import RolloutOptions, rollouts
+from paceline.commands.rollouts import RolloutOptions, rollouts
 from paceline.config.target import load_target
 
 class Slow(Environment):

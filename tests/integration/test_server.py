@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save, save_file
 from serving import MODEL, PLAIN, Server, becomes, served
 
 from launching import Launched
-from paceline.cli import main
+from paceline.commands import main
 from paceline.model import WeightUpdate, resolve
 
 CHAT = [{"role": "user", "content": "reverse: paceline"}]
@@ -633,8 +633,8 @@ def test_requests_that_outlast_the_grace_are_cancelled_and_a_full_queue_says_429
 
 NAMES_ENGINE = """
 import sys
-from paceline.cli import main
-from paceline.cluster import serving
+from paceline.commands import main
+from paceline.runtime import serving
 
 started = serving.subprocess.Popen
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launching import Launched, run
-from paceline.cluster.forced_end import FLUSH_SECONDS, STOP_SECONDS
 from paceline.orchestrator import Checkpoints
+from paceline.runtime.forced_end import FLUSH_SECONDS, STOP_SECONDS
 
 GAMES = """
 import asyncio, os, sys, time

@@ -11,7 +11,7 @@ import pytest
 from serving import MODEL, door, served
 from test_runs import SMALL, metrics
 
-from paceline.cluster.session import train
+from paceline.clients.frozen import CompletionsEngine, attach
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig, inference
 from paceline.config.algorithm import CustomConfig
 from paceline.config.algorithm import OPDConfig as Distilled
@@ -19,9 +19,10 @@ from paceline.config.env import CustomEnvConfig
 from paceline.config.model import LoRAConfig, ModelConfig, ModelRef
 from paceline.config.trainer import OptimizerConfig, TrainerConfig
 from paceline.data import decode
+from paceline.engine import GenerateRequest
 from paceline.envs import Environment, Outcome
-from paceline.inference import EngineError, GenerateRequest
-from paceline.inference.frozen import CompletionsEngine, attach
+from paceline.errors import EngineError
+from paceline.runtime.session import train
 
 TOOLS = """
 async def second_look(row, seat):

@@ -10,16 +10,16 @@ import pytest
 from safetensors.torch import load_file
 
 from once import once
-from paceline.cli import main
-from paceline.cluster import train
+from paceline.commands import main
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.envs import Environment, Outcome
 from paceline.model import ModelError, load_model
-from paceline.monitor import RunRecorder
+from paceline.observe.monitor import RunRecorder
 from paceline.orchestrator import CheckpointError, Checkpoints
+from paceline.runtime import train
 from paceline.trainer import checkpoint as checkpoints
 from paceline.trainer.world import join, leave
 

@@ -7,8 +7,8 @@ import pytest
 from test_ui_browser import SIDEWAYS, _expect, _open, browser, page, pytestmark, tab  # noqa: F401 - fixtures, and what skips
 
 from paceline.config import load
-from paceline.ui.replay.result import ReplayResult
-from paceline.ui.replay.runner import ReplayRunner, name_of
+from paceline.observe.web.replay.result import ReplayResult
+from paceline.observe.web.replay.runner import ReplayRunner, name_of
 from recorded import Told, served
 from replayed import replayable
 
@@ -35,8 +35,8 @@ def folder(tmp_path_factory):
 def address(folder):
     """A server that remembers two results of step 3, and of step 2 one with a token that reads like markup. It comes
     before the browser, whose driver has an event loop on this thread: training needs its own."""
-    from paceline.cluster.replay import replay
-    from paceline.cluster.replay_json import as_json
+    from paceline.commands.replay import replay
+    from paceline.commands.replay_json import as_json
 
     desk, run = ReplayRunner(), folder / "kept"
     for changes in ({}, TIGHT):
@@ -46,7 +46,7 @@ def address(folder):
     told["samples"][0]["text"][0] = HOSTILE
     desk.kept.put(run.resolve(), name_of(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.ui.app.ReplayRunner", lambda: desk)
+        patch.setattr("paceline.observe.web.app.ReplayRunner", lambda: desk)
         with served(folder) as here:
             yield here
         desk.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import test_ui_browser as ui
 
-from paceline.arena.payoff import Payoff
+from paceline.selfplay.payoff import Payoff
 from recorded import Told, served
 from talking import TOOLS, Talking, asked, png, rollout, turn
 

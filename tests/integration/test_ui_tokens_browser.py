@@ -9,10 +9,10 @@ import pytest
 import test_ui_browser as ui
 
 import recorded
-from paceline.record import Query, open_run
-from paceline.ui import build_app
-from paceline.ui.replay.result import ReplayResult
-from paceline.ui.replay.runner import ReplayRunner
+from paceline.observe.record import Query, open_run
+from paceline.observe.web import build_app
+from paceline.observe.web.replay.result import ReplayResult
+from paceline.observe.web.replay.runner import ReplayRunner
 from recorded import served
 from tokened import FACE, HOSTILE, PROMPT, tokened
 

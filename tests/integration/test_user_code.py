@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import session, train
-from paceline.cluster.processes.frames import RpcCall, answered, decode_answer, framed
-from paceline.cluster.processes.launch_spec import RunEndReport
-from paceline.cluster.session import result_of
+from paceline.clients.frames import HEAD
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
-from paceline.inference.frames import HEAD
-from paceline.monitor import RunDirectory
-from paceline.monitor.doctor import examine
-from paceline.record.folder import RunFolder
+from paceline.observe.monitor import RunDirectory
+from paceline.observe.monitor.doctor import examine
+from paceline.observe.record.folder import RunFolder
+from paceline.runtime import session, train
+from paceline.runtime.processes.frames import RpcCall, answered, decode_answer, framed
+from paceline.runtime.processes.launch_spec import RunEndReport
+from paceline.runtime.session import result_of
 from paceline.util.user_code import InternalError, UserCodeError, to_show
 
 HOOKS = """

@@ -11,18 +11,20 @@ import torch
 from serving import MODEL, PLAIN, door, served
 
 from conftest import tiny_model
-from paceline.cluster.processes.frames import RpcHello
-from paceline.cluster.processes.host import TrainerHost, life
-from paceline.cluster.processes.link import RemoteTrainer
+from paceline.clients import HttpEngine, Pool
 from paceline.config import RunConfig, inference
 from paceline.config import trainer as settings
-from paceline.inference import EmbeddedEngine, EngineError, GenerateRequest, HttpEngine, Mismatch, Pool, noise_key
-from paceline.inference.server import build_app
+from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
+from paceline.errors import EngineError, Mismatch
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
 from paceline.model.canary import make_canary
-from paceline.model.torch_bits import bits_of
+from paceline.runtime.processes.frames import RpcHello
+from paceline.runtime.processes.host import TrainerHost, life
+from paceline.runtime.processes.link import RemoteTrainer
+from paceline.server import build_app
 from paceline.trainer import TorchTrainer
 from paceline.util.private_folder import socket_parent
+from paceline.weights.torch_bits import bits_of
 from samples import PLAIN as RL
 from samples import make_batch
 

@@ -11,13 +11,13 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import MicroBatch, Sample, fold, pack
 from paceline.model import attach_lora, load_model
 from paceline.model.adapters import trained_adapter
-from paceline.model.mlx.arrays import as_array
 from paceline.model.mlx.loading import MlxModel, twin
 from paceline.model.mlx.loading import load_model as load_mlx
 from paceline.model.mlx.lora import attach_lora as attach_mlx
 from paceline.model.mlx.lora import load_adapter
 from paceline.trainer import TorchTrainer
 from paceline.trainer.mlx import MlxTrainer
+from paceline.weights.mlx_arrays import as_array
 from samples import make_batch
 
 SETTINGS = ModelConfig()

@@ -22,9 +22,10 @@ from engines import merged, random_adapter
 from in_mlx import as_mlx, quantised
 from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
-from paceline.inference import Completion, EmbeddedEngine, EngineError, GenerateRequest, noise_key
-from paceline.inference.engine.engine import DecodingEngine
-from paceline.inference.mlx import MlxEngine
+from paceline.engine import Completion, EmbeddedEngine, GenerateRequest, noise_key
+from paceline.engine.engine import DecodingEngine
+from paceline.engine.mlx import MlxEngine
+from paceline.errors import EngineError
 from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, load_model, token_logprobs
 from paceline.model.canary import make_canary
 from paceline.model.mlx.loading import load_model as load_mlx
@@ -153,11 +154,11 @@ import asyncio, sys
 sys.modules["torch"] = sys.modules["peft"] = None
 from paceline.config.inference import Engine
 from paceline.config.model import Lora, ModelConfig
-from paceline.inference.base import GenerateRequest
-from paceline.inference.mlx import MlxEngine
+from paceline.engine.base import GenerateRequest
+from paceline.engine.mlx import MlxEngine
 from paceline.model.mlx.loading import load_model, twin
 from paceline.model.mlx.lora import adapter_tensors, attach_lora
-from paceline.model.weights import Adapter, WeightUpdate
+from paceline.weights.update import Adapter, WeightUpdate
 
 model = load_model(ModelConfig(name="paceline:quickstart"))
 tensors, scale = adapter_tensors(attach_lora(twin(model), Lora(rank=4), 0).net)
@@ -238,7 +239,7 @@ def test_an_adapter_beside_half_precision_is_held_bit_for_bit_as_it_was_sent(sen
 
 
 def test_an_adapter_that_broke_off_answers_nobody_until_it_is_sent_again(monkeypatch):
-    from paceline.inference.mlx.adapters import MlxAdapters
+    from paceline.engine.mlx.adapters import MlxAdapters
 
     request = GenerateRequest(prompt_ids=(1, 2), max_tokens=4)
     tensors = random_adapter(tiny_model(), 1)

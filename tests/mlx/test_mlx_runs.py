@@ -16,7 +16,8 @@ sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "examples" / "ar
 from serving import served  # noqa: E402
 from tic_tac_toe import TicTacToe  # noqa: E402
 
-from paceline.cluster.selfplay import (  # noqa: E402
+from paceline.config.inference import SamplingConfig  # noqa: E402
+from paceline.runtime.selfplay import (  # noqa: E402
     GRPOCredit,
     OpenAIClient,
     SelfPlayTrainer,
@@ -25,14 +26,13 @@ from paceline.cluster.selfplay import (  # noqa: E402
     optim,
     training_loop,
 )
-from paceline.config.inference import SamplingConfig  # noqa: E402
 
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 WITHOUT_TORCH = """
 import sys
 for name in ("torch", "peft", "trl"):
     sys.modules[name] = None  # as if it were not installed
-from paceline.cli import main
+from paceline.commands import main
 sys.exit(main(sys.argv[1:]))
 """
 

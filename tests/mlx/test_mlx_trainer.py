@@ -24,13 +24,13 @@ from conftest import QUICKSTART
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.model.mlx import arrays as files
 from paceline.model.mlx.loading import load_model
 from paceline.model.mlx.lora import attach_lora
-from paceline.model.tensors import plain
 from paceline.trainer import TrainerError
 from paceline.trainer.mlx import MlxTrainer
 from paceline.trainer.mlx.optimizer import MlxAdamW, Parameters
+from paceline.weights import mlx_arrays as files
+from paceline.weights.tensors import plain
 
 LORA = LoRAConfig(rank=4)
 SMOOTH = config.OptimizerConfig(lr=1e-2, eps=1e-2)

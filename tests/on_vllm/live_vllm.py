@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.torch_kit import foreign
 from paceline.config import RunConfig, inference
 from paceline.config.inference import LaunchConfig
 from paceline.config.model import ModelConfig
 from paceline.model import load_model, load_tokenizer
+from paceline.runtime.torch_kit import foreign
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 ARGS = ["--enforce-eager", "--block-size", "32"]
@@ -47,7 +47,7 @@ def process(tmp_path_factory):
 @pytest.fixture
 def attached(process, tmp_path):
     """An engine attached to it, by its address and key as any other would be."""
-    from paceline.inference.vllm import VllmEngine
+    from paceline.clients.vllm import VllmEngine
 
     def attach(**more) -> VllmEngine:
         engine = VllmEngine(

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from test_vllm import update
 
-from paceline.cluster.session import train
 from paceline.config import EvalConfig, RecordConfig, RunConfig, inference
 from paceline.config.algorithm import OPDConfig
 from paceline.config.env import ReverseTextConfig
@@ -15,6 +14,7 @@ from paceline.config.model import LoRAConfig, ModelConfig, ModelRef
 from paceline.config.trainer import OptimizerConfig, TrainerConfig
 from paceline.data import decode
 from paceline.model import load_model
+from paceline.runtime.session import train
 
 pytestmark = [
     pytest.mark.timeout(600),

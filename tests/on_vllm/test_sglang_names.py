@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.inference import GenerateRequest
-from paceline.inference.sglang import SglangEngine
+from paceline.clients.sglang import SglangEngine
+from paceline.engine import GenerateRequest
 from paceline.model import WeightUpdate
-from paceline.model.weights import Adapter, Canary
+from paceline.weights.update import Adapter, Canary
 
 SOURCE = Path(__file__).parents[2] / ".venv-vllm" / "sglang" / "sglang" / "srt"
 pytestmark = [

@@ -11,13 +11,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from paceline.clients import Pool
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.inference import EngineError, GenerateRequest, Mismatch, Pool, RequestError
+from paceline.engine import GenerateRequest
+from paceline.errors import EngineError, Mismatch, RequestError
 from paceline.model import WeightUpdate, attach_lora, load_model, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.canary import make_canary
 from paceline.model.head import LMHead
-from paceline.model.weights import Adapter
+from paceline.weights.update import Adapter
 
 pytestmark = [
     pytest.mark.timeout(600),

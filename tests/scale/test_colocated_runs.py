@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launching import run
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from paceline.clients import Pool
 from paceline.config import load
-from paceline.inference import Pool
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
-from paceline.cluster.ray.cluster import NAMESPACE, Needs, Room  # noqa: E402
-from paceline.cluster.ray.place import Growth, RayParts  # noqa: E402
-from paceline.cluster.torch_kit import build_trainer  # noqa: E402
+from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room  # noqa: E402
+from paceline.runtime.ray.place import Growth, RayParts  # noqa: E402
+from paceline.runtime.torch_kit import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

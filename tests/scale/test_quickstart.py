@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import train
 from paceline.config import load
+from paceline.runtime import train
 from paceline.util.private_folder import shorten_ray_sockets
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.clients import Pool
 from paceline.config import load
-from paceline.inference import Pool
-from paceline.model.weights import ServedPolicy, WeightUpdate, fingerprint
 from paceline.trainer import TrainerLost
+from paceline.weights.update import ServedPolicy, WeightUpdate, fingerprint
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.cluster.ray.cluster import NAMESPACE, actor  # noqa: E402
-from paceline.cluster.ray.collective import WeightsGroup  # noqa: E402
-from paceline.cluster.ray.engines import EngineActor, ObjectTensors, RayEngine  # noqa: E402
-from paceline.cluster.ray.ranks import RankActor  # noqa: E402
+from paceline.runtime.ray.cluster import NAMESPACE, actor  # noqa: E402
+from paceline.runtime.ray.collective import WeightsGroup  # noqa: E402
+from paceline.runtime.ray.engines import EngineActor, ObjectTensors, RayEngine  # noqa: E402
+from paceline.runtime.ray.ranks import RankActor  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -47,7 +47,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
     run = config("--name=broadcast")
 
     async def story() -> None:
-        from paceline.cluster.torch_kit import build_trainer
+        from paceline.runtime.torch_kit import build_trainer
 
         trainer = build_trainer(run).trainer
         update = await trainer.weights()

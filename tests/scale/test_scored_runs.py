@@ -9,11 +9,11 @@ import pytest
 import test_spread_runs as spread
 import torch
 
-from paceline.cluster import train
-from paceline.cluster.scorer import Scorer
 from paceline.config.model import ModelConfig
 from paceline.data import decode
 from paceline.model import load_model, load_tokenizer
+from paceline.runtime import train
+from paceline.runtime.scorer import Scorer
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 

@@ -17,12 +17,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 import test_ray
 
-from paceline.cluster import train
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
+from paceline.runtime import train
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.cluster.ray.cluster import NAMESPACE  # noqa: E402
+from paceline.runtime.ray.cluster import NAMESPACE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 local_ray, config = test_ray.local_ray, test_ray.config

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advising import DEFECTS, SPEAKS_OF, Plot, Try, healthy
-from paceline.cli import main
+from paceline.commands import main
 from paceline.config import RunConfig
 from paceline.config.advice import ADVISORIES, AdviceConfig
-from paceline.record import open_run
-from paceline.record.advice import RULES, Advisory, advise, sight_of
-from paceline.record.advice.learning_rules import alpha
-from paceline.record.advice.measures import SURE, average, clustered, jackknife, share, trend
-from paceline.record.advice.output_rules import explained
-from paceline.ui import build_app
+from paceline.observe.record import open_run
+from paceline.observe.record.advice import RULES, Advisory, advise, sight_of
+from paceline.observe.record.advice.learning_rules import alpha
+from paceline.observe.record.advice.measures import SURE, average, clustered, jackknife, share, trend
+from paceline.observe.record.advice.output_rules import explained
+from paceline.observe.web import build_app
 from recorded import torn
 
 COPIES = 300

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from paceline.cluster import train
 from paceline.config import ConfigError, load
 from paceline.config.apple import on_mlx
 from paceline.errors import PacelineError
+from paceline.runtime import train
 
 WITHOUT_TORCH = """
 import sys
@@ -20,18 +20,18 @@ for module in {modules}:
     importlib.import_module(module)
 """
 ON_THE_WAY = (
-    "paceline.cli",
-    "paceline.cluster.session",
-    "paceline.cluster.serving",
-    "paceline.cluster.ab",
-    "paceline.cluster.mlx_kit",
-    "paceline.inference.server",
-    "paceline.inference.engine.engine",
+    "paceline.commands",
+    "paceline.runtime.session",
+    "paceline.runtime.serving",
+    "paceline.commands.ab",
+    "paceline.runtime.mlx_kit",
+    "paceline.server",
+    "paceline.engine.engine",
     "paceline.trainer",
-    "paceline.arena",
-    "paceline.ui",
-    "paceline.top.watching",
-    "paceline.report",
+    "paceline.selfplay",
+    "paceline.observe.web",
+    "paceline.observe.terminal.watching",
+    "paceline.observe.report",
     "paceline.planner",
 )
 
@@ -96,7 +96,7 @@ def test_the_environment_chooses_only_where_the_run_file_does_not(monkeypatch):
 
 
 def test_what_only_torch_can_do_says_so_where_it_is_missing():
-    code = WITHOUT_TORCH.format(modules=()) + "from paceline.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = WITHOUT_TORCH.format(modules=()) + "from paceline.commands import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "serve", "paceline:quickstart", "--backend", "torch"],
         capture_output=True,

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.arena import (
+from paceline.clients import Pool
+from paceline.config.env.base import ArenaEnvConfig
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelConfig
+from paceline.data import Ticket
+from paceline.engine import Completion
+from paceline.model import load_tokenizer
+from paceline.orchestrator.episodes import finished
+from paceline.rollout import Renderer, Rollout, SamplingClient, SessionMap, assemble
+from paceline.selfplay import (
     Actor,
     Arena,
     ArenaEnvironment,
@@ -26,14 +35,6 @@ from paceline.arena import (
     SingleTurnEpisode,
     arena_environment,
 )
-from paceline.config.env.base import ArenaEnvConfig
-from paceline.config.inference import SamplingConfig
-from paceline.config.model import ModelConfig
-from paceline.data import Ticket
-from paceline.inference import Completion, Pool
-from paceline.model import load_tokenizer
-from paceline.orchestrator.episodes import finished
-from paceline.rollout import Renderer, Rollout, SamplingClient, SessionMap, assemble
 from paceline.util.importing import import_object
 
 laws = settings(max_examples=15, deadline=None)
@@ -588,7 +589,7 @@ def test_a_run_file_names_an_arena_by_import_path():
     assert environment.actors == ("x", "o")
     assert len(environment.examples("train")) == 10
     assert [row["request"].artifact.data["player"] for row in environment.examples("eval")] == [*"xoxoxo"]
-    with pytest.raises(ArenaError, match=r"tic_tac_toe.py:SQUARES: gave 'abcdefghi', not a paceline.arena.Arena"):
+    with pytest.raises(ArenaError, match=r"tic_tac_toe.py:SQUARES: gave 'abcdefghi', not a paceline.selfplay.Arena"):
         arena_environment(ArenaEnvConfig(import_path=path.replace("TicTacToe", "SQUARES")))
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from paceline.clients import Pool
+from paceline.clients.sglang import SglangEngine
 from paceline.config import RunConfig, dump, load
-from paceline.inference import EngineError, GenerateRequest, Mismatch, Pool
-from paceline.inference.sglang import SglangEngine
-from paceline.model.weights import Adapter, Canary, WeightUpdate
+from paceline.engine import GenerateRequest
+from paceline.errors import EngineError, Mismatch
+from paceline.weights.update import Adapter, Canary, WeightUpdate
 
 # --- the run file
 

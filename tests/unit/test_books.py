@@ -22,19 +22,20 @@ from test_orchestrator import CoinFlips, Renderer, ScriptedEngine, conduct, stat
 from paceline.algorithms import Algorithm
 from paceline.algorithms.base import broadcast
 from paceline.algorithms.grpo import GRPO
+from paceline.clients import Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, ReplayConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Curriculum, State, Ticket
+from paceline.engine import Completion
 from paceline.envs import Environment, Outcome
-from paceline.inference import Completion, Pool
-from paceline.model.weights import WeightUpdate
-from paceline.monitor import RunPlan, RunRecorder, read_jsonl
+from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl
 from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, lay_out
 from paceline.orchestrator.buffered import read_held
 from paceline.rollout import Group, SamplingClient
 from paceline.simulate.engine import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport
+from paceline.weights.update import WeightUpdate
 
 GROUP = 2
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
-from paceline.cli.commands import COMMON_KEYS
-from paceline.cli.entry import the_commands
+from paceline.commands import main
+from paceline.commands.commands import COMMON_KEYS
+from paceline.commands.entry import the_commands
 from paceline.config import ConfigError, load
 from paceline.config.load import example_names, find_run_file
 from paceline.config.paths import files_of, resolve_paths

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.model.delta import HEAD, MAGIC, DeltaError, LastSent, WeightDelta, _digest
-from paceline.model.indices import BLOCK, PositionError, pack, unpack
-from paceline.model.torch_bits import bits_of
-from paceline.model.weights import ServedPolicy, fingerprint
+from paceline.weights.delta import HEAD, MAGIC, DeltaError, LastSent, WeightDelta, _digest
+from paceline.weights.indices import BLOCK, PositionError, pack, unpack
+from paceline.weights.torch_bits import bits_of
+from paceline.weights.update import ServedPolicy, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16]
 SPECIAL = {  # quiet and signalling NaN, -0.0, infinity, the smallest subnormal

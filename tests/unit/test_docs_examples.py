@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.clients.tools import ToolReader
 from paceline.config.env import ModuleEnvConfig
 from paceline.config.trainer import CustomLossConfig
 from paceline.envs import POLICY
 from paceline.envs.module import ModuleEnvironment
-from paceline.inference.tools import ToolReader
 from paceline.rollout.seat import Reply
 from paceline.trainer.terms import Streams, rl_term
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from paceline.cluster.signals import run_to_the_end
+from paceline.runtime.signals import run_to_the_end
 from paceline.simulate.engine import leap
 from paceline.util.deadlines import DeadlineError, abandonable
 

@@ -14,12 +14,13 @@ from conftest import VOCABULARY, tiny_model
 from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import Ticket
-from paceline.inference import Completion, EngineError, GenerateRequest, RequestError, noise_key
-from paceline.inference.engine.catalog import POLICY
-from paceline.inference.engine.sampler import SamplingMetadata
-from paceline.inference.engine.scheduler import Scheduler
+from paceline.engine import Completion, GenerateRequest, noise_key
+from paceline.engine.catalog import POLICY
+from paceline.engine.sampler import SamplingMetadata
+from paceline.engine.scheduler import Scheduler
+from paceline.errors import EngineError, RequestError
 from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
-from paceline.model.shape import attention_shape
+from paceline.model.support import attention_shape
 from paceline.rollout import Rollout, Turn, assemble
 from trainers import trainer_of
 
@@ -470,7 +471,7 @@ def test_requests_queue_by_order_then_arrival(model):
     scheduler = Scheduler(cache, prefill_tokens=100)
     from concurrent.futures import Future
 
-    from paceline.inference.engine.scheduler import Sequence
+    from paceline.engine.scheduler import Sequence
 
     for order in (5, 1, 3, 1):
         request = GenerateRequest(prompt_ids=(1, order), max_tokens=2, order=order)

@@ -19,13 +19,13 @@ from backends import MLX, SlotCache, engine_of, held_bytes
 from conftest import tiny_model
 from engines import MATRIX, SymbolicRunner, content, random_adapter
 from paceline.config.inference import EngineConfig
-from paceline.inference import GenerateRequest
-from paceline.inference.engine.embedded import PlainMemory
-from paceline.inference.engine.pages import PAGE, PageCache
-from paceline.inference.engine.scheduler import Scheduler
-from paceline.inference.engine.sequence import Sequence
+from paceline.engine import GenerateRequest
+from paceline.engine.embedded import PlainMemory
+from paceline.engine.pages import PAGE, PageCache
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import Sequence
 from paceline.model import Adapter, WeightUpdate, twin
-from paceline.model.shape import AttentionShape
+from paceline.model.support import AttentionShape
 
 STOP = 0
 CONTEXT = 80

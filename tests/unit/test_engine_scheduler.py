@@ -14,10 +14,11 @@ from backends import BITS, engine_of, keep_top, paged, sample
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, PAGE_GIB
 from paceline.config.inference import EngineConfig
-from paceline.inference import Completion, EngineError, GenerateRequest, Piece, RequestError, noise_key
-from paceline.inference.base import Grammar
-from paceline.inference.engine.pages import PageCache
-from paceline.inference.engine.sampler import SamplingMetadata
+from paceline.engine import Completion, GenerateRequest, Piece, noise_key
+from paceline.engine.base import Grammar
+from paceline.engine.pages import PageCache
+from paceline.engine.sampler import SamplingMetadata
+from paceline.errors import EngineError, RequestError
 from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, twin
 
 MODEL = tiny_model()

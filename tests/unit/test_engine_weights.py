@@ -13,12 +13,13 @@ from test_engine import requests, serve, together, trainer_logprobs, until
 from backends import interfere, torch_only
 from conftest import VOCABULARY, tiny_model
 from engines import MATRIX, merged, random_adapter
-from paceline.inference import Completion, EngineError, GenerateRequest, Pool, RequestError, noise_key
-from paceline.inference.base import OtherBase, PartialUpdateError, UnknownModel
+from paceline.clients import Pool
+from paceline.engine import Completion, GenerateRequest, noise_key
+from paceline.errors import EngineError, OtherBase, PartialUpdateError, RequestError, UnknownModel
 from paceline.model import PLAN, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, fingerprint, twin
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.canary import make_canary
-from paceline.model.delta import LastSent, WeightDelta
+from paceline.weights.delta import LastSent, WeightDelta
 
 POLICIES = [tiny_model(seed) for seed in range(4)]
 

@@ -24,37 +24,27 @@ from hypothesis import strategies as st
 
 from paceline.algorithms import AlgorithmError
 from paceline.algorithms.distillation import ReferenceScorer
-from paceline.arena import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
+from paceline.clients import HttpEngine, NoEngineLeft, Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.failures import Drop, Fail, FailuresConfig, Retry, failure_policy
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample, State, Ticket
+from paceline.engine import Completion, EngineLimits, EngineStats, GenerateRequest
 from paceline.envs import Environment, JudgeFailed, Outcome
 from paceline.envs.workers import WorkerFailed, Workers
-from paceline.inference import (
-    Completion,
-    EngineError,
-    EngineLimits,
-    EngineStats,
-    GenerateRequest,
-    HttpEngine,
-    NoEngineLeft,
-    Overloaded,
-    Pool,
-    RequestError,
-    Unreachable,
-)
-from paceline.inference.weight_store import WeightStore
-from paceline.model.weights import ServedPolicy, WeightUpdate
-from paceline.monitor import Monitor, RunRecorder, read_jsonl
+from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
+from paceline.observe.monitor import Monitor, RunRecorder, read_jsonl
 from paceline.orchestrator import CheckpointError, Checkpoints, Orchestrator, OrchestratorParts, RunStopped, lay_out
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import kind_of
 from paceline.rollout import Group, Rollout, SamplingClient
+from paceline.selfplay import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
 from paceline.simulate.engine import VirtualClock, leap
 from paceline.trainer import StepReport
 from paceline.util.deadlines import DeadlineError
+from paceline.weights.update import ServedPolicy, WeightUpdate
+from paceline.weights.weight_store import WeightStore
 
 TICKET = Ticket(4, "coins", 0, 0, 0)
 

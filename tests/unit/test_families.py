@@ -24,10 +24,17 @@ from families import (
 )
 from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest, noise_key
+from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model import PackedPlan, UnsupportedModel, load_model, twin
-from paceline.model.shape import AttentionShape, attention_shape
-from paceline.model.support import REHEARSAL, VERIFIED, check_supported, rehearse, without_dropout
+from paceline.model.support import (
+    REHEARSAL,
+    VERIFIED,
+    AttentionShape,
+    attention_shape,
+    check_supported,
+    rehearse,
+    without_dropout,
+)
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_orchestrator import Log, Renderer
 
+from paceline.clients import Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.run import ConfigWarning
+from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
-from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.model.weights import ServedPolicy, WeightUpdate
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, lay_out
 from paceline.rollout import SamplingClient
 from paceline.simulate import Lengths, SimulatedEngine, leap
 from paceline.simulate.engine import VirtualClock
 from paceline.trainer import StepReport
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 GROUP, BATCH = 2, 8
 

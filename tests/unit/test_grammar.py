@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from backends import engine_of
 from paceline.config import RunConfig
-from paceline.inference import GenerateRequest, Grammar, RequestError, noise_key
-from paceline.inference.engine.grammar import Grammars, grammars
-from paceline.inference.engine.patterns import rewritten
+from paceline.engine import GenerateRequest, Grammar, noise_key
+from paceline.engine.grammar import Grammars, grammars
+from paceline.engine.patterns import rewritten
+from paceline.errors import RequestError
 from paceline.model import end_tokens, load_model, load_tokenizer
 
 pytest.importorskip("xgrammar")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_engine import serve, together
 
 from conftest import tiny_model
-from paceline.inference import EmbeddedEngine, GenerateRequest, Piece
-from paceline.inference.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, Drawn, Sequence, TokenStreamer
+from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
+from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, Drawn, Sequence, TokenStreamer
 
 
 class Hall:

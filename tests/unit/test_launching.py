@@ -1,4 +1,4 @@
-"""A process out of the nursery is what a fresh one would be: the tests that start one must not be able to tell."""
+"""A process out of the fork server is what a fresh one would be: the tests that start one must not be able to tell."""
 
 import ast
 import itertools
@@ -61,7 +61,7 @@ def test_every_python_that_is_started_keeps_the_current_folder_off_its_path():
     assert commands >= 8
 
 
-def test_the_nursery_keeps_the_current_folder_off_the_path_where_it_is_told_to(tmp_path):
+def test_the_fork_server_keeps_the_current_folder_off_the_path_where_it_is_told_to(tmp_path):
     code = [sys.executable, "-P", "-c", "import os, sys; print(os.getcwd() in sys.path)"]
     assert [run(code[:1] + code[at:], cwd=tmp_path).stdout.strip() for at in (1, 2)] == ["False", "True"]
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import tiny_model
-from paceline.arena import Artifact, EpisodeRequest, EpisodeResult, League, Match
-from paceline.arena.league import Matchmaker
-from paceline.arena.payoff import SCALE, Payoff, draw_league, rate
+from paceline.clients.pool import LeaguePool
 from paceline.config import env as config
 from paceline.config.inference import EngineConfig
-from paceline.inference import EmbeddedEngine, GenerateRequest
-from paceline.inference.pool import LeaguePool
-from paceline.model.weights import Adapter, WeightUpdate
+from paceline.engine import EmbeddedEngine, GenerateRequest
+from paceline.selfplay import Artifact, EpisodeRequest, EpisodeResult, League, Match
+from paceline.selfplay.league import Matchmaker
+from paceline.selfplay.payoff import SCALE, Payoff, draw_league, rate
+from paceline.weights.update import Adapter, WeightUpdate
 
 GAMES = st.lists(
     st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.sampled_from([0.0, 0.5, 1.0])).filter(

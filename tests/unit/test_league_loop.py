@@ -12,7 +12,21 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_orchestrator import CountingTrainer, Log
 
-from paceline.arena import (
+from paceline.clients.pool import LeaguePool
+from paceline.config import CheckpointConfig, EvalConfig, RunConfig
+from paceline.config import env as config
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig, ModelConfig
+from paceline.data import Ticket
+from paceline.engine import Completion, GenerateRequest
+from paceline.model import load_tokenizer
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, lay_out
+from paceline.orchestrator.episodes import MATCH, RolloutRunner, assigned
+from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
+from paceline.rollout import Renderer, SamplingClient, SessionMap
+from paceline.runtime.league import leagues
+from paceline.runtime.local import make_room_for_adapters
+from paceline.selfplay import (
     Actor,
     Arena,
     ArenaEnvironment,
@@ -23,21 +37,7 @@ from paceline.arena import (
     League,
     Rubric,
 )
-from paceline.cluster.league import leagues
-from paceline.cluster.local import make_room_for_adapters
-from paceline.config import CheckpointConfig, EvalConfig, RunConfig
-from paceline.config import env as config
-from paceline.config.inference import SamplingConfig
-from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.data import Ticket
-from paceline.inference import Completion, GenerateRequest
-from paceline.inference.pool import LeaguePool
-from paceline.model import load_tokenizer
-from paceline.model.weights import Adapter, ServedPolicy, WeightUpdate
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, lay_out
-from paceline.orchestrator.episodes import MATCH, RolloutRunner, assigned
-from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
-from paceline.rollout import Renderer, SamplingClient, SessionMap
+from paceline.weights.update import Adapter, ServedPolicy, WeightUpdate
 
 TOKENIZER = load_tokenizer(ModelConfig())
 ENDS = (TOKENIZER.eos_token_id,)

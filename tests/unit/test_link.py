@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from conftest import tiny_model
+from paceline.clients.frames import EngineHello, FailureFrame, FromEngine, frame
+from paceline.clients.host import EngineHost
+from paceline.clients.link import EngineLink
 from paceline.config import inference
-from paceline.errors import PacelineError
-from paceline.inference import (
-    EmbeddedEngine,
-    EngineError,
-    GenerateRequest,
-    Overloaded,
-    Piece,
-    RequestError,
-    UnknownModel,
-)
-from paceline.inference.frames import EngineHello, FailureFrame, FromEngine, frame
-from paceline.inference.host import EngineHost
-from paceline.inference.link import EngineLink
+from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
+from paceline.errors import EngineError, Overloaded, PacelineError, RequestError, UnknownModel
 from paceline.model import Adapter, Canary, WeightUpdate
 
 

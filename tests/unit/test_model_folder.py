@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import QUICKSTART
-from paceline.cluster.preflight import preflight
 from paceline.config import load as load_config
 from paceline.config.model import ModelConfig
 from paceline.data import row_digest
 from paceline.model import ModelError, load_model, load_tokenizer
+from paceline.runtime.preflight import preflight
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 

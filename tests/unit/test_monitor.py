@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 import paceline
-from paceline.monitor import (
+from paceline.observe.monitor import (
     MissingExtra,
     Monitor,
     Monitors,
@@ -35,10 +35,10 @@ from paceline.monitor import (
     read_jsonl,
     summary,
 )
-from paceline.monitor.plain import blocks
-from paceline.monitor.plot import smooth
-from paceline.monitor.summary import MetricHistory
-from paceline.monitor.text import change, clock, count, seconds
+from paceline.observe.monitor.plain import blocks
+from paceline.observe.monitor.plot import smooth
+from paceline.observe.monitor.summary import MetricHistory
+from paceline.observe.monitor.text import change, clock, count, seconds
 
 TOTAL = 40
 
@@ -253,7 +253,7 @@ class TestRecorder:
         code = """
             import resource, sys
             from pathlib import Path
-            from paceline.monitor import RunRecorder
+            from paceline.observe.monitor import RunRecorder
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
             recorder = RunRecorder(Path(sys.argv[1]))
             try:
@@ -273,7 +273,7 @@ class TestRecorder:
         killed = """
             import os, sys
             from pathlib import Path
-            from paceline.monitor import RunRecorder
+            from paceline.observe.monitor import RunRecorder
             recorder = RunRecorder(Path(sys.argv[1]), keep_batches=3)
             recorder.batch(1, b"whole")
             os.fsync = lambda descriptor: os.kill(os.getpid(), 9)
@@ -344,7 +344,7 @@ class TestRunDirectory:
         code = """
             import sys, time
             from pathlib import Path
-            from paceline.monitor import RunDirectory
+            from paceline.observe.monitor import RunDirectory
             directory = RunDirectory.claim(Path(sys.argv[1]))
             directory.begin("")
             print("held", flush=True)
@@ -490,7 +490,7 @@ class TestScreen:
             import sys
             from pathlib import Path
             from rich.console import Console
-            from paceline.monitor import RunOutcome, RunPlan, Screen
+            from paceline.observe.monitor import RunOutcome, RunPlan, Screen
             screen = Screen(Console(force_terminal=True))
             screen.begin(RunPlan("demo", Path("."), 3, 0, {}, ("a",), "cpu", 1))
             if sys.argv[1] == "end":
@@ -536,7 +536,7 @@ class TestPlot:
         code = """
             import sys, tempfile
             from pathlib import Path
-            from paceline.monitor import plot_rewards
+            from paceline.observe.monitor import plot_rewards
             assert "matplotlib" not in sys.modules and "rich.live" in sys.modules
             plot_rewards([], Path(tempfile.mkdtemp()) / "x.png", "x")
             assert not {"matplotlib.pyplot", "torch", "transformers"} & set(sys.modules)
@@ -627,7 +627,7 @@ class TestTensorBoard:
         pytest.importorskip("tensorboard")
         code = """
             import sys
-            from paceline.monitor import exporter
+            from paceline.observe.monitor import exporter
             exporter("tensorboard", "paceline")
             assert "torch" not in sys.modules
         """
@@ -674,7 +674,7 @@ class TestExtras:
         code = """
             import sys
             from pathlib import Path
-            from paceline.monitor import RunOutcome, RunPlan, exporter
+            from paceline.observe.monitor import RunOutcome, RunPlan, exporter
             with exporter("trackio", "paceline") as monitor:
                 monitor.begin(RunPlan("demo", Path("."), 3, 0, {"seed": 0}, ("a",), "cpu", 1))
                 for step in (1, 2, 3):

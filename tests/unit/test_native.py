@@ -10,8 +10,8 @@ from torch import nn
 
 from families import VOCABULARY, packed_logprobs, tiny
 from paceline.config.inference import EngineConfig
+from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.errors import PacelineError
-from paceline.inference import EmbeddedEngine, GenerateRequest
 from paceline.model import WeightUpdate
 from paceline.model.native import has_half_products, kernels, layers
 from paceline.model.native import layers as attention

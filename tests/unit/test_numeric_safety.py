@@ -11,8 +11,8 @@ import torch
 
 from conftest import tiny_model
 from paceline import RunConfig
-from paceline.cli import main
-from paceline.cluster.replay import broken_weights, examine, replay_dump, verdict
+from paceline.commands import main
+from paceline.commands.replay import broken_weights, examine, replay_dump, verdict
 from paceline.config import dump
 from paceline.config import trainer as config
 from paceline.data import Sample, decode

@@ -8,7 +8,7 @@ from test_references import REF, renderer  # noqa: F401 - a fixture
 
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPDConfig
-from paceline.inference import EngineError
+from paceline.errors import EngineError
 from paceline.orchestrator.dispatcher import without_signal
 from teaching import Attached, Oracle, grouped, means, spoken, truth
 

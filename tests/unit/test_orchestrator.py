@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.clients import Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample
+from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
-from paceline.inference import Completion, GenerateRequest, Pool
-from paceline.model.weights import ServedPolicy, WeightUpdate
-from paceline.monitor import Monitor
+from paceline.observe.monitor import Monitor
 from paceline.orchestrator import (
     Breaker,
     CheckpointError,
@@ -33,6 +33,7 @@ from paceline.orchestrator.evaluation import pass_at
 from paceline.orchestrator.gate import fresh_enough, staleness
 from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 
 class ScriptedEngine:

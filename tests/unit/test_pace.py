@@ -2,7 +2,7 @@
 
 import asyncio
 
-from paceline.cluster.ray.engines import Pace
+from paceline.runtime.ray.engines import Pace
 
 
 async def crowd(size: int, each_turn: int, leave: frozenset[int] = frozenset()) -> tuple[list[int], list[int]]:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Ticket
-from paceline.record import body as bodies
-from paceline.record.facts import facts
-from paceline.record.rollout_recorder import _written
-from paceline.record.rows import fold, lines
-from paceline.record.streams import each, floats, ids, one_or_each
+from paceline.data.streams import each, floats, ids, one_or_each
+from paceline.observe.record import body as bodies
+from paceline.observe.record.facts import facts
+from paceline.observe.record.rollout_recorder import _written
+from paceline.observe.record.rows import fold, lines
 from paceline.rollout import Rollout, Turn, assemble
 
 TICKET = Ticket(3, "env", 0, 1, 2)

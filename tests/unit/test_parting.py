@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cli import main
-from paceline.cluster import session
+from paceline.commands import main
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data.sample import Sample
-from paceline.record import open_run
-from paceline.record.first_difference import Compared, compare
-from paceline.record.layout import ROW, RecordFiles
-from paceline.record.rows import Query
-from paceline.record.short_codec import decode
+from paceline.observe.record import open_run
+from paceline.observe.record.first_difference import Compared, compare
+from paceline.observe.record.layout import ROW, RecordFiles
+from paceline.observe.record.rows import Query
+from paceline.observe.record.short_codec import decode
+from paceline.runtime import session
 
 STEPS = 3
 

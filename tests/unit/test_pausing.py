@@ -1,12 +1,12 @@
 """An environment rests when an advisory speaks against it, on a real run with real weights."""
 
-from paceline.cluster import session
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.advice import AdviceConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.trainer import TrainerConfig
-from paceline.record import Query, open_run
+from paceline.observe.record import Query, open_run
+from paceline.runtime import session
 
 REST = 10
 

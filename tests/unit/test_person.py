@@ -9,8 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.cluster.episode_runtime import is_checkpoint, saved_weights
-from paceline.cluster.play import Person, PersonLeft, PersonSeat, PlayOptions, pick_seat, speaking
+from paceline.commands.play import Person, PersonLeft, PersonSeat, PlayOptions, pick_seat, speaking
 from paceline.config import RunConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.config.inference import SamplingConfig
@@ -20,6 +19,7 @@ from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model, trainable
 from paceline.rollout import RecordingServer
 from paceline.rollout.seat import SeatLeft
+from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
 from paceline.trainer import TorchTrainer
 
 

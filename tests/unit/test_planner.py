@@ -21,11 +21,10 @@ from paceline.config.run import ConfigWarning
 from paceline.errors import PacelineError
 from paceline.planner import found, parse, predict, with_memory
 from paceline.planner.layout import layout_of
-from paceline.planner.memory import memory
+from paceline.planner.memory import memory, ways
 from paceline.planner.plan import applied
 from paceline.planner.shape import ModelShape, read_shape, shape_of
 from paceline.planner.speed import Speeds
-from paceline.planner.weights import ways
 from paceline.planner.work import Work, assumed
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +311,7 @@ def test_this_machine_is_measured():
 def test_checking_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None; "  # as if it were not installed
-        "from paceline.cli import main; "
+        "from paceline.commands import main; "
         f"sys.exit(main(['check', {QUICKSTART!r}, '--hardware', 'h200x8']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

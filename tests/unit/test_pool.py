@@ -13,19 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.inference import (
-    Completion,
-    EngineError,
-    EngineLimits,
-    EngineStats,
-    GenerateRequest,
-    Overloaded,
-    Pool,
-    RequestError,
-    Unreachable,
-)
-from paceline.inference.pool import MOST_BROKEN, MOST_LOST, PATIENCE_SECONDS
-from paceline.inference.registry import (
+from paceline.clients import Pool
+from paceline.clients.pool import MOST_BROKEN, MOST_LOST, PATIENCE_SECONDS
+from paceline.clients.registry import (
     BLOCK,
     FIRST_DELAY,
     MOST_DELAY,
@@ -35,6 +25,8 @@ from paceline.inference.registry import (
     PrefixAffinity,
     choose,
 )
+from paceline.engine import Completion, EngineLimits, EngineStats, GenerateRequest
+from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
 from paceline.model import Adapter, ServedPolicy, WeightUpdate
 
 

@@ -11,13 +11,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from conftest import QUICKSTART
 from families import FAMILIES, any_config, verdict
-from paceline.cluster import train
-from paceline.cluster.preflight import PreflightError, preflight
 from paceline.config import load as load_config
 from paceline.config.model import ModelConfig
 from paceline.errors import PacelineError
 from paceline.model import UnsupportedModel, load_model, load_tokenizer
 from paceline.model.support import check_family
+from paceline.runtime import train
+from paceline.runtime.preflight import PreflightError, preflight
 
 SMALL = {
     "vocab_size": 103,

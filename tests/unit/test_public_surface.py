@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cli.entry import the_commands
-from paceline.cluster import selfplay
+from paceline.commands.entry import the_commands
 from paceline.config.keys import tables
-from paceline.inference.server.app import ROUTES
+from paceline.runtime import selfplay
+from paceline.server.app import ROUTES
 
 LISTED = Path(__file__).with_name("public_surface.txt")
 INHERITED = (BaseException, enum.Enum)
@@ -77,7 +77,9 @@ def test_the_public_surface_is_the_listed_one():
 def test_what_was_renamed_fails_with_its_new_name():
     with pytest.raises(ModuleNotFoundError, match=r"`paceline\.waits` is called `paceline\.util\.deadlines` now"):
         importlib.import_module("paceline.waits")
-    with pytest.raises(ImportError, match=r"`Trainer` of paceline\.cluster\.selfplay is called `SelfPlayTrainer` now"):
+    with pytest.raises(ModuleNotFoundError, match=r"`paceline\.arena` is called `paceline\.selfplay` now"):
+        importlib.import_module("paceline.arena.league")
+    with pytest.raises(ImportError, match=r"`Trainer` of paceline\.runtime\.selfplay is called `SelfPlayTrainer` now"):
         selfplay.Trainer  # noqa: B018
     with pytest.raises(ImportError, match=r"`Eval` of paceline\.config is called `EvalConfig` now"):
         from paceline.config import Eval  # noqa: F401

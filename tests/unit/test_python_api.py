@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.api.training import TrainingTask, resolve
-from paceline.cli import main
+from paceline.api import TrainingTask, resolve
+from paceline.commands import main
 from paceline.config import ConfigError
 from paceline.data import BadRow, DataError
 from paceline.envs import EnvError
 from paceline.envs.reward import RewardFunction, reward_functions
-from paceline.monitor import RunOutcome, RunPlan, read_jsonl
-from paceline.monitor.notebook import NotebookView
+from paceline.observe.monitor import RunOutcome, RunPlan, read_jsonl
+from paceline.observe.monitor.notebook import NotebookView
 from paceline.rollout import Reply
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
@@ -344,7 +344,7 @@ def test_a_second_ctrl_c_stops_at_once():
 
 def test_a_second_ctrl_c_comes_back_from_a_run_whose_event_loop_is_blocked(monkeypatch):
     """In a notebook the run has a thread of its own, which can be left behind; the kernel lives on."""
-    monkeypatch.setattr("paceline.api.training.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("paceline.api.STOP_SECONDS", 0.1)
     free = threading.Event()
     blocked: list[str] = []
 

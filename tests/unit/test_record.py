@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket, encode
-from paceline.monitor import Monitors, RunPlan, RunRecorder
-from paceline.record import Gone, Query, RolloutRecorder, open_run
-from paceline.record import rollout_recorder as keeper
-from paceline.record.layout import ROW
-from paceline.record.record_writer import RecordWriter, StrangeSchema
+from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
+from paceline.observe.record import Gone, Query, RolloutRecorder, open_run
+from paceline.observe.record import rollout_recorder as keeper
+from paceline.observe.record.layout import ROW
+from paceline.observe.record.record_writer import RecordWriter, StrangeSchema
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 
@@ -348,7 +348,7 @@ def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monk
     monkeypatch.setattr(RecordWriter, "append", slow)
     monkeypatch.setattr(keeper, "MOST_WAITING", 60)
     played = [spoken(number) for number in range(20)]
-    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
+    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.observe.record"):
         for step, rollout in enumerate(played, start=1):
             writer.played(step, "trained", [rollout])
         assert writer.waiting <= 60 + max(len(r.turns[0].prompt_ids) + r.completion_length for r in played)
@@ -376,7 +376,7 @@ def test_a_record_that_cannot_be_written_ends_and_the_run_hears_of_it(tmp_path, 
         real(self, rows, data, text)
 
     monkeypatch.setattr(RecordWriter, "append", full)
-    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
+    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.observe.record"):
         writer.played(1, "trained", [spoken(1)] * 3)
         while writer.waiting:  # what comes meanwhile would be written with it
             time.sleep(0.001)
@@ -407,7 +407,7 @@ def test_dropped_groups_wait_for_one_another_until_something_is_urgent(tmp_path,
 
 def test_a_record_leaves_room_on_the_disk_for_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(keeper, "RESERVE", 1 << 62)
-    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.record"):
+    with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.observe.record"):
         writer.played(1, "trained", [spoken(1)])
     assert [record.message.rpartition(": ")[2].partition(" ")[0] for record in caplog.records] == ["less"]
     assert open_run(tmp_path).rollouts.count == 0

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from paceline.cli import main
+from paceline.commands import main
 from paceline.config import load
-from paceline.monitor import RunPlan, RunRecorder, Screen
-from paceline.monitor.doctor import examine
+from paceline.observe.monitor import RunPlan, RunRecorder, Screen
+from paceline.observe.monitor.doctor import examine
+from paceline.observe.record import open_run
+from paceline.observe.record.layout import LANE, RecordFiles
+from paceline.observe.web.runs import Opened
+from paceline.observe.web.vitals import lanes_of
 from paceline.planner import compare, keep_plan
-from paceline.record import open_run
-from paceline.record.layout import LANE, RecordFiles
-from paceline.ui.runs import Opened
-from paceline.ui.vitals import lanes_of
 from recorded import Told, torn
 from talking import Talking
 

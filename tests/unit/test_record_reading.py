@@ -20,9 +20,9 @@ from launching import Launched
 from paceline.config import RunConfig, dump, load
 from paceline.data import Ticket
 from paceline.errors import PacelineError
-from paceline.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
-from paceline.record import Query, RolloutRecorder, find_runs, open_run
-from paceline.record.facts import changed
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.record import Query, RolloutRecorder, find_runs, open_run
+from paceline.observe.record.facts import changed
 from paceline.rollout import Rollout, assemble
 from paceline.rollout.types import Turn
 
@@ -168,8 +168,8 @@ WRITING = """
     import sys
     from pathlib import Path
     sys.path[:0] = sys.argv[2:]
-    from paceline.monitor import Monitors, RunRecorder, RunDirectory, RunPlan
-    from paceline.record import RolloutRecorder
+    from paceline.observe.monitor import Monitors, RunRecorder, RunDirectory, RunPlan
+    from paceline.observe.record import RolloutRecorder
     from test_record import spoken
     path = Path(sys.argv[1])
     with RunDirectory.claim(path) as directory:

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from paceline.cluster import session
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import encode
-from paceline.monitor import read_jsonl
-from paceline.record import Query, open_run
+from paceline.observe.monitor import read_jsonl
+from paceline.observe.record import Query, open_run
+from paceline.runtime import session
 from paceline.trainer import StepReport
 from paceline.trainer.threaded import ThreadedTrainer
 

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENDS
+from paceline.clients import Pool
 from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
-from paceline.inference import Completion, GenerateRequest, Pool
+from paceline.engine import Completion, GenerateRequest
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SeatLeft, SessionMap, Turn, assemble
 
 TICKET = Ticket(7, "talk", 0, 7, 2)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError
 from paceline.algorithms.distillation import MOST_EMPTY, ReferencePrompt, ReferenceScorer, pulled
+from paceline.clients.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
 from paceline.config.model import ModelRef
-from paceline.inference import EngineError
-from paceline.inference.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
+from paceline.errors import EngineError
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli import main
-from paceline.record import open_run
-from paceline.record.advice import Advisory, Knob
-from paceline.report.curves import BINS, Scale, around, chart, tag, thinned
-from paceline.report.page import POLICY, STYLE, advisories, page
-from paceline.top.look import Look
-from paceline.top.signs import signs
+from paceline.commands import main
+from paceline.observe.record import open_run
+from paceline.observe.record.advice import Advisory, Knob
+from paceline.observe.report.curves import BINS, Scale, around, chart, tag, thinned
+from paceline.observe.report.page import POLICY, STYLE, advisories, page
+from paceline.observe.terminal.look import Look
+from paceline.observe.terminal.signs import signs
 from recorded import Told, torn
 from tokened import tokened
 

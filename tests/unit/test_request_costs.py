@@ -14,22 +14,22 @@ import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
+from paceline.clients.http import _portions
 from paceline.config.serve import ServeConfig
-from paceline.inference import RequestError
-from paceline.inference.base import EngineLimits, Grammar
-from paceline.inference.engine import grammar
-from paceline.inference.engine.grammar import grammars
-from paceline.inference.engine.patterns import MOST_STATES, rewritten
-from paceline.inference.engine.schemas import prepared
-from paceline.inference.http import _portions
-from paceline.inference.server import http
-from paceline.inference.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
-from paceline.inference.server.errors import Refusal, install_error_handlers
-from paceline.inference.server.guard import AT_ONCE, Meter, ServerGuard
-from paceline.inference.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
-from paceline.inference.server.plan import plan
-from paceline.inference.server.service import Models
-from paceline.inference.server.tokenizer import ServerTokenizer, characters_in
+from paceline.engine import grammar
+from paceline.engine.base import EngineLimits, Grammar
+from paceline.engine.grammar import grammars
+from paceline.engine.patterns import MOST_STATES, rewritten
+from paceline.engine.schemas import prepared
+from paceline.errors import RequestError
+from paceline.server import http
+from paceline.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
+from paceline.server.errors import Refusal, install_error_handlers
+from paceline.server.guard import AT_ONCE, Meter, ServerGuard
+from paceline.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
+from paceline.server.plan import plan
+from paceline.server.service import Models
+from paceline.server.tokenizer import ServerTokenizer, characters_in
 from paceline.util import connections
 from paceline.util.connections import BoundedProtocol, LenientTransport
 

@@ -15,12 +15,13 @@ from transformers import AutoTokenizer
 
 import paceline
 from lookups import plan
+from paceline.clients import Pool
 from paceline.config.env.tasks import RetrievalConfig as Config
 from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
+from paceline.engine import Completion, GenerateRequest
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.retrieval import HINT, Retrieval, f1, normalised, read_move, shown
-from paceline.inference import Completion, GenerateRequest, Pool
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SessionMap, assemble
 
 laws = settings(max_examples=30, deadline=None)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import session
 from paceline.config import RunConfig
 from paceline.config.inference import EngineConfig
 from paceline.config.run import CheckpointConfig, EvalConfig, RecordConfig
 from paceline.config.trainer import TrainerConfig
-from paceline.monitor import read_jsonl
+from paceline.observe.monitor import read_jsonl
+from paceline.runtime import session
 from paceline.trainer import StepReport, TrainerLost
 from paceline.trainer.threaded import ThreadedTrainer
 

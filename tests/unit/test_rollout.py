@@ -18,8 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from conftest import ENDS
+from paceline.clients.tools import for_template
 from paceline.data import Ticket
-from paceline.inference.tools import for_template
 from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
 from paceline.rollout import render as pieces
 from paceline.rollout import template as sandbox

@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.cluster.rollouts import draws
+from paceline.commands.rollouts import draws
 from paceline.config.env import EnvConfig
 from paceline.data import DataError, Mixture, open_rows, order_of, register_scheme, skipped
 from paceline.envs import build_environment

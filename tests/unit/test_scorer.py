@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conftest import VOCABULARY, tiny_model
-from paceline.cluster.scorer import Scorer
-from paceline.inference import EngineError, RequestError
+from paceline.errors import EngineError, RequestError
+from paceline.runtime.scorer import Scorer
 from paceline.trainer.preparing import score
 
 
@@ -112,13 +112,13 @@ def test_cancelled_questions_are_not_computed(scorer, monkeypatch):
         cancelled.set()
         await scorer.score([[1, 2, 3]])
 
-    monkeypatch.setattr("paceline.cluster.scorer.score", slowly)
+    monkeypatch.setattr("paceline.runtime.scorer.score", slowly)
     asyncio.run(story())
     assert scorer.packs == 2, "the one under way, and the next question's"
 
 
 def test_a_failure_reaches_whoever_waits_and_whoever_asks_later(scorer, monkeypatch):
-    monkeypatch.setattr("paceline.cluster.scorer.score", lambda *_: 1 / 0)
+    monkeypatch.setattr("paceline.runtime.scorer.score", lambda *_: 1 / 0)
     for _ in range(2):
         with pytest.raises(EngineError, match="division by zero"):
             asyncio.run(scorer.score([[1, 2]]))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookups import look_up, plan
-from paceline.cli import main
+from paceline.commands import main
 from paceline.config import ConfigError
 from paceline.config.env import RetrievalConfig
 from paceline.data import DataError
@@ -24,7 +24,7 @@ from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
 from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, server, tokenise
 from paceline.envs.search.corpus import BUILT_IN, QUESTIONS, save_corpus
-from paceline.inference.server.app import listen
+from paceline.server.app import listen
 
 laws = settings(max_examples=50, deadline=None)
 WORDS = ["alder", "birch", "cedar", "dogwood", "elm", "fir", "gorse", "hazel", "ivy", "juniper"]

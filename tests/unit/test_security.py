@@ -12,9 +12,8 @@ import pytest
 from test_graded_envs import graded
 
 import paceline
-from paceline.cluster.episode_runtime import OpenAIServer
-from paceline.cluster.play import PlayOptions
-from paceline.cluster.rollouts import RolloutOptions
+from paceline.commands.play import PlayOptions
+from paceline.commands.rollouts import RolloutOptions
 from paceline.config import ConfigError, RunConfig, load
 from paceline.config.run import RecordingConfig
 from paceline.config.secret import in_address, secrets_in
@@ -22,9 +21,10 @@ from paceline.config.serve import ServeConfig, is_loopback
 from paceline.envs.base import POLICY
 from paceline.envs.search.server import SearchOptions, load_options
 from paceline.errors import PacelineError
-from paceline.inference.server.control import find_files
-from paceline.inference.server.errors import Refusal
 from paceline.rollout import RecordingServer
+from paceline.runtime.episode_runtime import OpenAIServer
+from paceline.server.control import find_files
+from paceline.server.errors import Refusal
 
 ROOT = Path(__file__).parents[2]
 

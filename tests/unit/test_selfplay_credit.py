@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from paceline.algorithms import Algorithm
 from paceline.algorithms.baselines import RAE, Constant
 from paceline.algorithms.grpo import Hierarchical
-from paceline.arena import Actor, Arena, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
-from paceline.cluster.selfplay import (
+from paceline.clients import Pool
+from paceline.config import algorithm as config
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
+from paceline.data import Sample, Ticket
+from paceline.engine import EmbeddedEngine
+from paceline.errors import PacelineError
+from paceline.model import load_model
+from paceline.rollout import Group, Rollout, Turn, assemble
+from paceline.runtime.selfplay import (
     Client,
     ConstantCredit,
     GRPOCredit,
@@ -26,14 +34,7 @@ from paceline.cluster.selfplay import (
     synchronous_training_loop,
     training_loop,
 )
-from paceline.config import algorithm as config
-from paceline.config.inference import EngineConfig
-from paceline.config.model import ModelConfig
-from paceline.data import Sample, Ticket
-from paceline.errors import PacelineError
-from paceline.inference import EmbeddedEngine, Pool
-from paceline.model import load_model
-from paceline.rollout import Group, Rollout, Turn, assemble
+from paceline.selfplay import Actor, Arena, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
 
 laws = settings(max_examples=40, deadline=None)
 EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)

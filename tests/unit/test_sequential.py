@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.record.paired import ALPHA, FEWEST, course
+from paceline.observe.record.paired import ALPHA, FEWEST, course
 
 LOOKS, PAIRS = 1500, 400
 

@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from paceline.config import RunConfig
-from paceline.inference import Completion, EngineLimits
-from paceline.inference.base import Piece
-from paceline.inference.server import build_app
+from paceline.engine import Completion, EngineLimits
+from paceline.engine.base import Piece
 from paceline.model import load_tokenizer
+from paceline.server import build_app
 
 CALL = '<tool_call>{{"name":"add","arguments":{{"a":{}}}}}</tool_call>'
 SAID = "ok " + CALL.format(1) + CALL.format(2)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from paceline.clients.tools import ToolReader, for_template
 from paceline.config.model import ModelConfig
-from paceline.inference import Completion, GenerateRequest, Piece
-from paceline.inference.server.output_processor import OutputProcessor, StopMatcher
-from paceline.inference.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
-from paceline.inference.tools import ToolReader, for_template
+from paceline.engine import Completion, GenerateRequest, Piece
 from paceline.model import load_tokenizer
+from paceline.server.output_processor import OutputProcessor, StopMatcher
+from paceline.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers.tar.xz"
 

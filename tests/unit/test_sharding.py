@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from conftest import tiny_model
 from launching import Launched
 from once import once
-from paceline.cluster.torch_kit import Built, build_trainer
 from paceline.config import ConfigError, RunConfig
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable
+from paceline.runtime.torch_kit import Built, build_trainer
 from paceline.trainer import TorchTrainer, TrainerError, checkpoint
 from paceline.trainer.world import join, leave, local
 from samples import make_batch, near_policy

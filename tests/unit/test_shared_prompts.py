@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from backends import SlotCache
-from paceline.inference import GenerateRequest
-from paceline.inference.engine.catalog import Catalog
-from paceline.inference.engine.scheduler import Scheduler
-from paceline.inference.engine.sequence import Sequence
-from paceline.model.shape import AttentionShape
+from paceline.engine import GenerateRequest
+from paceline.engine.catalog import Catalog
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import Sequence
+from paceline.model.support import AttentionShape
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]
 """The third is the first with two tokens that it is likely to sample."""

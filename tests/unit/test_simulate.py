@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
+from paceline.engine import GenerateRequest
 from paceline.errors import PacelineError
-from paceline.inference import GenerateRequest
-from paceline.model.weights import WeightUpdate
 from paceline.simulate import (
     CARDS,
     Decoder,
@@ -21,6 +20,7 @@ from paceline.simulate import (
     simulate,
     sweep,
 )
+from paceline.weights.update import WeightUpdate
 
 ALIKE = Lengths(median=100, spread=0.0, longest=1000)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import paceline
+from paceline.commands.show import show_rows
 from paceline.data import (
     DataError,
     Mixture,
@@ -31,9 +32,8 @@ from paceline.data import (
     register_scheme,
     skipped,
 )
-from paceline.data.contamination import normalised
+from paceline.data.mixture import normalised
 from paceline.rollout import Renderer, RenderError
-from paceline.rollout.show import show_rows
 
 try:
     import pyarrow

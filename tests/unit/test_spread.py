@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.rank_group import spread
 from paceline.config.trainer import TrainerConfig
 from paceline.data import Sample, Ticket
 from paceline.data.balance import Cost
 from paceline.data.scales import owners
+from paceline.runtime.rank_group import spread
 
 COST = Cost(1.0, 0.01)
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.inference import GenerateRequest
-from paceline.inference.engine.cuda.steps import StepShape, decode_only
-from paceline.inference.engine.sequence import Chunk, Sequence
+from paceline.engine import GenerateRequest
+from paceline.engine.cuda.steps import StepShape, decode_only
+from paceline.engine.sequence import Chunk, Sequence
 
 ROWS, EXTRA, COLUMNS = 6, 16, 8
 

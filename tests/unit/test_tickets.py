@@ -10,15 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster import session
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.data import Ledger, Ticket
-from paceline.monitor import RunRecorder
-from paceline.monitor.directory import RunDirectory
-from paceline.record import tickets
-from paceline.record.tickets import Tickets
-from paceline.ui.following import FolderNews, RunNews, standing
-from paceline.ui.runs import Runs
+from paceline.observe.monitor import RunRecorder
+from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.record import tickets
+from paceline.observe.record.tickets import Tickets
+from paceline.observe.web.runs import FolderNews, RunNews, Runs, standing
+from paceline.runtime import session
 from recorded import Told
 
 DAMAGED = [b"garbage", b"", b"[]", b'{"number": 1.5}', b'{"number": 1} {"number": 2}', b'{"number": 3, "env": "\xff"}']

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from paceline.cli import main
-from paceline.monitor import RunDirectory, RunPlan
-from paceline.record import RunFolder, open_run
-from paceline.top import snapshot
-from paceline.top.look import SELDOM, Looker, around, bar, figure, harmless, line, moment
-from paceline.top.signs import signs
-from paceline.top.watching import Top
-from paceline.ui.runs import Opened, Runs
+from paceline.commands import main
+from paceline.observe.monitor import RunDirectory, RunPlan
+from paceline.observe.record import RunFolder, open_run
+from paceline.observe.terminal import snapshot
+from paceline.observe.terminal.look import SELDOM, Looker, around, bar, figure, harmless, line, moment
+from paceline.observe.terminal.signs import signs
+from paceline.observe.terminal.watching import Top
+from paceline.observe.web.runs import Opened, Runs
 from recorded import Told, torn
 from tokened import tokened
 
@@ -198,8 +198,9 @@ def test_an_environment_with_a_hostile_name_is_shown_as_text(tmp_path):
 
 def test_into_a_pipe_one_plain_picture_goes_and_torch_is_not_needed(runs):
     code = (
-        "import sys; from paceline.cli import main; assert main(sys.argv[1:]) == 0; import paceline.top.watching\n"
-        "import paceline.report; print({'torch', 'transformers'} & set(sys.modules))"
+        "import sys; from paceline.commands import main; assert main(sys.argv[1:]) == 0\n"
+        "import paceline.observe.terminal.watching, paceline.observe.report\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "top", str(runs / "living")],

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from paceline.cluster.processes.frames import RpcHello
-from paceline.cluster.processes.host import TrainerHost, life
-from paceline.cluster.processes.link import RemoteTrainer
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
+from paceline.runtime.processes.frames import RpcHello
+from paceline.runtime.processes.host import TrainerHost, life
+from paceline.runtime.processes.link import RemoteTrainer
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
 from paceline.util.private_folder import socket_parent
 from paceline.util.user_code import UserCodeError

@@ -16,13 +16,12 @@ from test_link import linked
 
 from conftest import tiny_model
 from engines import MATRIX, random_adapter
+from paceline.clients.http import HttpEngine
 from paceline.config import inference
 from paceline.config import trainer as config
 from paceline.data import Sample, Ticket
-from paceline.inference import Completion, EmbeddedEngine, GenerateRequest
-from paceline.inference.base import EngineError, Mismatch
-from paceline.inference.http import HttpEngine
-from paceline.inference.server import build_app
+from paceline.engine import Completion, EmbeddedEngine, GenerateRequest
+from paceline.errors import EngineError, Mismatch
 from paceline.model import Adapter, LMHead, WeightUpdate, fingerprint, twin
 from paceline.model.canary import make_canary
 from paceline.orchestrator import buffered
@@ -31,6 +30,7 @@ from paceline.orchestrator.dispatcher import Tally
 from paceline.orchestrator.metrics import batch_metrics
 from paceline.rollout import Group, Rollout, Turn, assemble
 from paceline.rollout.assemble import rewritten
+from paceline.server import build_app
 from paceline.trainer import TorchTrainer
 from samples import PLAIN, make_batch, plain_logprobs
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-import paceline.ui
+import paceline.observe.web
 from launching import Launched
-from paceline.cli import main
+from paceline.commands import main
 from paceline.config import ConfigError
-from paceline.record import TimelineSpan
-from paceline.ui import build_app, load_options
-from paceline.ui.guard import HEADERS
-from paceline.ui.routes import GROUPS
-from paceline.ui.vitals import Stretch, binned, family, from_metrics, recorded
+from paceline.observe.record import TimelineSpan
+from paceline.observe.web import build_app, load_options
+from paceline.observe.web.guard import HEADERS
+from paceline.observe.web.routes import GROUPS
+from paceline.observe.web.vitals import Stretch, binned, family, from_metrics, recorded
 from recorded import Told, served, torn
 
 
@@ -275,7 +275,7 @@ def test_every_answer_forbids_foreign_scripts_styles_and_frames(client):
 
 
 def test_the_page_has_neither_inline_code_nor_foreign_addresses():
-    static = Path(paceline.ui.__file__).parent / "static"
+    static = Path(paceline.observe.web.__file__).parent / "static"
     for path in static.rglob("*"):
         if path.suffix not in (".html", ".js", ".css"):
             continue
@@ -298,7 +298,7 @@ def test_the_page_has_neither_inline_code_nor_foreign_addresses():
 
 
 def test_every_page_is_plugged_in_the_same_way():
-    pages = Path(paceline.ui.__file__).parent / "static" / "js"
+    pages = Path(paceline.observe.web.__file__).parent / "static" / "js"
     named = re.findall(r'import \* as (\w+) from "\./pages/(\w+)\.js"', (pages / "pages.js").read_text())
     assert {file.stem for file in (pages / "pages").glob("*.js")} == {file for _, file in named}
     for name, file in named:
@@ -414,7 +414,7 @@ def test_the_command_refuses_with_a_sentence(runs, capsys):
 
 
 def test_importing_the_app_brings_neither_torch_nor_transformers():
-    code = "import sys, paceline.ui; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, paceline.observe.web; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert found.stdout.strip() == "[]"
 

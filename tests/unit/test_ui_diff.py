@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.record import open_run
-from paceline.record.first_difference import MISSING, compare
-from paceline.ui import build_app, diffing
-from paceline.ui.diffing import CHAIN, MEANING, Comparing, Left, Watched, told
+from paceline.observe.record import open_run
+from paceline.observe.record.first_difference import MISSING, compare
+from paceline.observe.web import build_app, diffing
+from paceline.observe.web.diffing import CHAIN, MEANING, Comparing, Left, Watched, told
 from recorded import Told
 from replayed import replayable
 

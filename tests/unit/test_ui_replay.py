@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from paceline.config import load
-from paceline.ui import build_app
-from paceline.ui.replay.result import ReplayResult, flags, settings
-from paceline.ui.replay.runner import ReplayProcess, ReplayRunner, name_of
-from paceline.ui.routes.replay import CHECKPOINT
+from paceline.observe.web import build_app
+from paceline.observe.web.replay.result import ReplayResult, flags, settings
+from paceline.observe.web.replay.runner import ReplayProcess, ReplayRunner, name_of
+from paceline.observe.web.routes.replay import CHECKPOINT
 from recorded import Told
 from replayed import replayable
 
@@ -35,8 +35,8 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def told(run):
     """What the command prints for step 3, as it was and with tight bounds."""
-    from paceline.cluster.replay import replay
-    from paceline.cluster.replay_json import as_json
+    from paceline.commands.replay import replay
+    from paceline.commands.replay_json import as_json
 
     def of(*overrides: str) -> bytes:
         config = load(run / "config.toml", overrides).config

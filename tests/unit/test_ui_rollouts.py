@@ -11,12 +11,12 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.arena.payoff import Payoff
-from paceline.cluster.league import leagues
-from paceline.ui import build_app
-from paceline.ui.answers import encoded
-from paceline.ui.rollouts.episode import EpisodeTurn, in_order, plain, shown
-from paceline.ui.rollouts.group import common, parted
+from paceline.observe.web import build_app
+from paceline.observe.web.answers import encoded
+from paceline.observe.web.rollouts.episode import EpisodeTurn, in_order, plain, shown
+from paceline.observe.web.rollouts.group import common, parted
+from paceline.runtime.league import leagues
+from paceline.selfplay.payoff import Payoff
 from recorded import Told
 from talking import Talking, asked, png, rollout, turn
 

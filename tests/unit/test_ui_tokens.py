@@ -16,16 +16,16 @@ from paceline.algorithms import build_algorithm
 from paceline.config import algorithm, load
 from paceline.config import trainer as config
 from paceline.data import Ticket, fold
-from paceline.record import Query, open_run
-from paceline.record.layout import RecordFiles
+from paceline.observe.record import Query, open_run
+from paceline.observe.record.layout import RecordFiles
+from paceline.observe.web import build_app
+from paceline.observe.web.tokens.card import kl_term, ref_kl_term, rl_term
+from paceline.observe.web.tokens.credit import Peer, advantage
+from paceline.observe.web.tokens.strip import VocabularyIndex
 from paceline.rollout import Group
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import Loss
 from paceline.trainer.terms import KL_TERMS
-from paceline.ui import build_app
-from paceline.ui.tokens.card import kl_term, ref_kl_term, rl_term
-from paceline.ui.tokens.credit import Peer, advantage
-from paceline.ui.tokens.strip import VocabularyIndex
 from recorded import Told
 from tokened import FACE, HOSTILE, PROMPT, REST, rollout, tokened, turn
 

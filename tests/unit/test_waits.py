@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli import main
+from paceline.commands import main
 from paceline.errors import PacelineError
-from paceline.monitor import Monitor, Monitors, RunDirectory, RunOutcome, RunPlan, RunRecorder
-from paceline.monitor.doctor import examine, report, resume_command
-from paceline.monitor.waitgraph import chain, graph
-from paceline.monitor.watchdog import Watchdog, stalled_file, waits_file, watching
+from paceline.observe.monitor import Monitor, Monitors, RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.monitor.doctor import examine, report, resume_command
+from paceline.observe.monitor.waitgraph import chain, graph
+from paceline.observe.monitor.watchdog import Watchdog, stalled_file, waits_file, watching
 from paceline.orchestrator import DeadlineError, RealClock
 from paceline.orchestrator.metrics import Stopwatch
 from paceline.simulate import leap

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import paceline
-from paceline.cluster.ray.engines import tensors_in
-from paceline.inference.base import RequestError
-from paceline.inference.server.service import write_all
-from paceline.model.bits import MASK
-from paceline.model.torch_bits import bits_of, mix
-from paceline.model.weights import PIECE, STRETCH, tensor_sums
+from paceline.errors import RequestError
+from paceline.runtime.ray.engines import tensors_in
+from paceline.server.service import write_all
 from paceline.util.private_folder import PrivateFolder, sweep
+from paceline.weights.bits import MASK
+from paceline.weights.torch_bits import bits_of, mix
+from paceline.weights.update import PIECE, STRETCH, tensor_sums
 
 
 class Stingy:

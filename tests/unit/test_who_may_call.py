@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-from paceline.inference.server.app import ROUTES, build_app
+from paceline.observe.web.app import build_app as build_ui
 from paceline.rollout.recording import RecordingServer
-from paceline.ui.app import build_app as build_ui
+from paceline.server.app import ROUTES, build_app
 
 CONTROL = ["/adapters/load", "/pause", "/resume", "/sleep", "/wake"]
 CONTROL += [f"/weights/{way}" for way in ("load", "upload", "delta", "group", "receive")]

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.clients.frozen import FrozenPool
 from paceline.config.failures import USUAL, FailurePolicy
 from paceline.config.model import ModelRef
 from paceline.data import BadRows, Row
 from paceline.envs import Environment
 from paceline.errors import PacelineError
-from paceline.inference.frozen import FrozenPool
 from paceline.rollout import Group, Rollout, SamplingClient
 
 

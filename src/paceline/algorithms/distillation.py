@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
+from paceline.clients import Pool
+from paceline.clients.frozen import FrozenPool
 from paceline.config.algorithm import OPDConfig, OPSDConfig
 from paceline.config.failures import USUAL, Fail, FailurePolicy, Retry
 from paceline.config.model import Reference as Ref
 from paceline.data import Row, Sample, look_through
-from paceline.inference import EngineError, Pool, RequestError
-from paceline.inference.frozen import FrozenPool
+from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Message, RenderError, Rollout, threads
 from paceline.rollout.history import message_text
 from paceline.util.deadlines import together

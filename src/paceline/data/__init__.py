@@ -1,15 +1,16 @@
 """Dataset rows, samples, packing, and the ledger of tickets."""
 
 from paceline.data.balance import Cost, Cut, balanced, cuts, imbalance, lockstep
-from paceline.data.contamination import ContaminationReport, decontaminate
 from paceline.data.curriculum import Curriculum
 from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import (
+    ContaminationReport,
     Cursor,
     Draws,
     Mixture,
     MixtureCursor,
+    decontaminate,
     learn,
     open_dataset,
     open_mixture,
@@ -18,10 +19,9 @@ from paceline.data.mixture import (
 )
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
 from paceline.data.rows import BadRows, DataError, Row, look_through, row_change, row_digest
-from paceline.data.sample import Ended, Sample, Ticket
+from paceline.data.sample import Ended, Sample, Ticket, WireError, decode, encode
 from paceline.data.scales import Normalise, Scales, count, fold
 from paceline.data.sources import DatasetUri, Scheme, listed_rows, open_rows, parse_address, register_scheme
-from paceline.data.wire import WireError, decode, encode
 
 __all__ = [
     "BadRow",

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from paceline.config.env import CustomEnvConfig as Config
 from paceline.data import Row, listed_rows
+from paceline.engine import Finish
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
-from paceline.inference import Finish
 from paceline.rollout import Rollout, Seat, Turn
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code

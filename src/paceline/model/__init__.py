@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from paceline.model.cpu import quick_handover, set_cpu_threads, small_products
 from paceline.model.source import ModelError, resolve
 from paceline.model.tokenizer import end_tokens, load_tokenizer
-from paceline.model.weights import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
 from paceline.util.lazy_import import lazily
+from paceline.weights.update import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
 
 if TYPE_CHECKING:
     from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel

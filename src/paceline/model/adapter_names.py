@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from paceline.errors import PacelineError
-from paceline.model.weights import Array
+from paceline.weights.update import Array
 
 _PREFIX = re.compile(r"^(?:_orig_mod\.|base_model\.model\.)+")
 _EXPECTED = "names end in `lora_A.weight` or `lora_B.weight`"

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.model.adapter_names import AdapterError, check_scale, paired
-from paceline.model.manifest import problems, several
+from paceline.weights.manifest import problems, several
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

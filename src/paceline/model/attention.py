@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from paceline.data.packing import similar_lengths
 from paceline.errors import PacelineError
-from paceline.model.padding import similar_lengths
 
 ATTENTION = "paceline"
 PLAN = "paceline_plan"

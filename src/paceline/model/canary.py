@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from paceline.model.attention import PLAN, PackedPlan
 from paceline.model.canary_prompts import canary_ids, signed
 from paceline.model.head import LMHead, token_logprobs
-from paceline.model.weights import Canary
+from paceline.weights.update import Canary
 
 
 def make_canary(

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.model.bits import mix_int
-from paceline.model.weights import Canary
+from paceline.weights.bits import mix_int
+from paceline.weights.update import Canary
 
 LENGTH = 24
 TOLERANCE = 1e-3

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.config.model import QUICKSTART
 from paceline.errors import PacelineError
-from paceline.model.manifest import MANIFEST, problems, several
+from paceline.weights.manifest import MANIFEST, problems, several
 
 
 class ModelError(PacelineError):

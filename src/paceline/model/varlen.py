@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.model.shape import attention_shape
+from paceline.model.support import attention_shape
 
 MAX_HEAD_DIM = 256
 

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from paceline.data import Ticket
-from paceline.data.wire import WiredArray, WiredSample, WireError, unwire, wire
-from paceline.inference import Finish
+from paceline.data.sample import WiredArray, WiredSample, WireError, unwire, wire
+from paceline.engine import Finish
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.rollout import Group, Rollout, Turn
 

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
-from paceline.model.manifest import MANIFEST, has_manifest, problems, several, write_manifest
 from paceline.orchestrator.failures import RunStopped
 from paceline.util.deadlines import waiting
+from paceline.weights.manifest import MANIFEST, has_manifest, problems, several, write_manifest
 
 LATEST = "latest"
 STATE = "state.json"

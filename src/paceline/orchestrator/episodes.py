@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import nan
 from typing import Any, TypeVar
 
+from paceline.clients import NoEngineLeft
 from paceline.config.failures import Fail, Retry
 from paceline.data import Row, Ticket
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import LARGEST_REWARD, shown
-from paceline.inference import NoEngineLeft
-from paceline.inference.base import Mismatch
+from paceline.errors import Mismatch
 from paceline.orchestrator.failures import Kind, kind_of, stopped, told
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble

@@ -8,8 +8,7 @@ from paceline.config import BreakerConfig
 from paceline.config.failures import FailurePolicy, FailuresConfig, failure_policy
 from paceline.envs.base import JudgeFailed
 from paceline.envs.workers import WorkerFailed
-from paceline.errors import PacelineError
-from paceline.inference import EngineError, RequestError
+from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.util.deadlines import DeadlineError
 from paceline.util.user_code import UserCodeError, described, user_frames, whole
 

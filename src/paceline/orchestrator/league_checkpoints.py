@@ -7,16 +7,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from paceline.arena import ArenaEnvironment, League
-from paceline.arena.league import name_of
+from paceline.clients.pool import LeaguePool
 from paceline.data import Row, Ticket
-from paceline.inference.pool import LeaguePool
-from paceline.model.tensors import framework, write_tensors
-from paceline.model.weights import Adapter, WeightUpdate
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Rollout
+from paceline.selfplay import ArenaEnvironment, League
+from paceline.selfplay.league import name_of
+from paceline.weights.tensors import framework, write_tensors
+from paceline.weights.update import Adapter, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from paceline.clients import Pool
+from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, learn, row_change
 from paceline.errors import PacelineError
-from paceline.inference import Pool
-from paceline.inference.pool import LeaguePool
-from paceline.monitor import Monitor
+from paceline.observe.monitor import Monitor
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.dispatcher import Dispatcher, Tally

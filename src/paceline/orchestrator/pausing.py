@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import RunConfig
-from paceline.monitor import Monitor
+from paceline.observe.monitor import Monitor
+from paceline.observe.record.advice import Advisory, advise
+from paceline.observe.record.advice.window import AdviceWindow, limits
+from paceline.observe.record.body import RolloutLike
+from paceline.observe.record.facts import facts
+from paceline.observe.record.layout import NAMED, ROW
 from paceline.orchestrator.train_env import TrainEnv
-from paceline.record.advice import Advisory, advise
-from paceline.record.advice.window import AdviceWindow, limits
-from paceline.record.body import RolloutLike
-from paceline.record.facts import facts
-from paceline.record.layout import NAMED, ROW
 from paceline.rollout import Rollout
 
 MOST_LINES = 600

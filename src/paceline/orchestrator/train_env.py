@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from paceline.algorithms import Algorithm, AlgorithmContext, credit_for
+from paceline.clients.frozen import FrozenPool, attach
 from paceline.config import ReplayConfig as Config
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
@@ -32,7 +33,6 @@ from paceline.config.model import ModelRef
 from paceline.data import BadRows, Draws, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
 from paceline.envs import EnvError, Environment, build_environment
 from paceline.errors import PacelineError
-from paceline.inference.frozen import FrozenPool, attach
 from paceline.orchestrator.failures import Policies, policies
 from paceline.orchestrator.gate import fresh_enough
 from paceline.rollout import Group, Rollout, SamplingClient

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from paceline.config import load
 from paceline.errors import PacelineError
+from paceline.observe.record.folder import Columns, open_run
 from paceline.planner.layout import DevicePlace
 from paceline.planner.plan import FILE, ResourcePlan, kept_hardware, predict
 from paceline.planner.shape import shape_of
 from paceline.planner.work import Work, assumed
-from paceline.record.folder import Columns, open_run
 
 WARM = 0.2
 """The part of a run that is left out: it fills its pipeline and compiles."""

@@ -16,14 +16,13 @@ from pydantic import ValidationError
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
-from paceline.monitor.directory import plain, replace_file
+from paceline.observe.monitor.directory import plain, replace_file
 from paceline.planner.hardware import Hardware, HardwareSpec, found, with_planned_dtype
 from paceline.planner.layout import PlannedLayout, layout_of
 from paceline.planner.measured import reach
-from paceline.planner.memory import MemoryPlan, memory
+from paceline.planner.memory import MemoryPlan, Way, memory, ways
 from paceline.planner.shape import ModelShape, shape_of
 from paceline.planner.speed import Speeds, Times
-from paceline.planner.weights import Way, ways
 from paceline.planner.work import Work, assumed
 
 Look = Callable[[RunConfig], MemoryPlan]

@@ -6,9 +6,8 @@ from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware
 from paceline.planner.layout import BYTES, PlannedLayout
 from paceline.planner.measured import ADAPTED, CONDUCTED, DETERMINISTIC, OVER_HTTP, RANKS, Reach, reach
-from paceline.planner.memory import MemoryPlan
+from paceline.planner.memory import MemoryPlan, Way
 from paceline.planner.shape import ModelShape
-from paceline.planner.weights import Way
 from paceline.planner.work import Work, teachers
 
 SMALL_MODEL = 20_000_000

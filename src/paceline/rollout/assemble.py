@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data import Sample
-from paceline.record.streams import Packed, all_equal, each, floats, ids, one_or_each
+from paceline.data.streams import Packed, all_equal, each, floats, ids, one_or_each
 from paceline.rollout.types import Rollout, Turn
 
 

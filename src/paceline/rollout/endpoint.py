@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from paceline.config.inference import SamplingConfig
-from paceline.errors import PacelineError
-from paceline.inference import EngineError, Finish, RequestError, Unreachable
+from paceline.engine import Finish
+from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
 from paceline.rollout.seat import Guests, Reply, Seat, SeatLeft, SessionAddress, SessionMap
 from paceline.rollout.types import Message, Turn
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.inference.tools import ToolCall, for_template
+from paceline.clients.tools import ToolCall, for_template
 from paceline.rollout.render import Prompt, Renderer, RenderError, Tools
 from paceline.rollout.types import Message, Turn
 

@@ -17,22 +17,15 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from paceline.inference.server.answers import heading
-from paceline.inference.server.app import BACKLOG, allow_many_connections, listen
-from paceline.inference.server.bodies import ChatBody
-from paceline.inference.server.errors import (
-    PROMPT_FIELDS,
-    Refusal,
-    bad,
-    error_response,
-    ignored_fields,
-    install_error_handlers,
-)
-from paceline.inference.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
-from paceline.inference.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.rollout.types import Message
+from paceline.server.answers import heading
+from paceline.server.app import BACKLOG, allow_many_connections, listen
+from paceline.server.bodies import ChatBody
+from paceline.server.errors import PROMPT_FIELDS, Refusal, bad, error_response, ignored_fields, install_error_handlers
+from paceline.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
+from paceline.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
 from paceline.util.connections import BoundedProtocol, why_foreign
 
 MAX_BODY_BYTES = 16 << 20

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from paceline.inference.tools import ToolReader
+from paceline.clients.tools import ToolReader
 from paceline.rollout.history import same
 from paceline.rollout.template import DROPPED, PROBE, ChatTemplate, Recent, RenderError, Tools, ToolsDropped, names_of
 from paceline.rollout.types import Message, Turn

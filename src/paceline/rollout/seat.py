@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
+from paceline.clients import Pool
 from paceline.config.inference import SamplingConfig
+from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import PacelineError
-from paceline.inference import Completion, GenerateRequest, Pool, noise_key
 from paceline.rollout.history import TurnIndex
 from paceline.rollout.render import Renderer
 from paceline.rollout.types import Message, Turn, copied

@@ -16,9 +16,9 @@ from jinja2.utils import Namespace
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from paceline.clients.tools import for_template, with_calls_as_text
 from paceline.data import part_problem
 from paceline.errors import PacelineError
-from paceline.inference.tools import for_template, with_calls_as_text
 from paceline.rollout.types import Message, copied, is_text
 
 V = TypeVar("V")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.data import Sample, Ticket
-from paceline.inference import Finish
-from paceline.record.streams import Packed
+from paceline.data.streams import Packed
+from paceline.engine import Finish
 
 Message = dict
 

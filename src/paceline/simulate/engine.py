@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
+from paceline.engine import Completion, EngineStats, GenerateRequest
+from paceline.engine.base import EngineLimits
 from paceline.errors import PacelineError
-from paceline.inference import Completion, EngineStats, GenerateRequest
-from paceline.inference.base import EngineLimits
-from paceline.model.weights import ServedPolicy, WeightUpdate
 from paceline.orchestrator import RealClock
 from paceline.simulate.cost import Lengths
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 
 @dataclass(order=True, slots=True)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from paceline.clients import Pool
 from paceline.data import Row, Sample
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import Split
-from paceline.inference import Pool
-from paceline.model.weights import WeightUpdate
-from paceline.monitor import Monitor
+from paceline.observe.monitor import Monitor
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, lay_out
 from paceline.rollout import SamplingClient, Seat
 from paceline.simulate.cost import NAME, SimulationPlan, TrainingGpus
 from paceline.simulate.engine import SimulatedEngine, VirtualClock, leap
 from paceline.trainer import StepReport
 from paceline.util.private_folder import PrivateFolder
+from paceline.weights.update import WeightUpdate
 
 
 class SimulatedTask(Environment):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.data import Sample
 from paceline.errors import PacelineError
-from paceline.model.weights import WeightUpdate
+from paceline.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO
 from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay, pack
 from paceline.data.balance import Bins, held
-from paceline.model.weights import Array
 from paceline.trainer.ops import clip, isnan, ones_like, segment_sums, stop, take, where
+from paceline.weights.update import Array
 
 BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
 """A dummy sample for a rank without any, so that every rank runs something. Nothing in it trains."""

@@ -25,8 +25,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.model.dtypes import dtype_name, export_dtype
 from paceline.model.loading import trainable
-from paceline.model.manifest import write_manifest
-from paceline.model.tensors import write_tensors, writing
 from paceline.trainer.base import TrainerError
 from paceline.trainer.files import (
     FILE,
@@ -39,6 +37,8 @@ from paceline.trainer.files import (
     write_state,
 )
 from paceline.trainer.world import local
+from paceline.weights.manifest import write_manifest
+from paceline.weights.tensors import write_tensors, writing
 
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]
 """Memory for this rank's part of a tensor, by its name and what the checkpoint says of it."""

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, fold, pack
-from paceline.model.weights import Array
 from paceline.trainer.batch import BLANK, BUDGET
 from paceline.trainer.ops import clip, maximum
+from paceline.weights.update import Array
 
 
 def cut(sample: Sample, limit: int) -> Sample:

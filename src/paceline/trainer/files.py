@@ -12,8 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from paceline.model.manifest import problems, several
 from paceline.trainer.base import TrainerError
+from paceline.weights.manifest import problems, several
 
 STATE, FILE, FOLDER = "trainer.json", "trainer.safetensors", "trainer"
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.data import MicroBatch
+from paceline.data.packing import similar_lengths
 from paceline.model import PLAN, LMHead, PackedPlan, token_logprobs
 from paceline.model.attention import AttentionPlan, sdpa, window_mask
 from paceline.model.background_compile import compile_blocks
-from paceline.model.padding import similar_lengths
 from paceline.model.varlen import VarlenPlan, can_varlen
 from paceline.trainer.prefix import TreePlan, share_prefixes
 from paceline.trainer.world import RankLayout, World

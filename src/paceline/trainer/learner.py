@@ -15,12 +15,12 @@ import numpy as np
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, count, fold, lay
 from paceline.data.balance import everyone, held
-from paceline.model.weights import Array, Canary
 from paceline.trainer.batch import BLANK_PACK, Batch, packed, scales_of
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import metrics
 from paceline.trainer.preparing import Preparation, Prepared
 from paceline.trainer.stepping import StepOutcome, Stream
+from paceline.weights.update import Array, Canary
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.model.weights import Array
 from paceline.trainer.batch import Ratio, TrainedTokens
 from paceline.trainer.ops import isnan, ones_like, quiet, stack, take, total, where, zeros, zeros_like
 from paceline.trainer.terms import KL_TERMS, importance, k3, ref_kl_term, rl_term
+from paceline.weights.update import Array
 
 SKIP_RANGE = (0.8, 1.2)
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
 
-from paceline.model.weights import Array
+from paceline.weights.update import Array
 
 HOMES = {"torch": "paceline.trainer.torch_ops", "mlx": "paceline.trainer.mlx.ops"}
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data import MicroBatch
+from paceline.data.packing import similar_lengths
 from paceline.model.attention import sdpa, window_mask
-from paceline.model.padding import similar_lengths
 
 WASTE = 2.0
 """A tree attends with a mask, over all its branches at once. Past this factor of extra attention it does not pay."""

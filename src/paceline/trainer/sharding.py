@@ -27,7 +27,7 @@ from paceline.config.cluster import ParallelConfig
 from paceline.model import LMHead, trainable
 from paceline.model.attention import UnsupportedModel
 from paceline.model.canary import make_canary
-from paceline.model.shape import attention_shape
+from paceline.model.support import attention_shape
 from paceline.trainer.base import TrainerError
 from paceline.trainer.world import RankLayout, Ranks, T, local
 

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, count, first_fit_decreasing, fold, pack
 from paceline.data.scales import COMPONENTS
-from paceline.model.weights import Array
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses
 from paceline.trainer.ops import stack
+from paceline.weights.update import Array
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
 """Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""

@@ -12,7 +12,6 @@ from math import inf
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
-from paceline.model.weights import Array
 from paceline.trainer.base import TrainerError
 from paceline.trainer.batch import Ratio, TrainedTokens
 from paceline.trainer.ops import (
@@ -31,6 +30,7 @@ from paceline.trainer.ops import (
 )
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
+from paceline.weights.update import Array
 
 RLTerm = Callable[[Ratio, TrainedTokens], tuple[Array, Array]]
 

@@ -14,13 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
-from paceline.model.tensors import writing
-from paceline.model.weights import WeightUpdate
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.critic import cut
 from paceline.trainer.files import another_model
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
+from paceline.weights.tensors import writing
+from paceline.weights.update import WeightUpdate
 
 L = TypeVar("L", bound=Learner)
 

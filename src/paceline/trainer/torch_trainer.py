@@ -15,7 +15,6 @@ from paceline.data import Sample
 from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.background_compile import BackgroundCompile
-from paceline.model.bits import MASK
 from paceline.trainer import checkpoint
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.checkpoint import export
@@ -24,6 +23,7 @@ from paceline.trainer.torch_learner import TorchLearner
 from paceline.trainer.tuning import rehearse
 from paceline.trainer.world import local
 from paceline.util.gc_tuning import freeze_more
+from paceline.weights.bits import MASK
 
 CPU, GPU = "rng", "rng_cuda"
 

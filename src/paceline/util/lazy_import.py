@@ -21,7 +21,18 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
     return __getattr__
 
 
-MODULES = {"paceline.waits": "paceline.util.deadlines"}
+MODULES = {
+    "paceline.waits": "paceline.util.deadlines",
+    "paceline.inference": "paceline.engine (its contract and the embedded engine) or paceline.clients",
+    "paceline.cluster": "paceline.runtime",
+    "paceline.arena": "paceline.selfplay",
+    "paceline.cli": "paceline.commands",
+    "paceline.monitor": "paceline.observe.monitor",
+    "paceline.record": "paceline.observe.record",
+    "paceline.top": "paceline.observe.terminal",
+    "paceline.ui": "paceline.observe.web",
+    "paceline.report": "paceline.observe.report",
+}
 
 
 class RenamedModules:

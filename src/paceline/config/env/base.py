@@ -117,7 +117,7 @@ class LeagueConfig(Section):
 
 
 class ArenaEnvConfig(BaseEnvConfig, Hook):
-    """Self-play: a `paceline.arena.Arena` class, or a function that makes one, by import path."""
+    """Self-play: a `paceline.selfplay.Arena` class, or a function that makes one, by import path."""
 
     type: Literal["arena"] = "arena"
     train_examples: int = Field(default=1024, ge=1)

@@ -22,11 +22,11 @@ from paceline.envs.search.client import MOST_QUERY
 from paceline.envs.search.dense import Dense, Embedder
 from paceline.envs.search.index import DEFAULT_TOP_K, Index
 from paceline.envs.search.store import open_index
-from paceline.inference.server.app import listen, quick_loop, serve
-from paceline.inference.server.bodies import RequestBody
-from paceline.inference.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
-from paceline.inference.server.guard import Meter, ServerGuard
-from paceline.inference.server.http import FastJsonResponse, read_body
+from paceline.server.app import listen, quick_loop, serve
+from paceline.server.bodies import RequestBody
+from paceline.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
+from paceline.server.guard import Meter, ServerGuard
+from paceline.server.http import FastJsonResponse, read_body
 from paceline.util.connections import is_loopback
 
 MOST_RESULTS = 100

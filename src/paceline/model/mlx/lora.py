@@ -11,7 +11,7 @@ import numpy as np
 from paceline.config.model import LoRAConfig
 from paceline.model.adapter_names import AdapterError
 from paceline.model.mlx.loading import MlxModel
-from paceline.model.weights import salt
+from paceline.weights.update import salt
 
 
 class LoraLinear(nn.Module):

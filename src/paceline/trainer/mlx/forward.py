@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import MicroBatch
-from paceline.model.bits import mix_int
+from paceline.data.packing import similar_lengths
 from paceline.model.mlx.loading import MlxModel
-from paceline.model.padding import similar_lengths
+from paceline.weights.bits import mix_int
 
 LOGIT_ELEMENTS = 1 << 25
 """Most logits held at once: 128 MiB in float32."""

@@ -13,7 +13,6 @@ from paceline.config.apple import refused_of_trainer as refused
 from paceline.data import MicroBatch, Sample
 from paceline.model.canary_prompts import canary_ids, signed
 from paceline.model.mlx.loading import MlxModel, twin
-from paceline.model.weights import Array, Canary, fingerprint
 from paceline.trainer.base import TrainerError, process_bytes
 from paceline.trainer.batch import BUDGET, Batch, TrainedTokens
 from paceline.trainer.critic import Critic, Lesson, value_loss
@@ -24,6 +23,7 @@ from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
 from paceline.trainer.preparing import Preparation, check_base
 from paceline.trainer.schedule import lengths
 from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
+from paceline.weights.update import Array, Canary, fingerprint
 
 
 class MlxValueModel(nn.Module):

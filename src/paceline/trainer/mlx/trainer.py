@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.model.dtypes import dtype_name, export_dtype
-from paceline.model.manifest import write_manifest
-from paceline.model.mlx.arrays import load_file, settled
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import LoraLinear, adapted_layers, adapter_tensors
-from paceline.model.tensors import write_tensors
-from paceline.model.weights import Adapter, WeightUpdate
 from paceline.trainer.base import TrainerError
 from paceline.trainer.files import FILE, FOLDER, check_files, read_state, reading, write_state
 from paceline.trainer.mlx.learner import MlxLearner
 from paceline.trainer.threaded import ThreadedTrainer
+from paceline.weights.manifest import write_manifest
+from paceline.weights.mlx_arrays import load_file, settled
+from paceline.weights.tensors import write_tensors
+from paceline.weights.update import Adapter, WeightUpdate
 
 
 def write(folder: Path, tensors: Mapping[str, mx.array], state: Mapping) -> None:

@@ -1,5 +1,0 @@
-"""Runs the `paceline` command by `python -m paceline.cli`."""
-
-from paceline.cli import command
-
-command()

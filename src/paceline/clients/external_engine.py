@@ -1,0 +1,310 @@
+"""Base class of third-party engines: whole weights from a folder, adapters by name, checked by canary."""
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.clients.http_client import EngineHttpClient
+from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
+from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
+from paceline.weights.folders import Folders, remove
+from paceline.weights.update import Canary, ServedPolicy, WeightUpdate
+
+SCORED_AT_ONCE = 32
+SEED_BITS = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class LoadedAdapter:
+    """An adapter under the name the server knows it by: a new one for each version."""
+
+    name: str
+    version: int
+    folder: Path
+    running: int = 0
+
+
+class ForeignEngine(ABC):
+    """Speaks the `Engine` protocol to a server that knows nothing of Paceline.
+
+    Adapters: each version is loaded under a name of its own and proved by its canary before any request is sent to it.
+    Requests end with the version they began with, and the last of them takes the adapter away.
+
+    Whole weights: new requests are held while they change, and answers until the canary is found again, so that nothing
+    sampled from unproved weights gets out. The server stores them in layouts of its own, so no fingerprint of ours can
+    be compared: the canary is the proof, and `Completion.weights` stays empty.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None, folder: Path, verify: bool = True) -> None:
+        self.wire = EngineHttpClient(url, api_key)
+        self.name = self.wire.url
+        self._folders = Folders(folder)
+        self._verify = verify
+        self._session = uuid.uuid4().hex[:8]
+        self._version: int | None = None
+        """Of the whole weights; None before the first update."""
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._loaded: list[LoadedAdapter] = []
+        """All that the server still has of ours, also those that only older requests need."""
+        self._changing: asyncio.Future[None] | None = None
+        self._trouble: EngineError | None = None
+        """Why nothing is to be sampled until the next update."""
+        self._running = self._tokens = self._swaps = 0
+        self._since = self._busy = self._paused = 0.0
+
+    # -- what each of them says in its own words ----------------------------------------------------------------------
+
+    @abstractmethod
+    async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
+        """One completion by an adapter or, with None, by the model itself."""
+
+    @abstractmethod
+    async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
+        """Of a prompt's own tokens at temperature 1; 0.0 for the first."""
+
+    @abstractmethod
+    async def _replace(self, folder: Path, version: int) -> float:
+        """Load whole weights while nothing is sampled; answers with the seconds of the pause."""
+
+    @abstractmethod
+    async def _load_adapter(self, name: str, folder: Path) -> None: ...
+
+    @abstractmethod
+    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
+        """The order that takes an adapter away."""
+
+    @abstractmethod
+    async def _held(self) -> int | None:
+        """The version of the whole weights as the server tells it; None if it holds none of ours."""
+
+    @abstractmethod
+    async def _adapter_names(self) -> set[str]: ...
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    async def limits(self) -> EngineLimits: ...
+
+    @abstractmethod
+    async def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def pause(self) -> None: ...
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def sleep(self) -> None: ...
+
+    @abstractmethod
+    async def wake(self) -> None: ...
+
+    # -- the engine's protocol ----------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        """One completion. A listener hears it as one piece, when it is whole."""
+        self._check(request)
+        await self._settled()
+        adapter = self._adapter(request.model)
+        self._enter(adapter)
+        try:
+            completion = await self._sample(request, adapter)
+            if adapter is None:
+                await self._settled()  # what came from new weights waits until they are proved
+        finally:
+            self._leave(adapter)
+        self._tokens += len(completion.token_ids)
+        if listener is not None:
+            listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
+        return completion
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        if temperature != 1.0:
+            raise RequestError(f"{self.name} scores at temperature 1 only, not at {temperature:g}")
+        await self._settled()
+        adapter = self._adapter(model)
+        self._enter(adapter)
+        try:
+            places, name = asyncio.Semaphore(SCORED_AT_ONCE), adapter.name if adapter else None
+
+            async def one(ids: Sequence[int]) -> list[float]:
+                async with places:  # bounded: each request before it has the wire's timeout
+                    return await self._logprobs(ids, name)
+
+            return list(await asyncio.gather(*map(one, sequences)))
+        finally:
+            self._leave(adapter)
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        if update.adapter is not None:
+            await self._take_adapter(update, update.adapter.name)
+            return 0.0
+        await self._settled(whatever=True)
+        change = self._changing = asyncio.get_running_loop().create_future()
+        try:
+            return await self._take_whole(update)
+        finally:
+            self._changing = None
+            change.set_result(None)
+
+    async def policy(self) -> ServedPolicy:
+        """The version held, as far as the server can tell; -1 if it is none that we gave it."""
+        own = self._adapters.get("")
+        if own is not None:
+            return ServedPolicy(own.version if own.name in await self._adapter_names() else -1, "")
+        version = await self._held()
+        if self._trouble is not None:
+            raise self._trouble
+        if self._version is None:
+            return ServedPolicy(0, "")
+        return ServedPolicy(-1 if version is None else version, "")
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        return await self._folders.keep(update)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which a request of ours was under way: such a server does not tell how long it computed."""
+        return self._busy + (time.monotonic() - self._since if self._running else 0.0)
+
+    def close(self) -> None:
+        for adapter in self._loaded:
+            with contextlib.suppress(EngineError):
+                self.wire.look(*self._unloading(adapter.name))
+            remove(adapter.folder)
+        self._loaded.clear()
+        self._folders.clear()
+        self.wire.close()
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self.close)
+        await self.wire.aclose()
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    async def _take_whole(self, update: WeightUpdate) -> float:
+        folder = await self._folders.whole(update)
+        self._trouble = Unreachable(f"{self.name} was left with half of version {update.version}")
+        try:
+            pause = await self._replace(folder, update.version)
+            self._version = update.version
+            await self._prove(update, None)
+        except EngineError as error:
+            self._trouble = error
+            raise
+        finally:
+            remove(folder)
+        self._trouble = None
+        self._swaps += 1
+        self._paused += pause
+        return pause
+
+    async def _take_adapter(self, update: WeightUpdate, name: str) -> None:
+        folder = await self._folders.adapter(update)
+        fresh = LoadedAdapter(
+            f"paceline-{name or 'policy'}-{update.version}-{uuid.uuid4().hex[:8]}", update.version, folder
+        )
+        self._loaded.append(fresh)
+        try:
+            await self._load_adapter(fresh.name, folder)
+            await self._prove(update, fresh.name)
+        except EngineError:
+            await self._forget(fresh)
+            raise
+        before, self._adapters[name] = self._adapters.get(name), fresh
+        self._swaps += 1
+        if before is not None and not before.running:
+            await self._forget(before)
+
+    async def _prove(self, update: WeightUpdate, model: str | None) -> None:
+        canary = update.canary
+        if canary is None or not self._verify:
+            return
+        if not all(map(math.isfinite, canary.logprobs)):
+            raise Mismatch(
+                f"version {update.version} gives log probabilities that are not finite: its weights are broken"
+            )
+        gap = _gap(canary, await self._logprobs(canary.token_ids, model))
+        if not gap <= canary.tolerance:
+            raise Mismatch(
+                f"version {update.version} failed its canary: log probabilities of {self.name} and trainer differ by "
+                f"{gap:.2g} on average (allowed: {canary.tolerance:.2g})"
+            )
+
+    async def _forget(self, adapter: LoadedAdapter) -> None:
+        with contextlib.suppress(EngineError):  # a server that was restarted does not know it
+            await self.wire.order(*self._unloading(adapter.name))
+        remove(adapter.folder)
+        if adapter in self._loaded:
+            self._loaded.remove(adapter)
+
+    # -- requests under way -------------------------------------------------------------------------------------------
+
+    async def _settled(self, whatever: bool = False) -> None:
+        """Return once no weights are changing; raise if they came to nothing."""
+        while self._changing is not None:
+            await asyncio.wait([self._changing], timeout=60.0)
+        if self._trouble is not None and not whatever:
+            raise self._trouble
+
+    def _adapter(self, model: str) -> LoadedAdapter | None:
+        if model and model not in self._adapters:
+            raise UnknownModel(f"no adapter `{model}` is loaded; loaded are: {', '.join(self._adapters) or 'none'}")
+        return self._adapters.get(model)
+
+    def _enter(self, adapter: LoadedAdapter | None) -> None:
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        if adapter is not None:
+            adapter.running += 1
+
+    def _leave(self, adapter: LoadedAdapter | None) -> None:
+        self._running -= 1
+        if not self._running:
+            self._busy += time.monotonic() - self._since
+        if adapter is None:
+            return
+        adapter.running -= 1
+        if not adapter.running and adapter not in self._adapters.values():
+            self._last = asyncio.ensure_future(self._forget(adapter))
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.grammar is not None:
+            raise RequestError(f"{self.name} is not asked for grammars: use the embedded engine for such replies")
+        if request.top_p < 1 or request.top_k > 0:
+            raise RequestError(
+                f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
+                "leave both out"
+            )
+
+    def _label(self, version: int) -> str:
+        """The name of a version on the server, which no other run gives."""
+        return f"paceline-{self._session}-{version}"
+
+    def _version_of(self, label: str) -> int | None:
+        ours = f"paceline-{self._session}-"
+        if label.startswith(ours):
+            return int(label.removeprefix(ours))
+        return 0 if self._version is None else None
+
+    def _stamp(self, label: str) -> int:
+        """The version behind a label; a server that was started anew holds weights of no known version."""
+        version = self._version_of(label)
+        if version is None:
+            raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")
+        return version
+
+
+def _gap(canary: Canary, found: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(found, canary.logprobs, strict=True)) / max(1, len(found) - 1)

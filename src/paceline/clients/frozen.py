@@ -1,0 +1,301 @@
+"""Attaches to endpoints of frozen models, which a run samples or scores but neither starts nor trains.
+
+A `paceline serve` is asked through `HttpEngine` and scores at any temperature. Whatever else speaks OpenAI's API is
+asked at `/v1/completions` in token ids. It must say which ids it sampled (`return_token_ids`, as vLLM does) to play,
+and how likely a prompt's own tokens are (`prompt_logprobs`, or `echo` with `logprobs`) to score. Those are as the model
+has them, so it scores at temperature 1 only.
+"""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import httpx
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients.http import CONNECT_SECONDS, HttpEngine
+from paceline.clients.pool import Pool
+from paceline.config.model import ModelRef
+from paceline.config.secret import hidden
+from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
+from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
+from paceline.weights.update import ServedPolicy, WeightUpdate
+
+TIMEOUT = 600.0
+SAMPLE = "Foxes jump 12.75\n\n\tdef f(x):  # é 漢字 🙂"
+"""Letters, numbers, white space and rare signs: two vocabularies that split all of it alike are taken for one."""
+T = TypeVar("T")
+Ways = tuple[dict[str, Any], ...]
+ASKING: Ways = ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1})
+"""How endpoints are asked for the log probabilities of a prompt, the way of vLLM and the older way of OpenAI."""
+
+
+class Frozen(Engine, Protocol):
+    """An engine whose weights never change."""
+
+    async def aclose(self) -> None:
+        """Let go of the connection to it."""
+        ...
+
+
+class FrozenPool(Pool):
+    """One model behind one endpoint or several, asked by so many at once and no more."""
+
+    def __init__(self, engines: Sequence[Frozen], ref: ModelRef) -> None:
+        super().__init__(engines)
+        self.ref = ref
+        self._engines = engines
+        self._places = asyncio.Semaphore(ref.concurrency)
+
+    @property
+    def any_temperature(self) -> bool:
+        """Whether it scores at temperatures other than 1."""
+        return not any(isinstance(engine, CompletionsEngine) for engine in self._engines)
+
+    async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
+        async with self._places:  # bounded: each request before it has a deadline
+            request = dataclasses.replace(request, model=self.ref.name)
+            return await self._within(deadline, super().generate(request))
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        model: str = "",
+        deadline: float | None = None,
+    ) -> list[list[float]]:
+        async with self._places:  # bounded: each request before it has a deadline
+            return await self._within(deadline, super().score(sequences, temperature, model or self.ref.name))
+
+    async def _within(self, seconds: float | None, work: Awaitable[T]) -> T:
+        """Report a timeout as the endpoint's: the pool's own message addresses environment code."""
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            cause = "" if self._roster.serving else f" ({self._roster.trouble})"
+            raise EngineError(f"no answer within {seconds:g} s{cause}") from None
+
+    async def aclose(self) -> None:
+        self.close()
+        for engine in self._engines:
+            await engine.aclose()
+
+
+async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPool:
+    """The endpoints' model, once each is known to answer and to have the policy's vocabulary."""
+    key = _key(ref)
+    engines: list[HttpEngine | CompletionsEngine] = []
+    try:
+        for url in ref.urls:
+            engines.append(await _engine(url, ref.name, key, tokenizer))
+    except BaseException:
+        for engine in engines:
+            await engine.aclose()
+        raise
+    return FrozenPool(engines, ref)
+
+
+async def _engine(
+    url: str, name: str, key: str | None, tokenizer: PreTrainedTokenizerBase
+) -> "HttpEngine | CompletionsEngine":
+    asked = CompletionsEngine(url, name, key)
+    try:
+        same_words(f"`{name}` at {url}", tokenizer.encode(SAMPLE), await asked.tokens(SAMPLE))
+        if not await asked.is_paceline():
+            return asked
+    except BaseException:
+        await asked.aclose()
+        raise
+    await asked.aclose()
+    return HttpEngine(url, api_key=key)
+
+
+def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Raise unless the policy and the model `who` split `SAMPLE` alike."""
+    if list(ours) != list(theirs):
+        raise EngineError(
+            f"{who} has another vocabulary than the policy: it reads a text of {len(ours)} tokens as {len(theirs)}, or "
+            "as others. A teacher must share the policy's tokenizer"
+        )
+
+
+def _key(ref: ModelRef) -> str | None:
+    if ref.api_key_env is None:
+        return None
+    key = os.environ.get(ref.api_key_env)
+    if not key:
+        raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
+    return key
+
+
+class CompletionsEngine:
+    """Speaks what a frozen model needs of the `Engine` protocol to any OpenAI-compatible endpoint."""
+
+    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
+        self.name = url.rstrip("/").removesuffix("/v1")
+        self._model, self._key = model, api_key
+        self._ways = ASKING
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(TIMEOUT, connect=CONNECT_SECONDS, pool=None),
+        )
+
+    # -- getting to know it -------------------------------------------------------------------------------------------
+
+    async def is_paceline(self) -> bool:
+        """Whether a `paceline serve` answers here, which can do more."""
+        try:
+            answer = await self._ask("GET", "/limits")
+        except RequestError:
+            return False
+        return isinstance(answer, dict) and "vocabulary" in answer
+
+    async def tokens(self, text: str) -> list[int]:
+        """How the model splits a text."""
+        body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
+        try:
+            ids = (await self._complete(body)).get("prompt_token_ids")
+        except RequestError:
+            ids = None  # it may only score
+        if ids is None:
+            answer = await self._ask("POST", "/tokenize", {"model": self._model, "prompt": text})
+            ids = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(ids, list):
+            raise EngineError(
+                f"{self.name} does not say how it splits a text (`return_token_ids`, `/tokenize`), so Paceline cannot "
+                "check that its vocabulary is the policy's: serve the model with `paceline serve` or vLLM"
+            )
+        return ids
+
+    # -- the engine's protocol ----------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        choice = await self._complete(
+            {
+                "prompt": list(request.prompt_ids),
+                "max_tokens": request.max_tokens,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "seed": request.noise % 2**31,
+                "stop_token_ids": sorted(request.stop_token_ids),
+                "return_token_ids": True,
+            }
+            | ({"top_k": request.top_k} if request.top_k else {})
+        )
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list) or not ids:
+            raise EngineError(f"{self.name} does not say which tokens it sampled: it cannot play for the policy")
+        finish = "length" if choice.get("finish_reason") == "length" else "stop"
+        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), finish=finish)
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        if temperature != 1.0:
+            raise RequestError(f"{self.name} scores at temperature 1 only, not at {temperature:g}")
+        return list(await asyncio.gather(*(self._score(list(ids)) for ids in sequences)))
+
+    async def _score(self, ids: list[int]) -> list[float]:
+        refusal = ""
+        for way in self._ways:
+            try:
+                choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 1.0, **way})
+            except RequestError as error:
+                refusal = f" ({error})"
+                continue
+            if (scores := prompt_logprobs(choice, ids)) is not None:
+                self._ways = (way,)
+                return scores
+        raise RequestError(
+            f"{self.name} gives no log probabilities of a prompt{refusal}: score with `paceline serve` or vLLM"
+        )
+
+    async def policy(self) -> ServedPolicy:
+        await self._ask("GET", "/v1/models")
+        return ServedPolicy(0, "")
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(max_context=1 << 30, vocabulary=1 << 31)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(capacity=1)
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        raise EngineError(f"{self.name} is frozen: it takes no weights")
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        raise EngineError(f"{self.name} is frozen: it takes no weights")
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    @property
+    def busy_seconds(self) -> float:
+        return 0.0
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    # -- the wire -----------------------------------------------------------------------------------------------------
+
+    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._ask("POST", "/v1/completions", {"model": self._model, **body})
+        try:
+            return dict(answer["choices"][0])
+        except (LookupError, TypeError, ValueError):
+            raise EngineError(f"{self.name}/v1/completions answered without a choice") from None
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            response = await self._client.request(method, self.name + path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(f"{self.name} does not answer: {str(error) or type(error).__name__}") from error
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if response.status_code == 200 and answer is not None:
+            return answer
+        # The key goes before the rest: cut in two, it would not be found.
+        told = answer.get("error", answer) if isinstance(answer, dict) else hidden(response.text, self._key)[:200]
+        told = hidden(str(told.get("message", told) if isinstance(told, dict) else told), self._key)
+        raise _kind(response.status_code)(f"{self.name}{path} answered {response.status_code}: {told}")
+
+
+def _kind(status: int) -> type[EngineError]:
+    """The error class of an HTTP status: overload passes, a request that is refused stays refused."""
+    if status in (429, 503):
+        return Overloaded
+    return RequestError if status in (400, 404, 405, 413, 422) else EngineError
+
+
+def prompt_logprobs(choice: dict[str, Any], ids: Sequence[int]) -> list[float] | None:
+    """The log probability of each token of the prompt, 0.0 for the first; None if the answer does not hold them."""
+    told = choice.get("prompt_logprobs")
+    if told is None:
+        told = (choice.get("logprobs") or {}).get("token_logprobs")
+    if not isinstance(told, list) or len(told) < len(ids):
+        return None
+    scores = [0.0]
+    for token, entry in zip(ids[1:], told[1 : len(ids)], strict=True):
+        if isinstance(entry, dict):  # by token id, as text, with the most probable ones beside the prompt's own
+            entry = entry.get(str(token))
+            entry = entry.get("logprob") if isinstance(entry, dict) else entry
+        if not isinstance(entry, int | float):
+            return None
+        scores.append(float(entry))
+    return scores

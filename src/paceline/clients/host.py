@@ -1,0 +1,168 @@
+"""The engine's side of a link: answers another process over a socket.
+
+Answers what other processes ask of an engine, one message at a time, whatever carries the messages.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from safetensors import SafetensorError
+
+from paceline.clients.frames import (
+    Answer,
+    Ask,
+    Cancel,
+    CompletionFrame,
+    EngineHello,
+    EngineMessage,
+    FailureFrame,
+    FromEngine,
+    Generate,
+    Load,
+    ScoreFrame,
+    Scores,
+    TokensFrame,
+    as_ints,
+    decode_to_engine,
+    floats,
+    frame,
+    join,
+    opened,
+    read_frame,
+)
+from paceline.engine.base import Engine, Listener, Piece
+from paceline.errors import RequestError
+from paceline.weights import tensors as libraries
+from paceline.weights.update import Array, WeightUpdate
+from paceline.weights.weight_store import StoredTensors, read_delta
+
+
+class EngineRpcHandler:
+    """One engine's answers. Whatever goes wrong is an answer too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._answers: dict[type[EngineMessage], Callable[..., Awaitable[EngineMessage]]] = {
+            ScoreFrame: self._score,
+            Load: self._load,
+            Ask: self._ask,
+        }
+
+    async def answer(self, message: EngineMessage, listener: Listener | None = None) -> EngineMessage:
+        """A completion, scores, or what became of it; a bug keeps its name."""
+        try:
+            if isinstance(message, Generate):
+                return CompletionFrame.of(message.id, await self.engine.generate(message.request, listener))
+            return await self._answers[type(message)](message)
+        except Exception as error:
+            return FailureFrame.of(message.id, error)
+
+    async def _score(self, message: ScoreFrame) -> EngineMessage:
+        sequences = [as_ints(ids) for ids in message.sequences]
+        scores = await self.engine.score(sequences, message.temperature, message.model)
+        return Scores(message.id, [floats(score) for score in scores])
+
+    async def _load(self, message: Load) -> EngineMessage:
+        if isinstance(message.weights, bytes):
+            tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
+        else:
+            tensors = stored = StoredTensors([Path(file) for file in message.weights])
+            await asyncio.to_thread(stored.fill)
+        delta = await asyncio.to_thread(read_delta, message.delta) if message.delta else None
+        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary, delta)
+        return Answer(message.id, seconds=await self.engine.load_weights(update))
+
+    async def _ask(self, message: Ask) -> EngineMessage:
+        value = await getattr(self.engine, message.what)()
+        return Answer(message.id, **({} if value is None else {message.what: value}))
+
+
+def unpacked(data: bytes) -> dict[str, Array]:
+    """Tensors of safetensors bytes."""
+    try:
+        return libraries.unpacked(data)
+    except SafetensorError as error:
+        raise RequestError(f"the weights are no safetensors file: {error}") from error
+
+
+GATHER_SECONDS = 0.001
+"""How long news may wait for more: less than a decode step takes."""
+
+
+class EngineHost:
+    """Serves any engine over one socket, until the other side closes it.
+
+    What the engine's thread reports is piled up and sent by the event loop in one write: a step that feeds hundreds of
+    streams costs one wake-up and one system call. The loop waits a moment before it looks, or it would fight the engine
+    for Python's lock over every token. The flag is lowered before the pile is emptied, so nothing is left.
+    """
+
+    def __init__(self, engine: Engine, end_tokens: Sequence[int]) -> None:
+        self._engine = engine
+        self._end_tokens = tuple(end_tokens)
+        self._pile: deque[EngineMessage | tuple[int, Piece]] = deque()
+        self._woken = False
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._desk = EngineRpcHandler(engine)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether any request is unanswered. From any thread."""
+        return bool(self._running or self._pile)
+
+    async def serve(self, door: socket) -> None:
+        """Answer until the other side is gone; what it asked for last is then cancelled."""
+        self._loop = asyncio.get_running_loop()
+        reader, self._writer = await opened(door)
+        self._post(EngineHello(0, self._end_tokens))
+        try:
+            while (body := await read_frame(reader)) is not None:
+                for message in decode_to_engine(body).messages:
+                    self._take(message)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            self._writer.close()
+
+    def _take(self, message: EngineMessage) -> None:
+        if isinstance(message, Cancel):
+            if task := self._running.get(message.id):
+                task.cancel()
+            return
+        task = asyncio.ensure_future(self._answer(message))
+        self._running[message.id] = task
+        task.add_done_callback(lambda _: self._running.pop(message.id, None))
+
+    async def _answer(self, message: EngineMessage) -> None:
+        listens = isinstance(message, Generate) and message.listen
+        self._post(await self._desk.answer(message, partial(self._heard, message.id) if listens else None))
+
+    def _heard(self, number: int, piece: Piece) -> None:
+        self._post((number, piece))
+
+    def _post(self, message: EngineMessage | tuple[int, Piece]) -> None:
+        """Send soon, with all that is piled up by then. From any thread."""
+        self._pile.append(message)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._woken = False
+        messages: list[Any] = []
+        pieces: dict[int, list[Piece]] = {}
+        while self._pile:
+            message = self._pile.popleft()
+            if isinstance(message, tuple):
+                pieces.setdefault(message[0], []).append(message[1])
+            else:
+                messages.append(message)
+        # Pieces come before whatever ended their request: the engine reports them first.
+        messages[:0] = [TokensFrame.of(number, join(some)) for number, some in pieces.items()]
+        if messages and not self._writer.is_closing():
+            self._writer.writelines(frame(FromEngine(messages, self._engine.busy_seconds)))

@@ -1,0 +1,276 @@
+"""An engine in another process, used as if it were in this one."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from socket import AF_UNIX, socket
+from typing import Any
+
+from paceline.clients.frames import (
+    HEAD,
+    Answer,
+    Ask,
+    Cancel,
+    CompletionFrame,
+    EngineHello,
+    EngineMessage,
+    FailureFrame,
+    FromEngine,
+    Generate,
+    Load,
+    Question,
+    ScoreFrame,
+    Scores,
+    ToEngine,
+    TokensFrame,
+    as_floats,
+    decode_from_engine,
+    frame,
+    ints,
+    opened,
+    read_frame,
+)
+from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
+from paceline.errors import EngineError, PacelineError
+from paceline.util.private_folder import PrivateFolder
+from paceline.weights import tensors as libraries
+from paceline.weights.tensors import write_tensors
+from paceline.weights.update import ServedPolicy, WeightUpdate
+from paceline.weights.weight_store import StoredTensors
+
+START_SECONDS = 1800.0
+"""For the other side to load its weights and warm up."""
+LAID_DOWN_BYTES = 16 << 20
+"""From this size on weights go to the process beside us as a file: through the socket all of them would be copied some
+seven times, in pieces of 64 KiB."""
+
+
+class EngineLink:
+    """The asking side of a socket whose other end an `EngineHost` serves; speaks the `Engine` protocol.
+
+    `start` waits for the other side's first word, without an event loop; the first call of an event loop then takes the
+    socket over. Requests of one turn of the loop leave in one write.
+    """
+
+    def __init__(self, door: socket, cause: Callable[[], str] = lambda: "the connection was closed") -> None:
+        self._door = door
+        self._cause = cause
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._listeners: dict[int, Listener] = {}
+        self._outbox: list[Any] = []
+        self._reading: asyncio.Task[None] | None = None
+        self._lost: asyncio.Future[EngineError] | None = None
+        self._busy = 0.0
+        self._folder: PrivateFolder | None = None
+        """Holds weights on their way to the engine."""
+        self.end_tokens: tuple[int, ...] = ()
+
+    # -- the engine's protocol ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Wait until the engine is ready, or say why it never will be."""
+        self._door.settimeout(START_SECONDS)
+        try:
+            hello = self._first_word()
+        except TimeoutError:
+            raise EngineError(f"the engine's process was not ready within {START_SECONDS:.0f} s") from None
+        self._door.settimeout(None)
+        if hello is None:
+            raise EngineError(f"the engine's process ended before it was ready: {self._cause()}")
+        if hello.error is not None:
+            raise PacelineError(hello.error)
+        self.end_tokens = hello.end_tokens
+
+    def close(self) -> None:
+        """Let go of the other side, which then ends."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._door.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        number = next(self._numbers)
+        if listener is not None:
+            self._listeners[number] = listener
+        try:
+            done: CompletionFrame = await self._send(Generate(number, request, listener is not None))
+        except asyncio.CancelledError:
+            self._post(Cancel(number))
+            raise
+        finally:
+            self._listeners.pop(number, None)
+        return done.completion()
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        number = next(self._numbers)
+        scores: Scores = await self._send(ScoreFrame(number, [ints(ids) for ids in sequences], temperature, model))
+        return [as_floats(score) for score in scores.logprobs]
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        tensors = update.tensors
+        if isinstance(tensors, StoredTensors) and not tensors.deltas:
+            return await self._load(update, [str(file) for file in tensors.files])
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._door.family != AF_UNIX or size < LAID_DOWN_BYTES:
+            return await self._load(update, await asyncio.to_thread(_packed, tensors))
+        self._folder = self._folder or PrivateFolder()
+        file = self._folder.path / f"{next(self._numbers)}.safetensors"
+        try:
+            try:
+                await asyncio.to_thread(_lay_down, tensors, file)
+            except OSError:  # no room there: over the connection, then
+                file.unlink(missing_ok=True)
+                return await self._load(update, await asyncio.to_thread(_packed, tensors))
+            return await self._load(update, [str(file)])
+        finally:
+            file.unlink(missing_ok=True)
+
+    async def _load(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
+        number = next(self._numbers)
+        message = Load(
+            number, update.version, weights, update.adapter, update.expected, update.canary, _bytes_of(update)
+        )
+        answer: Answer = await self._send(message)
+        return answer.seconds
+
+    async def policy(self) -> ServedPolicy:
+        return _given((await self._ask("policy")).policy)
+
+    async def limits(self) -> EngineLimits:
+        return _given((await self._ask("limits")).limits)
+
+    async def stats(self) -> EngineStats:
+        return _given((await self._ask("stats")).stats)
+
+    async def pause(self) -> None:
+        await self._ask("pause")
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def sleep(self) -> None:
+        await self._ask("sleep")
+
+    async def wake(self) -> None:
+        await self._ask("wake")
+
+    @property
+    def busy_seconds(self) -> float:
+        """As of the last frame that came."""
+        return self._busy
+
+    async def lost(self) -> EngineError:
+        """Waits until the other side is gone, and tells why."""
+        self._attach()
+        assert self._lost is not None
+        return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
+
+    # -- the socket ---------------------------------------------------------------------------------------------------
+
+    def _first_word(self) -> EngineHello | None:
+        body = received(self._door)
+        if body is None:
+            return None
+        hello = decode_from_engine(body).messages[0]
+        assert isinstance(hello, EngineHello)
+        return hello
+
+    async def _ask(self, what: Question) -> Answer:
+        return await self._send(Ask(next(self._numbers), what))
+
+    async def _send(self, message: EngineMessage) -> Any:
+        self._attach()
+        assert self._lost is not None
+        if self._lost.done():
+            raise self._lost.result()  # bounded: it is done
+        answer = self._waiting[message.id] = asyncio.get_running_loop().create_future()
+        self._post(message)
+        try:
+            return await answer  # bounded: by the pool's deadline, and by the life of the other side
+        finally:
+            self._waiting.pop(message.id, None)
+
+    def _attach(self) -> None:
+        """Hand the socket to the event loop, once."""
+        if self._reading is None:
+            self._lost = asyncio.get_running_loop().create_future()
+            self._writer: asyncio.StreamWriter | None = None
+            self._reading = asyncio.ensure_future(self._read())
+
+    def _post(self, message: Any) -> None:
+        self._outbox.append(message)
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._writer is None or not self._outbox:
+            return  # not connected yet: the reader flushes when it is
+        messages, self._outbox = self._outbox, []
+        if not self._writer.is_closing():
+            self._writer.writelines(frame(ToEngine(messages)))
+
+    async def _read(self) -> None:
+        assert self._lost is not None
+        reader, self._writer = await opened(self._door)
+        self._flush()
+        while (body := await read_frame(reader)) is not None:
+            self._hear(decode_from_engine(body))
+        self._writer.close()
+        message = f"the engine's process ended: {await asyncio.to_thread(self._cause)}"
+        self._lost.set_result(EngineError(message))
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EngineError(message))
+
+    def _hear(self, batch: FromEngine) -> None:
+        self._busy = batch.busy_seconds
+        for message in batch.messages:
+            if isinstance(message, TokensFrame):
+                if listener := self._listeners.get(message.id):
+                    listener(message.piece())
+                continue
+            answer = self._waiting.get(message.id)
+            if answer is None or answer.done():
+                continue  # cancelled meanwhile
+            if isinstance(message, FailureFrame):
+                answer.set_exception(message.error())
+            else:
+                answer.set_result(message)
+
+
+def _bytes_of(update: WeightUpdate) -> bytes:
+    return b"" if update.delta is None else update.delta.data
+
+
+def _lay_down(tensors: Any, file: Path) -> None:
+    write_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _packed(tensors: Any) -> bytes:
+    return libraries.packed(tensors)
+
+
+def received(door: socket) -> bytes | None:
+    """The next frame's body, without an event loop; None when the other side is gone."""
+    head = _receive(door, HEAD.size)
+    return _receive(door, HEAD.unpack(head)[0]) if head else None
+
+
+def _receive(door: socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        part = door.recv(size - len(data))  # bounded: by the socket's own timeout
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _given(value: Any) -> Any:
+    assert value is not None
+    return value

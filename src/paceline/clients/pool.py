@@ -1,0 +1,297 @@
+"""Samples from several engines as if they were one, past versions of the policy among them."""
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from paceline.clients.registry import EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
+from paceline.engine.base import Completion, Engine, EngineStats, GenerateRequest
+from paceline.errors import EngineError, Overloaded, RequestError, UnknownModel, Unreachable
+from paceline.util.rate_limited_logger import RateLimitedLogger
+from paceline.weights.update import Adapter, ServedPolicy, WeightUpdate
+
+PATIENCE_SECONDS = 300.0
+"""How long a request without a deadline waits for room or for an engine, all in all."""
+MOST_BROKEN = 2
+"""Engines a request may see fail before it is taken for their killer."""
+MOST_LOST = 4
+"""Connections to a healthy engine that may break under a request."""
+SHAPES = (LookupError, TypeError, ValueError, AttributeError)
+"""Errors that reading a malformed answer of a remote engine raises."""
+LONG_SECONDS = 20.0
+"""A request that has waited this long is worth a word."""
+T = TypeVar("T")
+seldom = RateLimitedLogger(logging.getLogger("paceline.pool"))
+
+
+class NoEngineLeft(EngineError):
+    """Every engine is gone, and none of them can come back."""
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """One request on its way: what it needs, and what it has met so far."""
+
+    what: str
+    length: int
+    """Tokens an engine's context must hold."""
+    model: str = ""
+    weight: int = 1
+    full: set[PoolMember] = field(default_factory=set)
+    """Those that had no room in this round."""
+    broken: list[PoolMember] = field(default_factory=list)
+    lost: int = 0
+    rounds: int = 0
+    waited: float = 0.0
+    trouble: EngineError | None = None
+
+
+class Pool:
+    """Routes each request to an engine with room and sees it through.
+
+    Sampling is a pure function of the request's noise key, so a request whose engine stopped, or whose connection broke
+    before the answer, is asked again elsewhere. What an engine refuses or fails for its own reasons is not.
+    """
+
+    def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
+        self._roster = EngineRegistry(engines, jitter)
+        self._homes = PrefixAffinity()
+        self._unanswered = 0
+
+    async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
+        """One completion, within `deadline` seconds."""
+        prompt = request.prompt_ids
+        what = f"the request of {len(prompt)} prompt tokens, order {request.order}, noise {request.noise}"
+        errand = PendingRequest(what, len(prompt) + 1, request.model)
+
+        def route(candidates: list[PoolMember]) -> PoolMember:
+            if len(candidates) == 1:
+                return candidates[0]
+            member = choose(candidates, self._homes.find(prompt))
+            self._homes.settle(prompt, member)
+            return member
+
+        async def ask(member: PoolMember) -> Completion:
+            floor = self._roster.floor(request.model)
+            completion = await member.engine.generate(request)
+            if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
+                raise _misshapen(member, completion)
+            # An engine may have been restarted unnoticed, with the weights it began with.
+            if min(completion.versions, default=floor) < floor and await self._roster.fails(member):
+                raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
+            return completion
+
+        return await self._run(errand, route, ask, deadline)
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        model: str = "",
+        deadline: float | None = None,
+    ) -> list[list[float]]:
+        """Log probability of every token given those before it; 0.0 for the first."""
+        errand = PendingRequest(
+            f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), model, len(sequences)
+        )
+        return await self._run(
+            errand, choose, lambda member: member.engine.score(sequences, temperature, model), deadline
+        )
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        """Give every engine the new weights; answers with the longest pause."""
+        self._homes.forget()
+        return await self._roster.publish(update)
+
+    def add(self, engine: Engine) -> None:
+        """A further engine takes part as soon as it holds the current weights."""
+        self._roster.add(engine)
+
+    async def policies(self) -> list[ServedPolicy]:
+        """The policy that each engine in service really serves."""
+        return list(await asyncio.gather(*(member.engine.policy() for member in self._roster.serving)))
+
+    async def stats(self) -> list[EngineStats]:
+        """Vital signs of each engine in service."""
+        return list(await asyncio.gather(*(member.engine.stats() for member in self._roster.serving)))
+
+    def close(self) -> None:
+        """Stop looking after engines that are set aside; the engines belong to the code that made them."""
+        self._roster.close()
+
+    @property
+    def trouble(self) -> EngineError | None:
+        """Why no engine serves; None while one does."""
+        return None if self._roster.serving else self._roster.trouble
+
+    @property
+    def running(self) -> int:
+        """Requests not yet answered."""
+        return self._unanswered
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds that each engine has spent computing; may be asked from any thread."""
+        return {member.name: member.engine.busy_seconds for member in list(self._roster.members)}
+
+    @property
+    def busy_seconds(self) -> float:
+        """Mean time the engines have spent computing."""
+        members = self._roster.members
+        return sum(member.engine.busy_seconds for member in members) / len(members)
+
+    async def _run(
+        self,
+        errand: PendingRequest,
+        route: Callable[[list[PoolMember]], PoolMember],
+        ask: Callable[[PoolMember], Awaitable[T]],
+        deadline: float | None,
+    ) -> T:
+        self._unanswered += 1
+        try:
+            if deadline is None:
+                return await self._see_through(errand, route, ask, None)
+            async with asyncio.timeout(deadline) as limit:
+                return await self._see_through(errand, route, ask, deadline)
+        except TimeoutError:
+            if deadline is None or not limit.expired():
+                raise
+            cause = f" ({errand.trouble})" if errand.trouble else ""
+            raise EngineError(f"no completion within {deadline:g} s{cause}: give it a longer deadline") from None
+        finally:
+            self._unanswered -= 1
+
+    async def _see_through(
+        self,
+        errand: PendingRequest,
+        route: Callable[[list[PoolMember]], PoolMember],
+        ask: Callable[[PoolMember], Awaitable[T]],
+        deadline: float | None,
+    ) -> T:
+        await self._roster.meet()
+        while True:
+            member = route(await self._candidates(errand, deadline))
+            member.unanswered += errand.weight
+            try:
+                try:
+                    return await ask(member)
+                finally:
+                    member.unanswered -= errand.weight
+            except UnknownModel as error:
+                if not self._roster.forgot(member, errand.model, error):
+                    raise
+            except RequestError:
+                raise
+            except Overloaded as error:
+                errand.full.add(member)
+                errand.trouble = error
+            except EngineError as error:
+                await self._weigh(errand, member, error)
+            except SHAPES as error:
+                if not isinstance(member.engine, RejoiningEngine):
+                    raise  # nothing came over a wire: it is a bug, and its traceback says where
+                garbled = EngineError(f"{member.name} answered what cannot be read ({type(error).__name__}: {error})")
+                garbled.__cause__ = error
+                await self._weigh(errand, member, garbled)
+
+    async def _candidates(self, errand: PendingRequest, deadline: float | None) -> list[PoolMember]:
+        """Engines in service that are large enough and have not just refused; waits until there is one."""
+        members = self._roster.members
+        if len(members) == 1 and members[0].trouble is members[0].context is None and not errand.full:
+            return members  # most runs have one engine: nothing to choose, nothing to compare
+        if all(member.context is not None and member.context < errand.length for member in members):
+            longest = max(member.context or 0 for member in members)
+            raise RequestError(f"{errand.what} needs {errand.length} tokens, but no context holds more than {longest}")
+        while True:
+            fit = [m for m in self._roster.serving if m.context is None or m.context >= errand.length]
+            if free := [member for member in fit if member not in errand.full]:
+                return free
+            if self._roster.hopeless:
+                trouble = errand.trouble or self._roster.trouble
+                raise NoEngineLeft(str(trouble)) from trouble
+            await self._wait(errand, deadline)
+            errand.full.clear()
+
+    async def _wait(self, errand: PendingRequest, deadline: float | None) -> None:
+        delay = self._roster.delay(errand.rounds)
+        if deadline is None and errand.waited + delay > PATIENCE_SECONDS:
+            raise errand.trouble or self._roster.trouble
+        errand.rounds += 1
+        errand.waited += delay
+        if errand.waited > LONG_SECONDS:
+            self._tell(errand)
+        await asyncio.sleep(delay)
+
+    def _tell(self, errand: PendingRequest) -> None:
+        """Those who wait all wait for the same, so one speaks for them."""
+        trouble = self.trouble or errand.trouble
+        text = "%d requests are not answered, one of them for %.0f s because there is no room: %s"
+        if self.trouble is not None:
+            text = "%d requests wait for an engine to come back, one of them for %.0f s: %s"
+        seldom.warn(self, text, self._unanswered, errand.waited, trouble)
+
+    async def _weigh(self, errand: PendingRequest, member: PoolMember, error: EngineError) -> None:
+        """Raise the failure unless asking again is safe and may help."""
+        errand.trouble = error
+        try:
+            fails = await self._roster.fails(member)
+        except SHAPES:
+            raise error from None  # it cannot even say what it serves
+        if fails:
+            errand.broken.append(member)
+        elif isinstance(error, Unreachable):
+            errand.lost += 1
+        else:
+            raise error  # the engine lives: this is its answer
+        if len(errand.broken) >= MOST_BROKEN:
+            names = " and ".join(broken.name for broken in errand.broken)
+            raise EngineError(f"{errand.what} is given up after {names} failed under it: {error}") from error
+        if errand.lost >= MOST_LOST:
+            raise error
+
+
+def _misshapen(member: PoolMember, completion: Completion) -> EngineError:
+    counts = [len(stream) for stream in (completion.token_ids, completion.logprobs, completion.versions)]
+    return EngineError("{} answered {} tokens with {} log probabilities and {} versions".format(member.name, *counts))
+
+
+class LeaguePool(Pool):
+    """Keeps versions that were published once, each under a name that requests choose it by.
+
+    Where the policy is an adapter, a past one is one more adapter of the same engines. Where it is a whole model, each
+    name gets an engine of its own, made when it is first needed.
+    """
+
+    def __init__(self, engines: Sequence[Engine], engine: Callable[[], Engine]) -> None:
+        super().__init__(engines)
+        self._make = engine
+        self._past: dict[str, tuple[Engine, Pool]] = {}
+
+    async def keep(self, name: str, update: WeightUpdate) -> None:
+        """Serve this version as `name` from now on, in place of the one before."""
+        if update.adapter is not None:
+            # The canary speaks of the policy's own adapter; the fingerprint still proves the tensors.
+            adapter = Adapter(name, update.adapter.scale)
+            await self.load_weights(dataclasses.replace(update, adapter=adapter, canary=None))
+            return
+        if name not in self._past:
+            engine = self._make()
+            self._past[name] = engine, Pool([engine])
+            engine.start()
+        await self._past[name][1].load_weights(update)
+
+    async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
+        if request.model not in self._past:
+            return await super().generate(request, deadline)
+        return await self._past[request.model][1].generate(dataclasses.replace(request, model=""), deadline)
+
+    def close(self) -> None:
+        super().close()
+        for engine, pool in self._past.values():
+            pool.close()
+            engine.close()
+        self._past.clear()

@@ -1,0 +1,320 @@
+"""Engines of a pool: which serve and with which weights, and which of them a request goes to."""
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from paceline.engine.base import Engine
+from paceline.errors import EngineError, PartialUpdateError, Unreachable, UpdateLost
+from paceline.util.rate_limited_logger import RateLimitedLogger
+from paceline.weights.update import WeightUpdate
+
+BLOCK = 32
+"""Prompts are remembered by beginnings of this many tokens, twice as many, and so on."""
+MOST_BEGINNINGS = 1 << 16
+SLACK = 0.25
+"""How much busier than the least loaded engine, in parts of its capacity, the one that knows a prompt may be."""
+
+
+class PoolMember:
+    """An engine as the pool sees it."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.unanswered = 0
+        self.capacity = 1
+        self.context: int | None = None
+        """Most tokens it takes; None until it was asked."""
+        self.trouble: EngineError | None = None
+        """Why it is set aside; None while it serves."""
+
+    @property
+    def load(self) -> float:
+        """How full it would be with one request more."""
+        return (self.unanswered + 1) / self.capacity
+
+
+def choose(candidates: Sequence[PoolMember], home: PoolMember | None = None) -> PoolMember:
+    """The engine that knows the prompt's beginning, unless it is more than `SLACK` busier than the least loaded one."""
+    least = min(candidates, key=lambda member: member.load)
+    if home in candidates and home is not None and home.load <= least.load + SLACK:
+        return home
+    return least
+
+
+class PrefixAffinity:
+    """Remembers which engine last computed the beginning of a prompt.
+
+    Only a beginning that is at least half of the prompt counts: all prompts share a chat template's first words.
+    """
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[int, PoolMember] = OrderedDict()
+
+    def find(self, prompt: Sequence[int]) -> PoolMember | None:
+        keys = _beginnings(prompt)
+        for known in range(len(keys), 0, -1):
+            if known * BLOCK * 2 < len(prompt):
+                return None
+            if home := self._homes.get(keys[known - 1]):
+                return home
+        return None
+
+    def settle(self, prompt: Sequence[int], member: PoolMember) -> None:
+        for key in _beginnings(prompt):
+            self._homes[key] = member
+            self._homes.move_to_end(key)
+        while len(self._homes) > MOST_BEGINNINGS:
+            self._homes.popitem(last=False)
+
+    def forget(self) -> None:
+        """New weights: keys and values of the old ones are never shared with new requests."""
+        self._homes.clear()
+
+
+def _beginnings(prompt: Sequence[int]) -> list[int]:
+    """A key for each whole number of blocks the prompt begins with, shortest first."""
+    keys, key = [], 0
+    for end in range(BLOCK, len(prompt) + 1, BLOCK):
+        key = hash((key, tuple(prompt[end - BLOCK : end])))
+        keys.append(key)
+    return keys
+
+
+CHECK_SECONDS = 10.0
+PUBLISH_SECONDS = 900.0
+FIRST_DELAY, MOST_DELAY = 0.05, 2.0
+QUIET_ATTEMPTS = 15
+"""About twenty seconds: an engine that is started again takes that long."""
+log = logging.getLogger("paceline.pool")
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RejoiningEngine(Protocol):
+    """An engine that may come back after it was gone, perhaps without the weights it had."""
+
+    name: str
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        """A copy of an update that can be sent again later."""
+        ...
+
+
+class EngineRegistry:
+    """The members of a pool, in service or set aside.
+
+    in service -> (a failure, and no answer or other weights when asked) -> set aside
+               -> (asked again, with back-off) answers -> gets the last updates -> in service
+
+    An engine that lives and dies with this process never answers again, so the pool does not wait for it.
+    """
+
+    def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
+        names = [
+            engine.name if isinstance(engine, RejoiningEngine) else f"engine {i}" for i, engine in enumerate(engines)
+        ]
+        self.members = [PoolMember(engine, name) for engine, name in zip(engines, names, strict=True)]
+        self._keeper = next((engine for engine in engines if isinstance(engine, RejoiningEngine)), None)
+        self._updates: dict[str | None, WeightUpdate] = {}
+        """The last update of the base (None) and of each adapter. Replaced, never changed: its identity is its age."""
+        self._published: dict[str, int] = {}
+        """The version of the policy ("") and of each adapter that all who serve have taken."""
+        self._nurses: dict[PoolMember, asyncio.Task[None]] = {}
+        self._meeting: asyncio.Task[None] | None = None
+        self._publishing = 0
+        self._jitter = jitter
+        self._seldom = RateLimitedLogger(log)
+
+    @property
+    def serving(self) -> list[PoolMember]:
+        return [member for member in self.members if member.trouble is None]
+
+    @property
+    def hopeless(self) -> bool:
+        """No engine serves and none will: an engine of this process comes back only by an update."""
+        remote = any(isinstance(member.engine, RejoiningEngine) for member in self.members)
+        return not self.serving and not self._publishing and not remote
+
+    @property
+    def trouble(self) -> EngineError:
+        """Why no engine serves."""
+        causes = "; ".join(f"{member.name}: {member.trouble}" for member in self.members)
+        return EngineError(f"no engine is left: {causes}")
+
+    def delay(self, attempt: int) -> float:
+        """Exponential back-off, shortened by up to half so that those who wait do not return all at once."""
+        return min(MOST_DELAY, FIRST_DELAY * 2 ** min(attempt, 30)) * (1 - self._jitter() / 2)
+
+    def add(self, engine: Engine) -> None:
+        """A further engine, which serves once it answers and holds the current weights."""
+        name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {len(self.members)}"
+        member = PoolMember(engine, name)
+        member.trouble = EngineError("it has not answered yet")
+        self._keeper = self._keeper or (engine if isinstance(engine, RejoiningEngine) else None)
+        self.members.append(member)
+        self._nurses[member] = asyncio.ensure_future(self._nurse(member))
+
+    async def meet(self) -> None:
+        """Learn each engine's size, once. With one engine there is nothing to choose."""
+        if len(self.members) == 1:
+            return
+        if self._meeting is None:
+            self._meeting = asyncio.ensure_future(self._meet_all())
+        await asyncio.shield(self._meeting)  # bounded: by CHECK_SECONDS
+
+    async def fails(self, member: PoolMember) -> bool:
+        """Whether an engine that failed a request is out of order; if so it is set aside."""
+        if member.trouble is not None:
+            return True
+        try:
+            policy = await _asked(member, CHECK_SECONDS, member.engine.policy())
+        except EngineError as error:
+            self._set_aside(member, error)
+            return True
+        current = [update.version for name, update in self._updates.items() if not name]
+        torn = policy.version < 0  # an update broke off there: it must be sent all weights
+        if torn or (current and policy.version not in current and not self._publishing):
+            held = "a mixture of versions" if torn else f"version {policy.version}"
+            self._set_aside(member, EngineError(f"it serves {held}, not version {max(current, default=0)}"))
+            return True
+        return False
+
+    def forgot(self, member: PoolMember, model: str, error: EngineError) -> bool:
+        """Whether an engine that does not know a model has been given it: then it was restarted, and is set aside."""
+        if model not in self._updates or not isinstance(member.engine, RejoiningEngine):
+            return False
+        self._set_aside(member, error)
+        return True
+
+    def floor(self, model: str) -> int:
+        """The oldest version a request sent now may be answered with."""
+        return self._published.get(model, 0)
+
+    async def publish(self, update: WeightUpdate) -> float:
+        """Every engine in service takes the update; answers with the longest pause.
+
+        One that does not is set aside. If all refuse, the update is at fault: the weights before it stay the current
+        ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
+        """
+        # Without a remote engine nothing is ever sent again, and what is not kept takes no memory.
+        update = kept = await self._keeper.keep(update) if self._keeper is not None else update
+        if self._keeper is None:
+            kept = dataclasses.replace(update, tensors={})
+        before = self._updates
+        name = None if update.adapter is None else update.adapter.name
+        self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
+        # Only the next update can bring back an engine of this process.
+        asked = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
+        self._publishing += 1
+        try:
+            answers = await asyncio.gather(*(self._send(member, update) for member in asked))
+        finally:
+            self._publishing -= 1
+        refused = [(m, a) for m, a in zip(asked, answers, strict=True) if isinstance(a, EngineError)]
+        pauses = [answer for answer in answers if isinstance(answer, float)]
+        if not pauses and refused and not all(isinstance(error, Unreachable) for _, error in refused):
+            self._updates = before
+            raise next(error for _, error in refused if not isinstance(error, Unreachable))
+        for member, error in refused:
+            self._set_aside(member, error)
+        pause = max(pauses) if pauses else await self._returned()
+        self._published[name or ""] = update.version
+        return pause
+
+    def close(self) -> None:
+        """Ask no more after engines that are set aside."""
+        for nurse in self._nurses.values():
+            nurse.cancel()
+        self._nurses.clear()
+
+    def _set_aside(self, member: PoolMember, error: EngineError) -> None:
+        if member.trouble is None:
+            log.warning("%s is set aside: %s", member.name, error)
+        member.trouble = error
+        nurse = self._nurses.get(member)
+        if isinstance(member.engine, RejoiningEngine) and (nurse is None or nurse.done()):
+            self._nurses[member] = asyncio.ensure_future(self._nurse(member))
+
+    async def _nurse(self, member: PoolMember) -> None:
+        """Ask until it answers and holds the current weights."""
+        attempt = 0
+        while member.trouble is not None:
+            await asyncio.sleep(self.delay(attempt))  # unbounded: until it is back, or the pool is closed
+            attempt += 1
+            try:
+                await self._restore(member)
+            except EngineError as error:
+                member.trouble = error
+                if attempt > QUIET_ATTEMPTS:
+                    self._seldom.warn(member, "%s has not come back yet: %s", member.name, error)
+        log.warning("%s serves", member.name)
+
+    async def _restore(self, member: PoolMember) -> None:
+        sent: dict[str | None, WeightUpdate] | None = None
+        await _asked(member, CHECK_SECONDS, self._measure(member))
+        while sent is not self._updates:  # they may change while we send
+            sent = self._updates
+            for update in sent.values():
+                await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
+        member.trouble = None
+
+    async def _returned(self) -> float:
+        waited, attempt = 0.0, 0
+        while not self.serving:
+            if lost := next((m.trouble for m in self.members if isinstance(m.trouble, UpdateLost)), None):
+                raise lost
+            if self.hopeless or waited > PUBLISH_SECONDS:
+                raise self.trouble
+            waited += (delay := self.delay(attempt))
+            attempt += 1
+            await asyncio.sleep(delay)  # bounded: by PUBLISH_SECONDS
+        return 0.0
+
+    async def _send(self, member: PoolMember, update: WeightUpdate) -> float | EngineError:
+        try:
+            try:
+                pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
+            except PartialUpdateError:
+                whole = dataclasses.replace(update, delta=None) if update.tensors else update
+                pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
+        except EngineError as error:
+            return error
+        if not isinstance(member.engine, RejoiningEngine):
+            member.trouble = None
+        return float(pause)
+
+    async def _meet_all(self) -> None:
+        await asyncio.gather(*map(self._meet, self.members))
+
+    async def _meet(self, member: PoolMember) -> None:
+        try:
+            await _asked(member, CHECK_SECONDS, self._measure(member))
+        except EngineError as error:
+            self._set_aside(member, error)
+
+    async def _measure(self, member: PoolMember) -> None:
+        limits, stats = await asyncio.gather(member.engine.limits(), member.engine.stats())
+        member.context, member.capacity = limits.max_context, max(1, stats.capacity)
+
+
+async def _asked(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
+    """The engine's answer, if in time. A remote engine whose answer cannot be read counts as unreachable."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Unreachable(f"no answer within {seconds:g} s") from None
+    except OSError as error:  # a file that was to be sent is gone, say
+        raise Unreachable(f"it cannot be reached ({error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if not isinstance(member.engine, RejoiningEngine):
+            raise
+        raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

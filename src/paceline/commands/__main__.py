@@ -1,0 +1,5 @@
+"""Runs the `paceline` command by `python -m paceline.commands`."""
+
+from paceline.commands import command
+
+command()

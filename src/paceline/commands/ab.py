@@ -1,0 +1,255 @@
+"""Trains two arms side by side: two adapters on one engine, over the same draws and the same noise.
+
+Presents one adapter of an engine as its policy, so that several policies share one engine.
+"""
+
+import dataclasses
+import re
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TextIO
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients import Pool
+from paceline.config import RunConfig
+from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
+from paceline.engine.engine import DecodingEngine
+from paceline.errors import EngineError, PacelineError
+from paceline.model import load_tokenizer, quick_handover
+from paceline.observe.monitor import Monitor, RunOutcome
+from paceline.observe.record import open_run
+from paceline.observe.record.paired import Verdict, verdict
+from paceline.orchestrator import lay_out
+from paceline.orchestrator.league_checkpoints import members
+from paceline.runtime.local import Placed, seated, share_cores
+from paceline.runtime.model_backends import ModelBackend, kit_of, with_settled_dtype
+from paceline.runtime.preflight import refuse_unready
+from paceline.runtime.session import Given, Led, Placement, conduct_all
+from paceline.runtime.signals import USER, Signals
+from paceline.weights.update import ServedPolicy, WeightUpdate
+
+
+class AdapterView:
+    """Sends requests and updates of the policy to the adapter of this name. The code that made the engine starts and
+    ends it."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self._name = engine, name
+        self._mark = ""
+
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        asked = dataclasses.replace(request, model=request.model or self._name)
+        return await self._engine.generate(asked, listener)
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        return await self._engine.score(sequences, temperature, model or self._name)
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        if update.adapter is None:
+            raise EngineError("policies that share an engine are adapters, and this update is of a whole model")
+        named = dataclasses.replace(update.adapter, name=update.adapter.name or self._name)
+        pause = await self._engine.load_weights(dataclasses.replace(update, adapter=named))
+        if named.name == self._name:
+            self._mark = update.expected or update.fingerprint()
+        return pause
+
+    async def policy(self) -> ServedPolicy:
+        held = (await self._engine.limits()).adapters
+        return ServedPolicy(held.get(self._name, 0), self._mark)
+
+    async def limits(self) -> EngineLimits:
+        return await self._engine.limits()
+
+    async def stats(self) -> EngineStats:
+        return await self._engine.stats()
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._engine.busy_seconds
+
+    def start(self) -> None:
+        """It runs already."""
+
+    def close(self) -> None:
+        """The others go on."""
+
+
+REWARD = re.compile("reward/[^/]+/mean")
+REAL = "the difference is real"
+
+
+class Duel:
+    """Prints the comparison whenever both arms have taken one more step."""
+
+    def __init__(self, arms: Mapping[str, Path], screen: TextIO | None, signals: Signals | None) -> None:
+        self._arms, self._screen, self._signals = arms, screen, signals
+        self._steps = dict.fromkeys(arms, 0)
+        self._rewards: dict[str, dict[int, float]] = {arm: {} for arm in arms}
+        self._told = 0
+        self._noted = ""
+
+    def corner(self, arm: str) -> Monitor:
+        """The monitor of one arm."""
+        return _Corner(self, arm)
+
+    def say(self, text: str) -> None:
+        if self._screen is not None:
+            print(text, file=self._screen, flush=True)
+
+    def note(self, arm: str, text: str) -> None:
+        """Print a note; one that both arms get is printed once."""
+        if text != self._noted:
+            self.say(f"{arm}: {text}")
+        self._noted = text
+
+    def step(self, arm: str, step: int, reward: float | None) -> None:
+        self._steps[arm] = step
+        if reward is not None:
+            self._rewards[arm][step] = reward
+        common = min(self._steps.values())
+        if common <= self._told:
+            return
+        self._told = common
+        known = self.verdict()
+        rewards = "  ".join(f"{one} {told.get(common, float('nan')):.3f}" for one, told in self._rewards.items())
+        band = "" if known is None else known.band + (" (real)" if known.real else "")
+        self.say(f"step {common}  reward  {rewards}  {band}")
+        if known is not None and known.real is not None and self._signals is not None:
+            self._signals.stop(REAL, f"{known.sentence}: stopping after this step")
+
+    def conclude(self) -> None:
+        """Both are over."""
+        known = self.verdict()
+        if known is None:
+            return
+        self.say(known.sentence)
+        if known.pairs.strangers:
+            self.say(f"{known.pairs.strangers} draws were left out: the arms drew other rows there")
+
+    def verdict(self) -> Verdict | None:
+        """The records' verdict so far; None while there is none."""
+        try:
+            one, other = map(open_run, self._arms.values())
+            return verdict(one, other)
+        except PacelineError:
+            return None
+
+
+class _Corner(Monitor):
+    """One of the two runs, as its monitors hear it."""
+
+    def __init__(self, duel: Duel, arm: str) -> None:
+        self._duel, self._arm = duel, arm
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        rewards = [value for name, value in metrics.items() if REWARD.fullmatch(name)]
+        self._duel.step(self._arm, step, fmean(rewards) if rewards else None)
+
+    def note(self, text: str) -> None:
+        self._duel.note(self._arm, text)
+
+    def end(self, outcome: RunOutcome) -> None:
+        why = f": {outcome.message}" if outcome.message else ""
+        self._duel.say(f"{self._arm}: {outcome.status} at step {outcome.step}{why}")
+
+
+SHARED = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")
+"""Keys in which the arms may not differ: one engine serves both, and both must draw alike."""
+
+
+def compare(
+    arms: Mapping[str, RunConfig], *, overwrite: bool = False, screen: TextIO | None = None, until_real: bool = False
+) -> int:
+    """Train both arms; each leaves a run directory like any other. With `until_real` they end as soon as the difference
+    is beyond doubt. Answers with an exit code."""
+    check(arms)
+    for config in arms.values():
+        refuse_unready(config)
+    arms = {arm: with_settled_dtype(config) for arm, config in arms.items()}
+    signals = Signals()
+    duel = Duel({arm: Path(c.runs) / c.name for arm, c in arms.items()}, screen, signals if until_real else None)
+    with _shared(arms) as house:
+        led = [Led(c, house.placement(arm), [duel.corner(arm)]) for arm, c in arms.items()]
+        results = conduct_all(led, overwrite=overwrite, signals=signals)
+    duel.conclude()
+    ends = {result.outcome.status for result in results}
+    return 1 if "failed" in ends else 130 if any(result.outcome.message == USER for result in results) else 0
+
+
+def check(arms: Mapping[str, RunConfig]) -> None:
+    """Raise a sentence if these two cannot be compared."""
+    one, other = arms.values()
+    if one.model.lora is None:
+        raise PacelineError("`paceline ab` trains two adapters on one engine: set model.lora.rank, such as 8")
+    if one.placement != "local" or one.engine.backend != "paceline":
+        raise PacelineError('`paceline ab` runs in one process on our own engine: placement = "local"')
+    for key in SHARED:
+        if getattr(one, key) != getattr(other, key):
+            raise PacelineError(f"both arms share `{key}`: leave out --a.{key} and --b.{key}, or give it to both")
+    if not one.record.all or not other.record.all:
+        raise PacelineError("the arms are compared by their records: leave record.all as it is")
+    if one.model_dump(exclude={"name"}) == other.model_dump(exclude={"name"}):
+        raise PacelineError("both arms are the same: say what differs, such as --b.env.0.algo.type max_rl")
+
+
+@dataclass(frozen=True, slots=True)
+class _House:
+    """The model, tokenizer and engine that both arms share."""
+
+    kit: ModelBackend
+    tokenizer: PreTrainedTokenizerBase
+    engine: DecodingEngine
+
+    def placement(self, arm: str) -> Placement:
+        @asynccontextmanager
+        async def place(
+            config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+        ) -> AsyncGenerator[Placed]:
+            phase("preparing environments")
+            courses = lay_out(config, given)
+            if members(courses):
+                raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
+            config = share_cores(config, self.kit.parameters)
+            with seated(
+                self.kit, self.tokenizer, config, dumps, courses, Pool([AdapterView(self.engine, arm)])
+            ) as parts:
+                yield parts
+
+        return place
+
+
+@contextmanager
+def _shared(arms: Mapping[str, RunConfig]) -> Generator[_House]:
+    config = next(iter(arms.values()))
+    assert config.model.lora is not None
+    kit = kit_of(config)
+    slots = {
+        "adapters": max(len(arms), config.engine.adapters),
+        "adapter_rank": max(config.model.lora.rank, config.engine.adapter_rank),
+    }
+    config = config.model_copy(update={"engine": config.engine.model_copy(update=slots)})
+    engine = kit.engine(share_cores(config, kit.parameters))
+    try:
+        engine.start()
+        with kit.at_work(), quick_handover(kit.device):
+            yield _House(kit, load_tokenizer(config.model), engine)
+    finally:
+        engine.close()

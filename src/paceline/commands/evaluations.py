@@ -1,0 +1,199 @@
+"""`paceline eval`: a model, a run's policy or several side by side, on held-out rows."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from paceline.commands.rollouts import sampling_on
+from paceline.commands.targets import RunTarget, find_run
+from paceline.config import RunConfig, load
+from paceline.config.model import ModelConfig
+from paceline.config.target import load_target, names_environment, names_run_file, nearest_target
+from paceline.errors import PacelineError
+from paceline.orchestrator import RealClock, TrainEnv, lay_out
+from paceline.orchestrator.episodes import EVAL, RolloutRunner
+from paceline.orchestrator.evaluation import by_actor, evaluate, intervals, summarise
+from paceline.rollout import Rollout
+from paceline.runtime.episode_runtime import open_house
+from paceline.runtime.signals import run_to_the_end
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTarget:
+    """A model to evaluate: a run file's, or a checkpoint's weights in its place."""
+
+    name: str
+    """As the command line has it."""
+    config: RunConfig
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over held-out rows with its 95% interval; no interval where the number is a count."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results of one target on held-out rows, by environment (and actor, where there are several)."""
+
+    target: EvalTarget
+    tables: dict[str, dict[str, Estimate]]
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it: counts as numbers, means with their intervals."""
+        checkpoint = self.target.checkpoint
+        return {
+            "target": self.target.name,
+            "model": self.target.config.model.name,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "seconds": round(self.seconds, 3),
+            "environments": {
+                name: {key: _plain(value) for key, value in table.items()} for name, table in self.tables.items()
+            },
+        }
+
+
+# -- what to evaluate -------------------------------------------------------------------------------------------------
+
+
+def find_targets(
+    names: Sequence[str], overrides: Sequence[str], env: str | None = None, file: str | None = None
+) -> list[EvalTarget]:
+    """The targets by their names: run files or examples, environment types, run directories (`RUN@STEP`), models.
+
+    Rows come from `file` or from an environment of type `env` for all of them. Without these a run or run file brings
+    its own, and a model is evaluated on those of the first run or run file beside it.
+    """
+    if env is not None and file is not None:
+        raise PacelineError("--env and --file both say where the rows come from: leave one of them out")
+    given = _loaded(lambda more: load_target(file or env or "", more).config, overrides) if file or env else None
+    runs = {name: find_run(name) for name in names}
+    rows = given or next((_own(name, runs[name], overrides) for name in names if _brings_rows(name, runs[name])), None)
+    return [_target(name, runs[name], overrides, given, rows) for name in names]
+
+
+def _target(
+    name: str, run: RunTarget | None, overrides: Sequence[str], given: RunConfig | None, rows: RunConfig | None
+) -> EvalTarget:
+    if _brings_rows(name, run):
+        own = _own(name, run, () if given else overrides)  # keys of a given environment are none of the run's
+        if run is None or run.checkpoint is not None:
+            return EvalTarget(name, _speaking(given or own, own.model), None if run is None else run.checkpoint)
+        if run.export is None:
+            raise PacelineError(f"{name} has neither a whole checkpoint nor an export: nothing was trained yet")
+        return EvalTarget(name, _speaking(given or own, own.model.model_copy(update=_whole(str(run.export)))))
+    if rows is None:
+        hint = "" if Path(name).exists() else nearest_target(name)
+        raise PacelineError(
+            f"{name} is a model, which has no held-out rows of its own: add --env TYPE (such as reverse-text) or "
+            f"--file RUN.toml{hint and f'; {hint}'}"
+        )
+    if (Path(name) / "adapter_config.json").is_file():
+        raise PacelineError(f"{name} is a LoRA adapter: evaluate its run, or a merged export (`paceline export`)")
+    return EvalTarget(name, _speaking(rows, rows.model.model_copy(update=_whole(name))))
+
+
+def _brings_rows(name: str, run: RunTarget | None) -> bool:
+    return run is not None or names_run_file(name) or names_environment(name)
+
+
+def _own(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig:
+    """The config a target brings, with the command line's keys."""
+    if run is None:
+        return _loaded(lambda more: load_target(name, more).config, overrides)
+    return _loaded(lambda more: load(run.root, more).config, overrides)
+
+
+def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
+    """`--sampling.*` is about these episodes: whatever the file evaluates with, changed by those keys."""
+    flags = _sampling_flags(overrides)
+    others = [argument for index, argument in enumerate(overrides) if index not in flags]
+    config = read(others)
+    if not flags:
+        return config
+    start = sampling_on(config, "eval").model_dump()
+    whole = [f"--eval.sampling.{key}={json.dumps(value)}" for key, value in start.items()]
+    asked = [overrides[index].replace("--sampling.", "--eval.sampling.", 1) for index in flags]
+    return read([*others, *whole, *asked])
+
+
+def _sampling_flags(overrides: Sequence[str]) -> list[int]:
+    """Places of `--sampling.*` and of the values that follow them."""
+    found: list[int] = []
+    for index, argument in enumerate(overrides):
+        value = index - 1 in found and not argument.startswith("--") and "=" not in overrides[index - 1]
+        if value or argument.startswith("--sampling."):
+            found.append(index)
+    return found
+
+
+def _whole(name: str) -> dict[str, Any]:
+    """A model of its own in the place of a run's: no adapter beside it, its own tokenizer and type."""
+    return {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"}
+
+
+def _speaking(config: RunConfig, model: ModelConfig) -> RunConfig:
+    return config.model_copy(update={"model": model})
+
+
+# -- evaluating -------------------------------------------------------------------------------------------------------
+
+
+def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Evaluation:
+    """Play the held-out rows with the target's weights in this process."""
+    config, began = target.config, perf_counter()
+    courses = lay_out(config)
+    if not any(course.eval_rows for course in courses.values()):
+        known = ", ".join(f"`{name}`" for name in courses)
+        raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")
+    progress(f"loading {config.model.name}")
+    with open_house(config, sampling_on(config, "eval"), None, config.eval.concurrency, target.checkpoint) as house:
+        assert house.voice is not None
+        player = RolloutRunner(house.voice, RealClock(), config.seed, EVAL)
+
+        async def play() -> list[Rollout]:
+            played: list[Rollout] = []
+            try:
+                await evaluate(courses, player, config.eval, progress, played.extend)
+            finally:
+                await house.close()
+            return played
+
+        rollouts = run_to_the_end(play())
+    tables = dict(_tables(courses, rollouts, config.eval.samples))
+    return Evaluation(target, tables, perf_counter() - began)
+
+
+def _tables(
+    courses: dict[str, TrainEnv], rollouts: Sequence[Rollout], samples: int
+) -> Iterator[tuple[str, dict[str, Estimate]]]:
+    for course in courses.values():
+        own = [rollout for rollout in rollouts if rollout.env == course.name]
+        for name, played in by_actor(course, own).items():
+            yield name, _table(played, samples)
+
+
+def _table(rollouts: Sequence[Rollout], samples: int) -> dict[str, Estimate]:
+    sure = intervals(rollouts, samples)
+    out = {key: Estimate(value, *sure.get(key, ())) for key, value in summarise(rollouts, samples).items()}
+    return out | {
+        "examples": Estimate(len({rollout.ticket for rollout in rollouts})),
+        "episodes": Estimate(len(rollouts)),
+        "truncated": Estimate(sum(rollout.truncated for rollout in rollouts)),
+        "tokens": Estimate(sum(rollout.completion_length for rollout in rollouts)),
+    }
+
+
+def _plain(value: Estimate) -> Any:
+    if value.low is None:
+        return int(value.mean) if float(value.mean).is_integer() else value.mean
+    return {"mean": value.mean, "low": value.low, "high": value.high}

@@ -1,0 +1,144 @@
+"""`paceline export`: writes the policy of a checkpoint, of torch or mlx, as a Hugging Face folder."""
+
+import asyncio
+import contextlib
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.commands.targets import RunTarget
+from paceline.config import RunConfig
+from paceline.config.apple import on_mlx
+from paceline.config.model import Dtype
+from paceline.errors import PacelineError
+from paceline.model import load_tokenizer
+from paceline.observe.monitor import RunDirectory
+from paceline.orchestrator import Checkpoints
+from paceline.planner.hardware import with_dtype
+from paceline.runtime.model_backends import with_settled_dtype
+from paceline.trainer import Trainer
+from paceline.util.private_folder import PrivateFolder
+from paceline.weights.manifest import write_manifest
+
+Form = Literal["all", "merged", "adapter"]
+"""`all`: what the end of a run writes, the merged weights and under LoRA the adapter beside them."""
+
+MODEL_FILES = ("model*.safetensors", "model*.index.json", "adapter_*", "adapter/adapter_*", "adapter-mlx/adapter*")
+"""Files that would mix with those of another export."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Folder, form and type of an export."""
+
+    folder: Path | None = None
+    """`export` in the run directory when left out; `export-STEP` where a step was asked for."""
+    form: Form = "all"
+    dtype: Dtype | None = None
+    """The type of the weights; the source checkpoint's when left out."""
+    overwrite: bool = False
+
+
+def export_run(target: RunTarget, options: ExportOptions) -> Path:
+    """Write the model folder of a checkpoint and answer with it. A new one appears whole or not at all."""
+    if target.checkpoint is None:
+        raise PacelineError(f"{target.root} has no whole checkpoint to export: train it, or go on with --resume latest")
+    if options.form == "adapter" and target.config.model.lora is None:
+        raise PacelineError(f"{target.root} trained all weights (no [model.lora]): leave --adapter out")
+    folder = options.folder or _default_folder(target, options)
+    replaces = folder.is_dir() and any(folder.iterdir())
+    if replaces and options.folder is not None and not options.overwrite:
+        raise PacelineError(f"{folder} already holds files: name another folder with -o, or add --overwrite")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with PrivateFolder(folder.parent) as private:
+        draft = private / "draft"
+        draft.mkdir()
+        write_checkpoint(target.config, target.checkpoint, draft, options.form, options.dtype)
+        write_manifest(draft)  # of the form that was asked for
+        if replaces:
+            _replace(folder, draft)
+        else:
+            draft.replace(folder)
+    return folder
+
+
+def _replace(folder: Path, draft: Path) -> None:
+    """Put a new export in the place of an old one, and leave all else in the folder alone."""
+    for pattern in MODEL_FILES:
+        for old in folder.glob(pattern):
+            old.unlink()
+    for file in sorted(path for path in draft.rglob("*") if path.is_file()):
+        place = folder / file.relative_to(draft)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(place)
+
+
+def write_checkpoint(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
+    """The weights of a checkpoint in a folder of their own, by the library the run trains with."""
+    config = with_settled_dtype(config, checkpoint)
+    if on_mlx(config.backend):
+        _write_mlx(config, checkpoint, folder, form, dtype)
+    else:
+        _write_torch(config, checkpoint, folder, form, dtype)
+
+
+def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
+    """On the CPU, without moments: a fraction of the memory that going on from the checkpoint takes."""
+    import torch
+
+    from paceline.model import attach_lora, load_model
+    from paceline.trainer.checkpoint import export, put_masters, save_adapter
+
+    if dtype == "float32":  # wider than a half type the run computed in: straight from the masters
+        config = with_dtype(config, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # how slowly this CPU would compute, and that no ranks are here
+        model = attach_lora(load_model(config.model, "cpu"), config.model, config.seed)
+        put_masters(model, checkpoint)
+    tokenizer = load_tokenizer(config.model)
+    if form == "adapter":
+        save_adapter(model, folder)
+        tokenizer.save_pretrained(folder)
+    else:
+        written = getattr(torch, dtype) if dtype else None
+        export(model, folder, tokenizer, written=written, adapter=form == "all")
+
+
+def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
+    from paceline.runtime.mlx_kit import MlxKit
+
+    if dtype is not None:
+        raise PacelineError('--dtype needs backend = "torch": with mlx an export keeps the checkpoint\'s type')
+    trainer = MlxKit(config).trainer(config, folder)
+    try:
+        asyncio.run(_load_and_export(trainer, checkpoint, folder, config))
+    finally:
+        trainer.close()
+    if form == "merged":
+        for name in ("adapter", "adapter-mlx"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    elif form == "adapter":
+        _keep_adapter(folder)
+
+
+async def _load_and_export(trainer: Trainer, checkpoint: Path, folder: Path, config: RunConfig) -> None:
+    await trainer.load(checkpoint)
+    await trainer.export(folder, load_tokenizer(config.model))
+
+
+def _keep_adapter(folder: Path) -> None:
+    """The adapter in peft's form at the top of the folder, beside the tokenizer."""
+    for file in [*folder.glob("model*.safetensors"), folder / "config.json", folder / "generation_config.json"]:
+        file.unlink(missing_ok=True)
+    for file in (folder / "adapter").iterdir():
+        file.replace(folder / file.name)
+    with contextlib.suppress(OSError):
+        (folder / "adapter").rmdir()
+
+
+def _default_folder(target: RunTarget, options: ExportOptions) -> Path:
+    newest = Checkpoints(RunDirectory(target.root).checkpoints, keep=1).all()[-1]
+    step = "" if target.checkpoint == newest else f"-{target.step}"
+    return target.root / f"export{step}{'-adapter' if options.form == 'adapter' else ''}"

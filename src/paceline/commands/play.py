@@ -1,0 +1,334 @@
+"""`paceline play`: take a seat yourself, against the policy or alone."""
+
+import asyncio
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from paceline.clients.tools import ToolReader
+from paceline.commands.rollouts import Played, draws, episode, pick_section, ready, records, rows_of, sampling_on
+from paceline.commands.show import show_messages
+from paceline.config import RunConfig
+from paceline.config.env import BaseEnvConfig
+from paceline.config.inference import SamplingConfig
+from paceline.envs import Environment, Split, build_environment
+from paceline.errors import PacelineError
+from paceline.observe.monitor.show_rollout import show_rollout
+from paceline.observe.monitor.text import amount, score
+from paceline.rollout import Message, Reply
+from paceline.rollout.endpoint import WordSeat
+from paceline.rollout.history import same
+from paceline.rollout.seat import Guests, SeatLeft, SessionAddress
+from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_house
+
+Tools = Sequence[dict[str, Any]]
+CALLING = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
+
+class PersonLeft(PacelineError):
+    """The person has left the game."""
+
+
+def typed(prompt: str) -> str:
+    """A line from the keyboard, or from whatever is piped in; then it is shown too, as a terminal would."""
+    if sys.stdin is None:  # closed before we began
+        raise EOFError
+    if sys.stdin.isatty():
+        return input(prompt)
+    print(prompt, end="", flush=True)  # not by `input`, which sees no signal between the prompt and the line
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    print(line.removesuffix("\n"), flush=True)
+    return line.removesuffix("\n")
+
+
+class Person:
+    """A person at the keyboard."""
+
+    def __init__(self, console: Console, read: Callable[[str], str] = typed) -> None:
+        self._console, self._read = console, read
+        self.turns = 0
+        """How often they spoke."""
+        self.left, self.broken = False, ""
+        if read is typed and sys.stdin is not None and sys.stdin.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401 - lines can be edited from now on
+
+    def say(self, who: str, news: Sequence[Message], tools: Tools | None) -> str:
+        """Show the new messages and read the person's answer.
+
+        The event loop stands still meanwhile, on purpose: the keyboard is one, so seats that want to speak wait for
+        one another, and a thread that waits for a line could not be called back from a terminal it has taken over.
+        """
+        if self.left:
+            raise PersonLeft("the person has left")
+        show_messages(news, self._console)
+        if tools:
+            named = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
+            self._console.print(Text(f"tools: {named}; {CALLING}", "dim"))
+        try:
+            with _interruptible():
+                words = self._listen(who)
+        except (EOFError, KeyboardInterrupt):
+            self.left = True
+            self._console.print()
+            raise PersonLeft("the person has left") from None
+        except UnicodeDecodeError as error:
+            self.left, self.broken = True, f"what was typed is no text: {error}"
+            raise PersonLeft(self.broken) from error
+        self.turns += 1
+        return words
+
+    def _listen(self, who: str) -> str:
+        lines = [self._read(f"{who}> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(self._read("... "))
+        return "\n".join(lines)
+
+
+class PersonSeat(WordSeat):
+    """A person's seat in one episode."""
+
+    def __init__(
+        self,
+        person: Person,
+        name: str,
+        actor: str,
+        sampling: SamplingConfig,
+        lodge: SessionAddress,
+        spell: Callable[[Sequence[int]], str],
+    ) -> None:
+        super().__init__(sampling, lodge, actor)
+        self._person, self._name, self._spell = person, name, spell
+
+    async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
+        known = self._known(messages)
+        text = self._person.say(self._name, messages[known:], None if known else tools)
+        return _choice(_read_calls(text, tools))
+
+    async def complete(self, token_ids: Sequence[int]) -> Reply:
+        if self._left:
+            raise SeatLeft("the episode is over: this seat takes no more calls")
+        prompt: Message = {"role": "tokens", "content": self._spell(token_ids)}
+        text = self._person.say(self._name, [prompt], None)
+        return self.note(_choice({"role": "assistant", "content": text}), [prompt])
+
+    def _known(self, messages: Sequence[Message]) -> int:
+        """How many messages the person knows: a conversation may go on from anything, not just from the end."""
+        whole = ([*(turn.messages or []), turn.message] for turn in self.turns)
+        return max((len(said) for said in whole if same(messages[: len(said)], said)), default=0)
+
+
+def _choice(message: Message) -> dict[str, Any]:
+    return {"message": message, "finish": "stop", "usage": None}
+
+
+def _read_calls(text: str, tools: Tools | None) -> Message:
+    """Tool calls are written as most open models write them."""
+    reader = ToolReader([tool.get("function", tool).get("name", "") for tool in tools or ()])
+    said, calls = reader.feed(text)
+    rest, more = reader.flush()
+    if not (calls := [*calls, *more]):
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": said + rest, "tool_calls": [call.as_dict() for call in calls]}
+
+
+@contextmanager
+def _interruptible() -> Generator[None]:
+    """Ctrl-C ends the wait for a line: an event loop would only note it and wait on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+AT_ONCE = 8
+"""Seats of one game that may speak at the same time, where an episode starts others."""
+PATIENCE = 20
+"""Games in a row in which the person is never asked, before that is taken for a mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayOptions:
+    """The seat to play, and the model that plays the others."""
+
+    env: str | None = None
+    """The environment's name, where the run file has several."""
+    seat: str | None = None
+    """The actor the person plays; the first when left out."""
+    games: int | None = None
+    """How many; until the person leaves when left out."""
+    split: Split = "train"
+    row: int | None = None
+    """Play every game on this row."""
+    url: str | None = None
+    """Base URL of an OpenAI-compatible server that plays the others; the model in this process when left out."""
+    model: str | None = None
+    """Its name there; or, in this process, a folder, a hub name or a checkpoint in place of the run's own model."""
+    api_key: str | None = field(default=None, repr=False)
+    reveal: bool = False
+    """After each game, show what the others heard and said."""
+
+    def __post_init__(self) -> None:
+        if self.games is not None and self.games < 1:
+            raise PacelineError("there is nothing to play: give -n >= 1, or leave it out to play until you leave")
+        if self.api_key and self.url is None:
+            raise PacelineError("--api-key is about an endpoint: give its base URL with --endpoint")
+
+
+@dataclass(slots=True)
+class ScoreBoard:
+    """The actors' rewards so far."""
+
+    games: int = 0
+    failed: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Sums by actor: those of children are their actor's."""
+
+    def add(self, played: Played) -> None:
+        if played.error is not None or played.outcome is None:
+            self.failed += 1
+            return
+        self.games += 1
+        for name, reward in played.outcome.rewards.items():
+            actor = _actor(played, name)
+            self.rewards[actor] = self.rewards.get(actor, 0.0) + float(reward)
+
+
+def play(
+    config: RunConfig, options: PlayOptions, stream: TextIO | None = None, read: Callable[[str], str] = typed
+) -> int:
+    """Play until the games are over or the person leaves; answers with an exit code: 1 if any game failed."""
+    console = Console(file=stream)
+    section = pick_section(config, options.env)
+    environment = build_environment(section)
+    seat = pick_seat(section, environment.actors, options.seat)
+    config, checkpoint = speaking(config, options)
+    _greet(console, section, environment.actors, seat, options.url or checkpoint or config.model.name)
+    address = OpenAIServer(options.url, options.model, options.api_key) if options.url else None
+    sampling = sampling_on(config, options.split)
+    person, total = Person(console, read), ScoreBoard()
+
+    def tell(played: Played) -> None:
+        total.add(played)
+        _show_game(console, played, total.games + total.failed, seat, options.reveal)
+
+    with open_house(config, sampling, address, AT_ONCE, checkpoint) as house:
+        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, house.lodge, house.spell)}
+        try:
+            asyncio.run(play_games(section, options, house, environment, person, guests, seed=config.seed, tell=tell))
+        except KeyboardInterrupt:  # while the others were speaking
+            console.print()
+    _show_score(console, total, seat)
+    return int(total.failed > 0)
+
+
+def pick_seat(section: BaseEnvConfig, actors: Sequence[str], name: str | None) -> str:
+    if name is not None and name not in actors:
+        known = ", ".join(f"`{actor}`" for actor in actors)
+        raise PacelineError(f"environment `{section.name}` has no seat `{name}`: choose one of {known} with --seat")
+    return name or actors[0]
+
+
+async def play_games(
+    section: BaseEnvConfig,
+    options: PlayOptions,
+    house: EpisodeRuntime,
+    environment: Environment,
+    person: Person,
+    guests: Guests,
+    *,
+    seed: int,
+    tell: Callable[[Played], None],
+) -> None:
+    """One game after another, on the rows a run would draw."""
+    rows = rows_of(section, environment, options.split)
+    patient = section.model_copy(update={"timeout": math.inf})  # people may think
+    silent = 0
+    try:
+        for ticket, member in islice(draws(section, options.split, options.row, rows, seed), options.games):
+            spoken = person.turns
+            row = asyncio.ensure_future(ready(environment, options.split, rows[ticket.row], ticket, seed))
+            played = await episode(patient, environment, house, row, ticket, member, seed, guests)
+            if person.broken:
+                raise PacelineError(person.broken)
+            if person.left:
+                return
+            tell(played)
+            silent = silent + 1 if person.turns == spoken else 0
+            if silent == PATIENCE:
+                raise PacelineError(
+                    f"{PATIENCE} games went by without a turn of `{', '.join(guests)}`: take another seat"
+                )
+    finally:
+        await house.close()
+
+
+def speaking(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:
+    """The config of the model that plays the others in this process, and the run's checkpoint that it loads."""
+    if options.model is None or options.url is not None:
+        return config, None
+    if is_checkpoint(Path(options.model)):
+        return config, Path(options.model)
+    # What a run exports is merged, so there is no adapter beside it.
+    model = config.model.model_copy(update={"name": options.model, "lora": None})
+    return config.model_copy(update={"model": model}), None
+
+
+# -- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _greet(console: Console, section: BaseEnvConfig, actors: Sequence[str], seat: str, opponent: object) -> None:
+    others = [actor for actor in actors if actor != seat]
+    played = f"; {', '.join(others)}: {opponent}" if others else ""
+    console.print(Text(f"{section.name}, you are {seat}{played}", "bold"))
+    console.print(Text("A line that ends in \\ goes on in the next. Ctrl-D leaves.", "dim"))
+
+
+def _show_game(console: Console, played: Played, number: int, seat: str, reveal: bool) -> None:
+    for record in records(played) if reveal else ():
+        if record["actor"] != seat:
+            show_rollout(record, console)
+    line = Text(f"game {number}", "bold")
+    if played.outcome is not None and played.error is None:
+        rewards = played.outcome.rewards.items()
+        _append(line, ((name, reward, _actor(played, name) == seat) for name, reward in rewards))
+        line.append("".join(f"  {name} {score(value)}" for name, value in played.outcome.metrics.items()), "dim")
+    if played.error is not None:
+        line.append(f"  {played.error}", "red")
+    console.print(line, soft_wrap=True)
+    console.print()
+
+
+def _show_score(console: Console, total: ScoreBoard, seat: str) -> None:
+    line = Text(f"score after {amount(total.games, 'game')}", "bold")
+    _append(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
+    if total.failed:
+        line.append(f"  {total.failed} failed", "red")
+    console.print(line, soft_wrap=True)
+
+
+def _actor(played: Played, name: str) -> str:
+    """The actor of a seat; an environment may also reward an actor without one."""
+    return played.table[name].actor if name in played.table else name
+
+
+def _append(line: Text, rewards: Iterable[tuple[str, float, bool]]) -> None:
+    for name, reward, yours in rewards:
+        style = "bold green" if reward > 0 else "bold yellow"
+        line.append(f"  {name}{' (you)' if yours else ''} ").append(score(float(reward)), style)

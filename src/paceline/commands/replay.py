@@ -1,0 +1,384 @@
+"""`paceline replay`: trains a recorded batch once more, on the CPU, and keeps nothing of it.
+
+    weights before the step (a checkpoint, or the model itself) + its samples -> the same step, beside what was measured
+    the same weights + dumps/bad-batch-N -> the same step, and each of its samples alone
+
+The samples are those of batches/step-N, or of the record where no batch was kept. Sampling, environments and engine
+play no part. Any difference is due to the trainer alone: another
+device or type, another version of the code, or a setting given on the command line.
+
+Runs each sample of a batch alone, to find those that broke a step or made its gradient jump.
+
+Records each token's share of the loss while a batch trains, for `paceline replay`.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.table import Table
+from torch import Tensor
+
+from paceline.config import RunConfig
+from paceline.config import trainer as config
+from paceline.data import MicroBatch, Sample, WireError, decode, minibatches
+from paceline.errors import PacelineError
+from paceline.model import attach_lora, load_model
+from paceline.observe.monitor import RunDirectory
+from paceline.observe.record import Gone, Query, RunFolder, open_run
+from paceline.observe.record.facts import REPLAYED, SKIPPED, TRAINED
+from paceline.orchestrator import Checkpoints
+from paceline.trainer import TorchTrainer
+from paceline.trainer.batch import TrainedTokens
+from paceline.trainer.critic import cut
+from paceline.trainer.files import check_files
+from paceline.trainer.learner import Learner
+from paceline.trainer.loss import TokenLosses
+from paceline.trainer.ops import all_finite
+from paceline.trainer.rules import Moved, held_back
+from paceline.trainer.stepping import trained
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTokens:
+    """The tokens of one sample that train, in their order."""
+
+    places: NDArray
+    """Their positions in the sample."""
+    logprobs: NDArray
+    """The policy's."""
+    sampler: NDArray
+    """The sampler's; NaN where that was a frozen model."""
+    ratio: NDArray
+    """Policy over where the rl term measures: the sampler, or under `proximal` the batch's start."""
+    advantages: NDArray
+    entropy: NDArray
+    shares: dict[str, NDArray]
+    """Of the optimizer step's loss, by component."""
+    left: list[tuple[int, str, str]]
+    """Tokens that a bound held back: which of these, in which component, and by which rule."""
+    skipped: bool
+    """The whole sample was left out (`clip_skip_threshold`)."""
+
+
+class Witness:
+    """A `Stepper.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
+
+    def __init__(self, c: config.TrainerConfig, told: Callable[[int], None]) -> None:
+        self._config, self._told = c, told
+        self.heard: dict[int, RecordedTokens] = {}
+        """By the sample's place in the batch."""
+
+    def __call__(self, micro_batch: MicroBatch, tokens: TrainedTokens, judged: TokenLosses) -> None:
+        starts = np.cumsum(micro_batch.lengths) - micro_batch.lengths
+        places, segments = trained(micro_batch), tokens.segments.cpu().numpy()
+        shares = {name: _array(values) for name, values in judged.scaled().items()}
+        used = {name: _array(scale) != 0 for name, scale in judged.scales.items()}
+        left = {name: _array(values) & used[name] for name, values in judged.left.items()}
+        moved = judged.moved
+        streams = [tokens.logprobs, tokens.behaviour, moved.value, tokens.advantages, tokens.entropy]
+        streams, apart, rl = [_array(stream) for stream in streams], _array(moved.difference), used["rl"]
+        for number, member in enumerate(micro_batch.members):
+            at = np.flatnonzero(segments == number)
+            if not len(at):
+                continue
+            skipped = bool(judged.skipped[number])
+            own = Moved(streams[2][at], apart[at], streams[3][at], rl[at])
+            self.heard[member] = RecordedTokens(
+                places[at] - starts[number],
+                *(stream[at] for stream in streams),
+                shares={name: values[at] for name, values in shares.items() if used[name][at].any()},
+                left=[] if skipped else held_back(self._config.loss, own, {k: v[at] for k, v in left.items()}),
+                skipped=skipped,
+            )
+        self._told(len(self.heard))
+
+
+def _array(values: Tensor) -> NDArray:
+    return values.detach().cpu().numpy()
+
+
+SHOWN = 3
+"""Samples that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sample's share of the batch's loss, term by term, and the norm of its share of the gradient."""
+
+    sample: Sample
+    losses: Mapping[str, float]
+    grad_norm: float
+
+    @property
+    def broken(self) -> list[str]:
+        """The values that are not finite: streams of the sample, then the losses and gradient they led to."""
+        streams = [name for name, values in self.sample.streams().items() if not np.isfinite(values).all()]
+        losses = [f"loss/{name}" for name, value in self.losses.items() if not math.isfinite(value)]
+        return [*streams, *losses, *([] if math.isfinite(self.grad_norm) else ["gradient"])]
+
+
+def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[Finding]:
+    """Each sample alone at the present weights. Nothing is stepped on."""
+    found = []
+    for sample, micro_batch in zip(samples, learner.alone(samples), strict=True):
+        sums = learner.stepper.backward(micro_batch, version).values
+        norm = float(learner.optimizer.clip())
+        learner.optimizer.zero()
+        losses = {name.removeprefix("loss_"): float(x) for name, x in sums.items() if name.startswith("loss_")}
+        found.append(Finding(sample, losses, norm))
+    return found
+
+
+def broken_weights(learner: Learner) -> list[str]:
+    """Weights that are not finite, by name."""
+    return [name for name, master in learner.optimizer.masters.items() if not all_finite(master)]
+
+
+def verdict(findings: Sequence[Finding], weights: Sequence[str]) -> str:
+    """In a sentence: which samples are not finite, or that the `weights` of these names are not, or else which sample's
+    gradient is the largest."""
+    if weights:
+        more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+        return f"the weights are not finite before this batch (`{weights[0]}`{more}): go back to an older checkpoint"
+    broken = [finding for finding in findings if finding.broken]
+    if broken:
+        named = "; ".join(f"{f.sample.where} ({', '.join(f.broken)})" for f in broken[:SHOWN])
+        more = f"; and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        return f"{len(broken)} of {len(findings)} samples are not finite: {named}{more}"
+    if not findings:
+        return "the batch holds no samples"
+    largest = max(findings, key=lambda finding: finding.grad_norm)
+    usual = median(finding.grad_norm for finding in findings)
+    times = f", {largest.grad_norm / usual:.3g} times the batch's median" if usual else ""
+    return (
+        f"every sample is finite with these weights; the largest gradient is that of {largest.sample.where}: norm "
+        f"{largest.grad_norm:.3g}{times}"
+    )
+
+
+TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
+"""Metrics that a step reports besides what it computed."""
+DUMP = "bad-batch-"
+ROWS = 20
+"""Samples of a bad batch that are listed."""
+
+Telling = Callable[[str], None]
+"""Receives progress messages."""
+
+
+def _silent(sentence: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One step, as it was and as it came out now."""
+
+    step: int
+    samples: list[Sample]
+    weights: str
+    """Where the weights came from."""
+    exact: bool
+    """Whether they are those the step began with."""
+    recorded: dict[str, float]
+    now: dict[str, float]
+    findings: list[Finding] = field(default_factory=list)
+    """Of a bad batch: its samples, each alone."""
+    verdict: str = ""
+    """Of a bad batch: what was wrong with it, in a sentence."""
+    source: str = ""
+    """Where the samples came from."""
+    heard: dict[int, RecordedTokens] = field(default_factory=dict)
+    """Each sample's recorded tokens, by its place in the batch."""
+    optimizer_steps: int = 1
+    """Over which the loss that is reported is a mean."""
+    remarks: list[str] = field(default_factory=list)
+    """Reasons why the figures may not be those of the run."""
+
+    def differences(self) -> dict[str, float]:
+        """Replayed minus recorded, where both are known."""
+        return {name: self.now[name] - self.recorded[name] for name in self.now if name in self.recorded}
+
+
+def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) -> ReplayedStep:
+    """Train the samples of a step again."""
+    directory = RunDirectory(run)
+    telling(f"reading the samples of step {step}")
+    folder = open_run(run)
+    samples, source, remarks = _batch(folder, directory, step)
+    telling("loading the model")
+    with _trainer(directory, step, config) as (trainer, weights):
+        exact = trainer.version == step - 1
+        witness = Witness(config.trainer, lambda done: telling(f"{done} of {len(samples)} samples computed"))
+        trainer.learner.stepper.watch = witness
+        telling(f"computing the loss of {len(samples)} samples")
+        now = _step(trainer, samples)
+    return ReplayedStep(
+        step,
+        samples,
+        weights,
+        exact,
+        _recorded(folder, step),
+        now,
+        source=source,
+        heard=witness.heard,
+        optimizer_steps=sum(map(bool, minibatches(samples, config.trainer.minibatches))),
+        remarks=[*remarks, *folder.problems(patient=False)],
+    )
+
+
+def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
+    """Train a batch again that was kept because its step was bad, by the step's number or the file's path, and look
+    for the samples that made it so."""
+    directory = RunDirectory(run)
+    path = _dump(directory, dump)
+    step, samples = _number(path), _read(path)
+    with _trainer(directory, step, config) as (trainer, weights):
+        exact = trainer.version == step - 1
+        short = [cut(sample, trainer.max_tokens) for sample in samples]
+        broken, findings = broken_weights(trainer.learner), examine(trainer.learner, short, trainer.version)
+        now = _step(trainer, samples)
+    folder = open_run(run)
+    recorded, problems = _recorded(folder, step), folder.problems(patient=False)
+    said = verdict(findings, broken)
+    return ReplayedStep(step, samples, weights, exact, recorded, now, findings, said, remarks=problems)
+
+
+@contextmanager
+def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator[tuple[TorchTrainer, str]]:
+    """A trainer as it was before a step, as far as checkpoints tell, and where its weights are from."""
+    torch.manual_seed(config.seed)
+    model = attach_lora(load_model(config.model), config.model, config.seed)
+    # A bad step is what is being looked at: it must not end the looking.
+    c = config.trainer.model_copy(update={"on_bad_step": "skip", "max_bad_steps": 1 << 30})
+    trainer = TorchTrainer(model, c, total_steps=config.steps, fp32_head=config.model.fp32_head)
+    try:
+        checkpoint = _before(directory, step)
+        if checkpoint is not None:
+            check_files(checkpoint)
+            asyncio.run(trainer.load(checkpoint))
+        yield trainer, str(checkpoint) if checkpoint else f"{config.model.name}, untrained"
+    finally:
+        trainer.close()
+
+
+def _step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, float]:
+    report = asyncio.run(trainer.step(samples))
+    return {name: value for name, value in report.metrics.items() if name not in TIMES}
+
+
+def table(result: ReplayedStep) -> Table:
+    """Component by component."""
+    shown = Table(title=f"step {result.step}: {len(result.samples)} samples, {sum(map(len, result.samples)):,} tokens")
+    shown.add_column("")
+    for heading in ("recorded", "replayed", "difference"):
+        shown.add_column(heading, justify="right")
+    apart = result.differences()
+    for name in sorted(result.now, key=lambda name: (not name.startswith("loss"), name)):
+        was = f"{result.recorded[name]:.6g}" if name in result.recorded else "-"
+        shown.add_row(name, was, f"{result.now[name]:.6g}", f"{apart[name]:+.2g}" if name in apart else "-")
+    return shown
+
+
+def samples_table(result: ReplayedStep) -> Table:
+    """A bad batch's samples: those that are not finite first, then by the size of their gradients."""
+    names = list(dict.fromkeys(name for finding in result.findings for name in finding.losses))
+    ranked = sorted(result.findings, key=lambda finding: (not finding.broken, -finding.grad_norm))
+    shown = Table(title=f"{min(ROWS, len(ranked))} of {len(ranked)} samples, each alone")
+    for heading in ("env", "ticket", "rollout"):
+        shown.add_column(heading)
+    for heading in (*(f"loss/{name}" for name in names), "gradient"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("not finite")
+    for finding in ranked[:ROWS]:
+        sample = finding.sample
+        number = "-" if sample.ticket is None else str(sample.ticket.number)
+        values = [f"{finding.losses.get(name, 0.0):.4g}" for name in names]
+        row = (sample.env, number, str(sample.rollout), *values, f"{finding.grad_norm:.4g}", ", ".join(finding.broken))
+        shown.add_row(*row)
+    return shown
+
+
+def _dump(directory: RunDirectory, dump: str) -> Path:
+    folder = directory.root / "dumps"
+    path = folder / f"{DUMP}{int(dump):06d}.msgpack" if dump.isdecimal() else Path(dump)
+    if path.is_file():
+        return path
+    kept = sorted(_number(file) for file in folder.glob(f"{DUMP}*.msgpack"))
+    if not kept:
+        raise PacelineError(f"{folder} holds no bad batches: none of this run's steps was left out")
+    raise PacelineError(f"there is no bad batch {dump} in {folder}; those kept are of steps {_ranges(kept)}")
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.stem.removeprefix(DUMP))
+    except ValueError:
+        raise PacelineError(f"{path} is not named like a bad batch: {DUMP}NNNNNN.msgpack") from None
+
+
+def _read(path: Path) -> list[Sample]:
+    try:
+        return decode(path.read_bytes())
+    except (OSError, WireError) as error:
+        raise PacelineError(f"{path} cannot be read: {error}") from error
+
+
+def _batch(folder: RunFolder, directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
+    """A step's samples as they shipped, where they were found, and what is missing of them."""
+    try:
+        samples = folder.batch(step)
+    except Gone as error:
+        raise PacelineError(f"the samples of step {step} cannot be read: {error}") from error
+    if samples:
+        path = directory.batches / f"step-{step:06d}.msgpack"
+        return (samples, str(path), []) if path.is_file() else (samples, "the record", _missing(folder, step))
+    kept = folder.batches()
+    if not kept:
+        raise PacelineError(
+            f"{directory.root} holds no samples of any step: train with --record.all, or with --record.batches 10 to "
+            "keep the last ten batches"
+        )
+    raise PacelineError(f"the samples of step {step} are not kept; those kept are {_ranges(kept)}")
+
+
+def _missing(folder: RunFolder, step: int) -> list[str]:
+    """The record of a thread that fell behind has rows without their samples."""
+    query = Query(step=(step, step), state=[TRAINED, REPLAYED, SKIPPED], domain="training", limit=None)
+    rows = folder.rollouts.find(query).rows
+    bare = sum(not row.whole for row in rows)
+    if not bare:
+        return []
+    return [f"{bare} of the step's {len(rows)} rollouts were kept without their tokens: this is the loss of the others"]
+
+
+def _before(directory: RunDirectory, step: int) -> Path | None:
+    """The newest checkpoint from before the step."""
+    earlier = [p for p in Checkpoints(directory.checkpoints, keep=1).all() if int(p.name.removeprefix("step-")) < step]
+    return earlier[-1] if earlier else None
+
+
+def _recorded(folder: RunFolder, step: int) -> dict[str, float]:
+    columns = folder.metrics(since=step)
+    places = [place for place, number in enumerate(columns["step"]) if number == step]
+    last = {name: values[places[-1]] for name, values in columns.items()} if places else {}
+    return {name: value for name, value in last.items() if value is not None}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Runs of numbers, shortly: 3 to 5, 9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

@@ -1,0 +1,179 @@
+"""Prints rows as the chat template renders them (token counts, trained text in green), and conversations.
+
+A conversation that ends in an assistant message is a demonstration: there the assistant's words train, each reply with
+the token that ends it. Any other is a prompt, and what trains is yet to be sampled.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, takewhile
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from paceline.data import Row
+from paceline.observe.monitor.show_rollout import ROLES
+from paceline.observe.monitor.text import amount
+from paceline.rollout.history import message_text
+from paceline.rollout.render import Renderer, RenderError
+from paceline.rollout.types import Message
+
+TRAINED, CONTEXT, TEMPLATE, ANSWER = "bold green", "default", "dim", "yellow"
+LONGEST = 6000
+"""Characters of a row that are shown; the middle of a longer one is left out."""
+
+Span = tuple[int, int]
+
+# Data is other people's text, and an escape sequence in it must not reach the terminal. One character for one.
+_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One row rendered."""
+
+    text: str
+    trained: list[Span]
+    tokens: int
+    trained_tokens: int
+    unplaced: int = 0
+    """Replies the template rewrites beyond recognition, so that they cannot be placed."""
+
+
+def show_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> list[Shown]:
+    """Print the first rows, and what they come to."""
+    painter = Painter(tokenizer)
+    shown: list[Shown] = []
+    for number, row in enumerate(islice(rows, limit), start=1):
+        try:
+            shown.append(painter.render(row))
+        except RenderError as error:
+            raise RenderError(f"row {number}: {error}") from error
+        painter.show(console, number, row, shown[-1])
+    console.rule(style="dim")
+    console.print(_summary(shown, len(rows)))
+    return shown
+
+
+def show_messages(messages: Sequence[Message], console: Console) -> None:
+    """Print a conversation: the role and the text of each message."""
+    page = Table.grid(padding=(0, 2))
+    page.add_column()
+    page.add_column(overflow="fold")
+    for message in messages:
+        role = str(message.get("role", "?"))
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        called = [f"→ {call.get('name')}({call.get('arguments')})" for call in calls]
+        page.add_row(
+            Text(role, ROLES.get(role, "white")), _visible("\n".join([message_text(message), *called]).strip())
+        )
+    console.print(page, markup=False)
+
+
+class Painter:
+    """A tokenizer's way to show rows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer, ())
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+        self._marks = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+
+    def render(self, row: Row) -> Shown:
+        messages = row.get("messages")
+        if messages is None:
+            ids = list(row["input_token_ids"])
+            return Shown(str(self._tokenizer.decode(ids)), [], len(ids), 0)
+        tools = row.get("tools") if isinstance(row.get("tools"), list) else None
+
+        def write(some: Sequence[Message], reply: bool) -> str:
+            return self._renderer._text(some, tools, reply)
+
+        if messages[-1]["role"] != "assistant":
+            text = write(messages, True)
+            return Shown(text, [], len(self._offsets(text)), 0)
+        text = write(messages, False)
+        spans = [self._reply(write, text, messages, at) for at, m in enumerate(messages) if m["role"] == "assistant"]
+        trained = [span for span in spans if span is not None]
+        offsets = self._offsets(text)
+        count = sum(any(start <= at < end for start, end in trained) for at in offsets)
+        return Shown(text, trained, len(offsets), count, len(spans) - len(trained))
+
+    def _reply(
+        self, write: Callable[[Sequence[Message], bool], str], whole: str, messages: Sequence[Message], at: int
+    ) -> Span | None:
+        """The span of a reply in the conversation: after what opens it, to the token that ends it."""
+        opening, begun = (write(messages[:at], reply) if at else "" for reply in (True, False))
+        closed = write(messages[: at + 1], False)
+        if opening != begun and whole.startswith(opening) and whole.startswith(closed):
+            return len(opening), len(closed.rstrip())
+        # Some templates write a reply otherwise once the conversation goes on (thoughts are gone, say), and some open
+        # the next one unasked. Then only the words themselves tell where it ends.
+        said = message_text(messages[at]).strip()
+        start = _common(opening, whole) if at else max(0, whole.find(said))
+        for words in filter(None, (said, said.rpartition("</think>")[2].strip())):
+            if found := re.compile(rf"\s*(<think>.*?</think>\s*)?{re.escape(words)}", re.DOTALL).match(whole, start):
+                ending = self._marks.match(whole, found.end())
+                return start, ending.end() if ending else found.end()
+        return None
+
+    def _offsets(self, text: str) -> list[int]:
+        """The offset at which each token begins."""
+        if self._tokenizer.is_fast:
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return [start for start, _ in encoded["offset_mapping"]]
+        pieces = [str(self._tokenizer.decode([i])) for i in self._tokenizer.encode(text, add_special_tokens=False)]
+        return [0, *accumulate(map(len, pieces))][: len(pieces)]
+
+    def show(self, console: Console, number: int, row: Row, shown: Shown) -> None:
+        kind = f", {shown.trained_tokens} trained" if shown.trained or shown.unplaced else ""
+        console.rule(Text(f"row {number}: {amount(shown.tokens, 'token')}{kind}", "bold"), align="left", style="dim")
+        page = Table.grid(padding=(0, 2), expand=True)
+        page.add_column(ratio=1, overflow="fold")
+        cells = [self._paint(shown)]
+        if row.get("answer") is not None:
+            page.add_column(max_width=max(12, console.width // 4), overflow="fold")
+            cells.append(Text("answer\n", "dim").append(_visible(_answer(row["answer"])), ANSWER))
+        page.add_row(*cells)
+        console.print(page)
+        if shown.unplaced:
+            lost = amount(shown.unplaced, "assistant message")
+            console.print(Text(f"{lost}: the template rewrites what was said, so it is not coloured", "red"))
+
+    def _paint(self, shown: Shown) -> Text:
+        text = Text(_visible(shown.text), CONTEXT)
+        for mark in self._marks.finditer(shown.text):
+            text.stylize(TEMPLATE, *mark.span())
+        for span in shown.trained:
+            text.stylize(TRAINED, *span)
+        if len(text) <= LONGEST:
+            return text
+        left_out = Text(f"\n... {len(text) - LONGEST:,} characters left out ...\n", "dim italic")
+        return Text.assemble(text[: LONGEST // 2], left_out, text[-LONGEST // 2 :])
+
+
+def _common(one: str, other: str) -> int:
+    """How far two texts are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _visible(text: str) -> str:
+    return text.translate(_VISIBLE)
+
+
+def _answer(answer: Any) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+
+
+def _summary(shown: Sequence[Shown], rows: int) -> Text:
+    counts = [one.tokens for one in shown] or [0]
+    mean = sum(counts) / len(counts)
+    text = Text(f"{len(shown)} of {rows:,} rows, {min(counts)} to {max(counts)} tokens, {mean:.0f} on average   ")
+    if any(one.trained for one in shown):
+        text.append("trained", TRAINED).append("  ")
+    return text.append("context", CONTEXT).append("  ").append("template", TEMPLATE)

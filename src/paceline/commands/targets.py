@@ -1,0 +1,88 @@
+"""Finds the run, checkpoint or export that a command line names: `runs/a`, `runs/a@40`, `runs/a/checkpoints/latest`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RunConfig, load
+from paceline.errors import PacelineError
+from paceline.observe.monitor import RunDirectory
+from paceline.orchestrator.checkpoint import LATEST, Checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class RunTarget:
+    """A run directory, and the checkpoint of it that is meant."""
+
+    root: Path
+    config: RunConfig
+    """As the run resolved it."""
+    checkpoint: Path | None
+    """None where the run has no whole checkpoint, or was named for its export."""
+
+    @property
+    def step(self) -> int | None:
+        return None if self.checkpoint is None else int(self.checkpoint.name.removeprefix("step-"))
+
+    @property
+    def export(self) -> Path | None:
+        """The folder the run exported to, where it has finished."""
+        folder = RunDirectory(self.root).export
+        return folder if (folder / "config.json").is_file() else None
+
+
+def find_run(text: str, overrides: Sequence[str] = ()) -> RunTarget | None:
+    """The run that `text` names, or None where it names none; a step that the run lacks is an error.
+
+    Without a step the newest whole checkpoint is meant.
+    """
+    root, step = _parts(text)
+    if root is None:
+        return None
+    whole = Checkpoints(RunDirectory(root).checkpoints, keep=1).all()
+    checkpoint = next(reversed(whole), None) if step is None else _at(whole, step, root)
+    return RunTarget(root, load(RunDirectory(root).config_file, overrides).config, checkpoint)
+
+
+def is_run(folder: Path) -> bool:
+    directory = RunDirectory(folder)
+    return directory.config_file.is_file() and (directory.checkpoints.is_dir() or directory.lock_file.is_file())
+
+
+def served_model(text: str) -> str:
+    """The model that `paceline serve` loads for `text`: a run's export in the place of the run."""
+    found = find_run(text)
+    if found is None:
+        return text
+    whole = is_run(Path(text))
+    if whole and found.export is not None:
+        return str(found.export)
+    step = "" if whole else f"@{found.step}"
+    if found.checkpoint is None:
+        raise PacelineError(f"{text} has neither an export nor a whole checkpoint to serve: train it first")
+    raise PacelineError(
+        f"{text} is {'a run without an export' if whole else 'a checkpoint'}, which holds the trainer's state: write a "
+        f"model folder with `paceline export {found.root}{step} -o FOLDER` and serve that"
+    )
+
+
+def _parts(text: str) -> tuple[Path | None, str | None]:
+    """The run directory, and the step as it was written."""
+    path = Path(text).expanduser()
+    if is_run(path):
+        return path, None
+    head, at, step = text.rpartition("@")
+    if at and is_run(Path(head).expanduser()):
+        return Path(head).expanduser(), None if step == LATEST else step
+    if path.parent.name == "checkpoints" and is_run(path.parent.parent):
+        return path.parent.parent, None if path.name == LATEST else path.name
+    return None, None
+
+
+def _at(whole: Sequence[Path], step: str, root: Path) -> Path:
+    number = step.removeprefix("step-")
+    found = [path for path in whole if number.isdecimal() and int(path.name.removeprefix("step-")) == int(number)]
+    if not found:
+        known = ", ".join(f"@{int(path.name.removeprefix('step-'))}" for path in whole) or "none"
+        raise PacelineError(f"{root} has no whole checkpoint of step {step}: it has {known} (checkpoint.keep)")
+    return found[0]

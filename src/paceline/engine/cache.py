@@ -1,0 +1,191 @@
+"""The KV cache: the protocol the scheduler uses, and the bookkeeping of one slot per running request.
+
+A slot is one row of memory: a decode step reads it in place, without gathering. On CUDA `pages.py` takes its stead.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from paceline.engine.sequence import Family, Sequence
+
+
+class Cache(Protocol):
+    """Holds keys and values. All bookkeeping is in launch order: what a launched step writes counts as there."""
+
+    slots: int
+    shares_at_once: bool
+    """Whether a prompt can be shared in the very step that computes it."""
+
+    def fits(self, length: int) -> bool:
+        """Whether a sequence of this length can ever run."""
+        ...
+
+    def admit(self, sequence: Sequence, running: int) -> bool:
+        """Give it a slot and whatever of its tokens is already there (`computed`); False when there is no room."""
+        ...
+
+    def grow(self, sequence: Sequence, length: int) -> bool:
+        """Room for `length` tokens of a running sequence; False when the memory is used up."""
+        ...
+
+    def settle(self) -> None:
+        """Before a step: carry out what admissions left to do."""
+        ...
+
+    def advance(self, sequence: Sequence) -> None:
+        """More of its tokens are computed."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Take its place back; what it computed may be shared until it is overwritten."""
+        ...
+
+    def scrub(self, sequence: Sequence) -> None:
+        """Overwrite what it wrote, before its place is released."""
+        ...
+
+    def forget(self) -> None:
+        """The weights changed: nothing computed so far is ever shared again."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the memory back. Nothing may be running."""
+        ...
+
+    def wake(self) -> None: ...
+
+    @property
+    def used(self) -> float: ...
+
+
+class Slots(ABC):
+    """Assigns slots, and finds keys and values that another sequence may share. The memory is a subclass's.
+
+    The length grows by doubling up to `max_length`, so short conversations never pay for the model's whole context.
+    With `steady`, only prompts are shared, because keys from a decode step may differ from those of a prompt by
+    rounding.
+    """
+
+    shares_at_once = False  # a slot is copied before the step that fills it
+
+    def __init__(self, slots: int, length: int, max_length: int, steady: bool = False) -> None:
+        self.slots, self.length, self.max_length = slots, length, max_length
+        self._steady = steady
+        self._free = list(range(slots))
+        self._left: dict[int, tuple[Family, list[int]]] = {}
+        """Tokens a freed slot still holds, for the next turn of the same conversation."""
+        self._prompts: dict[tuple[Family, tuple[int, ...]], int] = {}
+        """Running slots by their prompt, for the other members of a group."""
+        self._owners: dict[int, tuple[Family, tuple[int, ...]]] = {}
+        self._copies: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """To copy before the next step: (source slot, length) to target slots."""
+
+    @property
+    def used(self) -> float:
+        return 1 - len(self._free) / self.slots
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Take the memory, empty."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Give the memory back."""
+
+    @abstractmethod
+    def _copy(self, source: int, length: int, targets: Seq[int]) -> None:
+        """The first positions of a slot, to others."""
+
+    @abstractmethod
+    def _blank(self, slot: int) -> None:
+        """Zero a slot."""
+
+    @abstractmethod
+    def _widen(self, length: int) -> None:
+        """Room for `length` positions in every slot; what is there stays."""
+
+    def sleep(self) -> None:
+        """Give the memory back."""
+        self.forget()
+        self._drop()
+
+    def fits(self, length: int) -> bool:
+        return length <= self.max_length
+
+    def admit(self, sequence: Sequence, running: int) -> bool:
+        if not self._free:
+            return False
+        assert sequence.family is not None
+        tokens = sequence.tokens
+        left, shared = self._continued(sequence)
+        source = self._prompts.get((sequence.family, tuple(tokens))) if sequence.scores is None else None
+        if source is not None and shared < len(tokens) - 1:
+            sequence.slot = heapq.heappop(self._free)
+            sequence.computed = len(tokens) - 1
+            self._copies[source, sequence.computed].append(sequence.slot)
+        elif left is not None:
+            sequence.slot = left
+            self._free.remove(left)
+            heapq.heapify(self._free)
+            sequence.computed = shared
+        else:
+            sequence.slot = heapq.heappop(self._free)
+        self._left.pop(sequence.slot, None)
+        self._ensure(len(tokens))
+        return True
+
+    def _continued(self, sequence: Sequence) -> tuple[int | None, int]:
+        """The free slot that holds most of this prompt's beginning, and how many tokens of it."""
+        best, most = None, 0
+        if self._steady or sequence.scores is not None:
+            return best, most
+        for slot, (family, tokens) in self._left.items():
+            shared = min(len(tokens), len(sequence.tokens) - 1)
+            if shared > most and family == sequence.family and tokens[:shared] == sequence.tokens[:shared]:
+                best, most = slot, shared
+        return best, most
+
+    def grow(self, sequence: Sequence, length: int) -> bool:
+        """Only as far as it has come: a request may ask for the model's whole context and say one word."""
+        self._ensure(length)
+        return True
+
+    def settle(self) -> None:
+        for (source, length), targets in self._copies.items():
+            self._copy(source, length, targets)
+        self._copies.clear()
+
+    def advance(self, sequence: Sequence) -> None:
+        prompt = sequence.request.prompt_ids
+        if sequence.family is None or sequence.slot in self._owners or sequence.computed < len(prompt) - 1:
+            return
+        key = (sequence.family, prompt)
+        if key not in self._prompts:
+            self._prompts[key] = sequence.slot
+            self._owners[sequence.slot] = key
+
+    def release(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        if key := self._owners.pop(slot, None):
+            del self._prompts[key]
+        if sequence.family is not None and sequence.computed > 1:
+            self._left[slot] = (sequence.family, sequence.tokens[: sequence.computed])
+        heapq.heappush(self._free, slot)
+
+    def scrub(self, sequence: Sequence) -> None:
+        sequence.family = None
+        self._blank(sequence.slot)
+
+    def forget(self) -> None:
+        self._left.clear()
+        self._prompts.clear()
+        self._owners.clear()
+
+    def _ensure(self, length: int) -> None:
+        """Room for `length` positions in every slot."""
+        if length > self.length:
+            self.length = min(self.max_length, max(length, 2 * self.length))
+            self._widen(self.length)

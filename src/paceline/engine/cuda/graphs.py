@@ -1,0 +1,342 @@
+"""The runner on CUDA: every step is one captured graph, and the host runs ahead of the device.
+
+A step's host work is one copy of small integers, one graph launch and one copy back. Sampled tokens stay on the device
+for the next step, so nothing waits for the host to read them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.config import inference
+from paceline.engine.cuda import attention
+from paceline.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only, draw
+from paceline.engine.pages import PageCache
+from paceline.engine.sampler import SamplerOutput, SamplingMetadata, draw_rows, sample
+from paceline.engine.sequence import Chunk, Drawn
+from paceline.model import PLAN, LMHead, token_logprobs
+from paceline.model.adapters import Adapters
+from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
+from paceline.model.support import AttentionShape
+
+DEPTH = 3
+"""Steps in flight: enough that a slow moment of the host is never seen on the device."""
+PRIORITY = -5
+"""Of the engine's stream, above a trainer's on the same card: between long kernels there is room for a decode step's
+short ones, which would each wait for a whole product otherwise."""
+PROGRAMS = 512
+"""Programs that keep an H100 or H200 busy: about four for each of its 132 multiprocessors."""
+MOST_SPLITS = 16
+SMALLEST_EXTRA = 128
+
+_numbers = itertools.count()
+_runners: "dict[int, GraphRunner]" = {}
+
+
+@torch.library.custom_op("paceline::attend", mutates_args=(), device_types="cuda")
+def _attend(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, window: int, runner: int) -> Tensor:
+    """Attention of the step being captured. Opaque to the compiler, which so never sees cache or lengths."""
+    return _runners[runner].attend(int(layer), q, k, v, scale, window or None)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, window: int, runner: int) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+class OpPlan:
+    """Hands the model's attention to a runner through the custom op."""
+
+    def __init__(self, runner: int) -> None:
+        self._runner = runner
+
+    def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        return torch.ops.paceline.attend(q, k, v, layer, scale, window or 0, self._runner)
+
+
+@dataclass(slots=True)
+class Captured:
+    """A graph, and the static tensors it reads and writes."""
+
+    shape: StepShape
+    inputs: Tensor
+    fields: Fields
+    graph: torch.cuda.CUDAGraph | None = None
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    special: list[int] = field(default_factory=list)
+    """Rows of its last step that want more than a plain draw."""
+
+
+class GraphFlight:
+    """A launched step on its way back."""
+
+    def __init__(self, chunks: Sequence[Chunk], drawn: Sequence[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
+        self.chunks = chunks
+        self._drawn, self._out, self._done = drawn, out, done
+        self.special: list[tuple[list[Chunk], SamplerOutput]] = []
+        self.scored: list[tuple[Chunk, Tensor]] = []
+
+    def land(self) -> None:
+        self._done.synchronize()
+        n = len(self._drawn)
+        tokens = self._out[0, :n].tolist()
+        logprobs = self._out[1, :n].view(torch.float64).tolist()
+        for chunk, token, logprob in zip(self._drawn, tokens, logprobs, strict=True):
+            chunk.drawn = Drawn(token, logprob)
+        for chunks, sampled in self.special:
+            draw_rows(chunks, sampled)
+        for chunk, logprobs in self.scored:
+            chunk.scores = logprobs.tolist()
+
+
+class GraphRunner:
+    """Captures one graph per step size at the start, and picks the smallest that fits."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: LMHead,
+        cache: PageCache,
+        shape: AttentionShape,
+        config: inference.EngineConfig,
+        adapters: Adapters | None,
+        deterministic: bool,
+        background: BackgroundCompile | None = None,
+        steps: int | None = None,
+    ) -> None:
+        device = model.device
+        # Deterministic steps launch several graphs each; with none in flight they cannot take each other's buffers.
+        self.depth = 0 if deterministic else DEPTH if config.in_flight is None else config.in_flight
+        self._decoder = model.get_decoder()
+        number_layers(self._decoder)
+        self._head, self._cache, self._shape, self._adapters = head, cache, shape, adapters
+        self._device, self._deterministic = device, deterministic
+        self._number = next(_numbers)
+        _runners[self._number] = self
+        self._plan = OpPlan(self._number)
+        self._background, self._steps = background, steps
+        self._compile = config.compile is True or (background is not None and background.is_cached)
+        self._stream = torch.cuda.Stream(device, priority=PRIORITY)
+        self._table = torch.zeros(cache.slots + 1, cache.columns, dtype=torch.int32, device=device)
+        self._last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
+        rows = max(2, cache.slots)  # code compiled for any number of tokens means two or more
+        self._out = torch.zeros(2, rows, dtype=torch.long, device=device)
+        sizes = [rows] if deterministic else decode_sizes(rows)
+        self._decoding = [self._captured(StepShape(n, 0, n)) for n in sizes]
+        self._mixed = [self._captured(StepShape(rows, n, rows)) for n in extra_sizes(config.prefill_tokens)]
+        most = max(step.shape.size for step in (*self._decoding, *self._mixed))
+        ring = range(self.depth + 2)
+        self._sent = [torch.empty(most, dtype=torch.long, pin_memory=True) for _ in ring]
+        self._back = [torch.empty(2, rows, dtype=torch.long, pin_memory=True) for _ in ring]
+        self._turn = 0
+        self._now = self._decoding[0]
+
+    def _captured(self, shape: StepShape) -> Captured:
+        inputs = torch.zeros(shape.size, dtype=torch.long, device=self._device)
+        return Captured(shape, inputs, Fields(inputs, shape.sizes))
+
+    def place(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def sync(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Let go of the graphs and their memory."""
+        if self._background is not None:
+            self._background.close()
+        self.sync()
+        _runners.pop(self._number, None)
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        for step in (*self._mixed, *self._decoding):
+            step.graph = step.hidden = step.logits = None
+            step.special = []
+
+    # -- compiled code ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._background is not None and (self._background.is_compiling or self._background.is_ready)
+
+    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+        if self._background is None or self._compile:
+            return False
+        remaining = None if self._steps is None or not swaps else max(0, self._steps - swaps)
+        self._background.consider(busy_seconds, max(1, swaps), remaining)
+        return self._background.is_ready
+
+    def switch(self) -> None:
+        """Capture every graph anew, from compiled layers. Requests, their KV and the page table stay as they are."""
+        self.sync()
+        self._drop_graphs()
+        self._compile = True
+        self.warm()
+
+    # -- capturing ----------------------------------------------------------------------------------------------------
+
+    def warm(self) -> None:
+        """Compile once for all sizes, then capture each: the largest first, so that the others reuse its memory."""
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        if self._compile:
+            compile_blocks(self._decoder)
+        pool = torch.cuda.graph_pool_handle()
+        for step in sorted((*self._mixed, *self._decoding), key=lambda s: -s.shape.size):
+            step.inputs.copy_(torch.from_numpy(self._idle(step.shape)))
+            self._body(step)
+            self._stream.synchronize()
+            step.graph = torch.cuda.CUDAGraph()
+            # Not `torch.cuda.graph`: it waits for the whole device and empties its cache, a trainer's included.
+            step.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._body(step)
+            step.graph.capture_end()
+        self._stream.synchronize()
+        if self._compile and self._background is not None:
+            self._background.remember()
+            self._background.switched()
+
+    def _idle(self, shape: StepShape) -> np.ndarray:
+        """Inputs of a step without any sequence."""
+        buffer = np.zeros(shape.size, np.int64)
+        shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
+        return buffer
+
+    def _body(self, step: Captured) -> None:
+        """The work of one graph, from the step's integers to its sampled tokens."""
+        f = step.fields
+        self._now = step
+        self._table.view(-1).index_copy_(0, f.places, f.pages.int())
+        if self._adapters is not None:
+            self._adapters.route(f.adapters)
+        ids = torch.where(f.ids >= 0, f.ids, self._last[f.slots])[None]
+        step.hidden = self._run(ids, f.positions[None])[0]
+        step.logits = self._head.native(step.hidden if not step.shape.extra else step.hidden[f.rows])
+        tokens, logprobs = self._out[0], self._out[1].view(torch.float64)
+        draw(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
+
+    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: self._plan})
+        return out.last_hidden_state
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        shape, f = self._now.shape, self._now.fields
+        keys, values = self._cache.kv[layer, 0], self._cache.kv[layer, 1]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        attention.store(k, v, keys, values, self._table, f.slots, f.positions)
+        n = shape.rows
+        splits = splits_for(n * self._shape.kv_heads)
+        attention.decode(q[:n], keys, values, self._table, f.slots, f.lengths, out, scale, window, splits)
+        if shape.extra:
+            attention.prefill(q, keys, values, self._table, f.tiles, f.chunks, out, scale, window, TILE_ROWS)
+        return out
+
+    # -- launching ----------------------------------------------------------------------------------------------------
+
+    def launch(self, chunks: Sequence[Chunk]) -> GraphFlight:
+        if not self._deterministic:
+            return self._launch(chunks)
+        # Each prompt alone and decoding at one size, so that a token's bits do not depend on its neighbours.
+        for chunk in chunks:
+            if chunk.length > 1:
+                self._launch([chunk]).land()
+        singles = [c for c in chunks if c.length == 1]
+        return self._launch(singles, chunks) if singles else GraphFlight(chunks, [], self._back[0], _now_event())
+
+    def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphFlight:
+        order = chunks if decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
+        step = self._pick(order)
+        self._turn = (self._turn + 1) % len(self._sent)  # the last step in these buffers has landed
+        sent, back = self._sent[self._turn], self._back[self._turn]
+        changed = self._changes(step.shape.updates)
+        drawn = step.shape.fill(sent.numpy(), order, changed, self._cache.columns, self._cache.scratch)
+        step.inputs.copy_(sent[: step.shape.size], non_blocking=True)
+        assert step.graph is not None
+        step.graph.replay()
+        done = torch.cuda.Event()
+        flight = GraphFlight(chunks if land is None else land, drawn, back, done)
+        if not step.shape.same:
+            step.special = [row for row, chunk in enumerate(drawn) if is_special(chunk)]
+            self._score(step, order, flight)
+        if step.special:
+            self._draw_special(step, drawn, flight)
+        back.copy_(self._out, non_blocking=True)
+        done.record(self._stream)
+        return flight
+
+    def _pick(self, chunks: Sequence[Chunk]) -> Captured:
+        lengths = [c.length for c in chunks]
+        if extra := sum(lengths) - lengths.count(1):
+            return next(step for step in self._mixed if step.shape.extra >= extra)
+        return next(step for step in self._decoding if step.shape.rows >= len(chunks))
+
+    def _changes(self, room: int) -> dict[tuple[int, int], int]:
+        """Changes of the page table; when they are many, the whole table is sent at once instead."""
+        changed, self._cache.changed = self._cache.changed, {}
+        if len(changed) <= room:
+            return changed
+        self._table.copy_(torch.from_numpy(self._cache.table).pin_memory(), non_blocking=True)
+        return {}
+
+    def _draw_special(self, step: Captured, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
+        """Rows that want more than a plain draw are drawn again, over the graph's token."""
+        assert step.logits is not None
+        chunks = [drawn[row] for row in step.special]
+        logits = step.logits[torch.tensor(step.special, device=self._device)].float()
+        sampled = sample(logits, SamplingMetadata.of(chunks, self._device).at(chunks, logits.shape[-1]))
+        self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
+        flight.special.append((chunks, sampled))
+
+    def _score(self, step: Captured, chunks: Sequence[Chunk], flight: GraphFlight) -> None:
+        row, at = 0, step.shape.rows
+        for chunk in chunks:
+            begin = row if chunk.length == 1 else at
+            row, at = (row + 1, at) if chunk.length == 1 else (row, at + chunk.length)
+            if chunk.sequence.scores is None:
+                continue
+            assert step.hidden is not None
+            targets = torch.tensor(chunk.targets, device=self._device)
+            temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=self._device)
+            hidden = step.hidden[begin : begin + len(targets)]
+            flight.scored.append((chunk, token_logprobs(self._head, hidden, targets, temperatures)[0]))
+
+
+def is_special(chunk: Chunk) -> bool:
+    request = chunk.sequence.request
+    return bool(request.top_p < 1 or request.top_k or request.top_logprobs or chunk.sequence.guide is not None)
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Batch sizes worth a graph of their own: doubling, then in steps of 32 and of 64."""
+    sizes = [n for n in (2, 4, 8, 16, 24, 32, 48) if n < most]
+    sizes += [n for n in (*range(64, 257, 32), *range(320, most, 64)) if n < most]
+    return [*sizes, most]
+
+
+def extra_sizes(most: int) -> list[int]:
+    """Amounts of prompt tokens in a mixed step: doubling up to the prefill budget."""
+    sizes = [SMALLEST_EXTRA]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def splits_for(programs: int) -> int:
+    """Pieces a row's keys are cut into when there are too few rows to fill the device."""
+    splits = 1
+    while splits < MOST_SPLITS and programs * splits < PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def _now_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event

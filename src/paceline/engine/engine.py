@@ -1,0 +1,449 @@
+"""Runs the decoding loop: one thread launches steps and applies weight updates between them.
+
+It depends on no tensor library.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+from paceline.config import inference
+from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
+from paceline.engine.catalog import MAX_TOP_LOGPROBS, check
+from paceline.engine.parts import EngineParts, StagedUpdate, StepInFlight
+from paceline.engine.sequence import Chunk, Drawn, Guide, TokenStreamer
+from paceline.engine.sequence import Sequence as Running
+from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError
+from paceline.model import ServedPolicy, WeightUpdate
+
+CLOSE_SECONDS = 30.0
+WARM_SECONDS = 900.0
+FLOCK_SECONDS = 0.001
+IDLE_LOOK_SECONDS = 0.5
+"""How often an idle engine looks whether compiled code is ready."""
+
+
+class DecodingEngine:
+    """Serves a model from this process, whatever it computes with.
+
+    Everything that touches the model happens on one thread: launch a step, land an older one, then whatever was asked
+    meanwhile (requests, new weights, scores). So a weight update needs no lock and falls exactly between two tokens.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        config: inference.EngineConfig,
+        grammars: Callable[[Grammar], Guide] | None = None,
+    ) -> None:
+        self._config = config
+        self._grammars = grammars
+        self.max_context = parts.max_context
+        self._cache, self._scheduler, self._runner = parts.cache, parts.scheduler, parts.runner
+        self._served, self._catalog = parts.served, parts.catalog
+        self._vocabulary = parts.vocabulary
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._door = threading.Lock()
+        self._flights: deque[StepInFlight] = deque()
+        self._herald = TokenStreamer()
+        self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._updates = asyncio.Lock()
+        self._distrust: dict[str | None, EngineError] = {}
+        """Models whose last update failed its checks, and why; None for the base and so for all."""
+        self._closed = False
+        self._paused = False
+        self._asleep = False
+        self._busy: tuple[float, float | None] = (0.0, None)
+        """Seconds with a step in flight that are over, and when those under way began: read and written as one."""
+        self.steps = 0
+        self.tokens = 0
+        self.swaps = 0
+        self.pause_seconds = 0.0
+
+    # -- what callers see -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve; answers once the engine is warm."""
+        self._thread.start()
+        if not self._ready.wait(WARM_SECONDS):
+            raise EngineError(f"the engine was not ready within {WARM_SECONDS:.0f} s")
+        if self._failure is not None:
+            raise EngineError(f"the engine could not start: {self._failure}") from self._failure
+
+    def close(self) -> None:
+        """Stop after the step under way; unanswered requests fail."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+        elif not self._ready.is_set():  # it was never started
+            self._let_go()
+
+    def outlive(self) -> BaseException | None:
+        """Wait for the end of the engine's thread; answers with what it failed of, None if it was closed."""
+        self._thread.join()  # unbounded: serving is its job
+        return self._failure
+
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        if request.grammar is not None:
+            await asyncio.to_thread(self._guide, request.grammar)  # compiled off the loop, and found again below
+        return await asyncio.wrap_future(self.submit(request, listener))
+
+    def submit(self, request: GenerateRequest, listener: Listener | None = None) -> "Future[Completion]":
+        """Queue a request; cancelling the future takes it out again."""
+        self._check(request)
+        limit = min(len(request.prompt_ids) + request.max_tokens, self.max_context)
+        sequence = Running(request, Future(), list(request.prompt_ids), limit, listener)
+        if request.grammar is not None:
+            sequence.guide = self._guide(request.grammar)
+        return self._enqueue(sequence)
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        """Scored tokens go through the same steps as prompts, beside whatever is being generated."""
+        if temperature == 0:
+            raise RequestError("temperature 0 has no log probabilities to score with: give a positive one")
+        running = []
+        for ids in sequences:
+            request = GenerateRequest(prompt_ids=tuple(ids), max_tokens=1, temperature=temperature, model=model)
+            self._check(request, room=0)
+            running.append(Running(request, Future(), list(ids), len(ids), scores=[]))
+        futures = [self._enqueue(sequence) for sequence in running]
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        mark = self._served.mark()
+        try:
+            async with self._updates:  # bounded: by those before it, and applied in the order in which they came
+                # Read before decoding has to pause, and beside it: the pause is then the copy alone.
+                arrived = await asyncio.to_thread(self._served.read, update, self._config.verify_weights, mark)
+                return await self._ask(lambda: self._swap(arrived))
+        except OtherBase:
+            if update.delta is None or not update.tensors:
+                raise
+        return await self.load_weights(dataclasses.replace(update, delta=None))  # all of it is here too
+
+    async def policy(self) -> ServedPolicy:
+        return await self._ask(self._served.policy)
+
+    async def limits(self) -> EngineLimits:
+        return EngineLimits(
+            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._served.bytes
+        )
+
+    async def stats(self) -> EngineStats:
+        if self._failure is not None:
+            raise EngineError(f"the engine stopped: {self._failure}") from self._failure
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting + self._inbox.qsize(),
+            capacity=self._config.max_running,
+            steps=self.steps,
+            tokens=self.tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            preempted=scheduler.preempted,
+            swaps=self.swaps,
+            pause_seconds=self.pause_seconds,
+            busy_seconds=self.busy_seconds,
+            cache_used=self._cache.used,
+            asleep=self._asleep,
+        )
+
+    async def pause(self) -> None:
+        await self._ask(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        await self._ask(lambda: self._hold(False))
+
+    async def sleep(self) -> None:
+        await self._ask(self._fall_asleep)
+
+    async def wake(self) -> None:
+        await self._ask(self._wake_up)
+
+    @property
+    def busy_seconds(self) -> float:
+        done, since = self._busy
+        return done + (time.perf_counter() - since if since is not None else 0.0)
+
+    # -- the door -----------------------------------------------------------------------------------------------------
+
+    def _check(self, request: GenerateRequest, room: int = 1) -> None:
+        check(request, self._catalog, self.max_context - room, self._vocabulary)
+        for model in (None, request.model):
+            if model in self._distrust:
+                raise type(self._distrust[model])(str(self._distrust[model]))
+
+    def _guide(self, grammar: Grammar) -> Guide:
+        if self._grammars is None:
+            raise RequestError("constrained output needs xgrammar: pip install 'paceline[grammar]'")
+        return self._grammars(grammar)
+
+    def _enqueue(self, sequence: Running) -> "Future[Any]":
+        if not self._cache.fits(sequence.limit):
+            raise RequestError(f"{sequence.limit} tokens do not fit the engine's KV cache: lower max_tokens")
+        waiting = self._scheduler.waiting + self._inbox.qsize()
+        if waiting >= self._config.max_waiting:
+            raise Overloaded(f"{waiting} requests are waiting already (engine.max_waiting)")
+        self._post(lambda: self._admit(sequence))
+        return sequence.future
+
+    def _admit(self, sequence: Running) -> None:
+        """An update may have gone wrong between the door and here."""
+        for model in (None, sequence.request.model):
+            if (error := self._distrust.get(model)) is not None:
+                self._fail(sequence, str(error), type(error))
+                return
+        self._scheduler.add(sequence)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with self._door:
+            if self._failure is not None:
+                raise EngineError(f"the engine stopped: {self._failure}") from self._failure
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._inbox.put(work)
+
+    async def _ask(self, work: Callable[[], Any]) -> Any:
+        """Run something on the engine's thread, between two steps."""
+        answer: Future = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                if self._failure is not None or self._closed:
+                    raise EngineError(f"the engine stopped: {self._failure or 'it was closed'}")
+                answer.set_result(work())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wrap_future(answer)  # bounded: by the pool's deadline
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _place(self) -> AbstractContextManager[object]:
+        """Held by the engine's thread all its life."""
+        return self._runner.place()
+
+    def _serve(self) -> None:
+        try:
+            with self._place():
+                self._runner.warm()
+                self._served.warm()
+                self._ready.set()
+                while self._attend_inbox():
+                    self._step()
+        except Exception as error:
+            self._failure = error
+            self._fail_all(EngineError(f"the engine stopped: {error}"))
+        else:
+            self._fail_all(EngineError("the engine was closed"))
+        finally:
+            self._ready.set()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what the model's owner would not; a broken device may refuse, and the first cause is already told."""
+        with contextlib.suppress(Exception):
+            self._runner.close()
+            self._cache.sleep()
+
+    def _attend_inbox(self) -> bool:
+        """Do what was asked since the last step; sleep when there is nothing to decode. False: stop.
+
+        Requests come in flocks: an idle engine that wakes up waits a moment for the rest, and then runs full steps.
+        """
+        idle = not self._flights and (self._paused or self._scheduler.idle)
+        wait: float | None = (IDLE_LOOK_SECONDS if self._runner.is_compiling else None) if idle else 0.0
+        while True:
+            try:
+                work = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work()
+            wait = FLOCK_SECONDS if idle and self._scheduler.waiting else 0.0
+
+    def _step(self) -> None:
+        """Launch the next step, then land what is due: the device never waits for the host to look."""
+        if self._runner.wants_switch(self.busy_seconds, self.swaps):
+            self._land(0)
+            self._runner.switch()
+        chunks = [] if self._paused else self._scheduler.schedule()
+        if chunks:
+            if not self._flights:
+                self._busy = (self.busy_seconds, time.perf_counter())
+            self._flights.append(self._runner.launch(chunks))
+            self.steps += 1
+        self._land(self._runner.depth if chunks else max(0, len(self._flights) - 1))
+
+    def _land(self, leave: int) -> None:
+        """Land the oldest steps until `leave` are in flight. With the last of them the clock stops before any request
+        is answered, so that a caller does not find the engine still busy with it. While others are in flight it runs
+        on, for the device does compute them."""
+        while len(self._flights) > leave:
+            flight = self._flights.popleft()
+            flight.land()
+            if not self._flights:
+                self._busy = (self.busy_seconds, None)
+            for chunk in flight.chunks:
+                self._accept(chunk)
+        self._herald.tell(now=leave == 0)
+
+    def _accept(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        if sequence.end.reached:  # the caller gave up, or it ended while this step was in flight
+            self._scheduler.release(sequence)
+            self._herald.forget(sequence)
+        elif chunk.drawn is not None:
+            self._accept_token(sequence, chunk, chunk.drawn)
+        elif chunk.scores is not None:
+            self._accept_scores(sequence, chunk.scores)
+        # Only now: a preempted sequence waits again from here on, with all it has, or is over.
+        self._scheduler.land(chunk)
+
+    def _accept_scores(self, sequence: Running, scores: list[float]) -> None:
+        assert sequence.scores is not None
+        sequence.scores += scores
+        if any(map(math.isnan, scores)):
+            sequence.broken = True
+            self._fail(sequence, "the model's logits are not finite for these tokens")
+        elif len(sequence.scores) >= len(sequence.tokens) - 1:
+            self._scheduler.release(sequence)
+            _answer(sequence, [0.0, *sequence.scores])
+
+    def _accept_token(self, sequence: Running, chunk: Chunk, drawn: Drawn) -> None:
+        if not math.isfinite(drawn.logprob):
+            sequence.broken = True
+            return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
+        if drawn.log_z is not None and not math.isfinite(drawn.log_z):
+            return self._fail(sequence, "the grammar allows no token that the model could say here", RequestError)
+        self.tokens += 1
+        finish = sequence.append(drawn, chunk.version)
+        if sequence.guide is not None and sequence.guide.advance(drawn.token):
+            finish = finish or "stop"
+        if sequence.listener is not None:
+            self._herald.note(sequence)
+        if finish:
+            self._scheduler.release(sequence)
+            self._herald.finish(sequence)
+            _answer(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
+
+    def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
+        sequence.end.reached = True
+        self._scheduler.release(sequence)
+        self._herald.finish(sequence)
+        if sequence.future.set_running_or_notify_cancel():
+            sequence.future.set_exception(kind(why))
+
+    # -- between two steps --------------------------------------------------------------------------------------------
+
+    def _swap(self, arrived: StagedUpdate) -> float:
+        """Nothing drains: what is in flight lands with its own version, what runs goes on with the new one."""
+        update = arrived.update
+        recompute = self._config.on_swap == "recompute"
+        self._land(0)
+        start = time.perf_counter()
+        name = None if update.adapter is None else update.adapter.name
+        before = dict(self._catalog.weights)
+        try:
+            sent = self._served.apply(arrived)
+        except PartialUpdateError as error:
+            self._lock(name, error)
+            raise
+        self._carry_over(name, before, update.version, sent)
+        self._scheduler.swap(name, recompute)
+        try:
+            if sent is not None:
+                self._served.verify(update, sent)
+        except Exception as error:  # whatever it was, these weights are not proved
+            self._lock(name, error)
+            raise
+        self._runner.sync()
+        self._distrust.pop(name, None)
+        pause = time.perf_counter() - start
+        self.swaps += 1
+        self.pause_seconds += pause
+        return pause
+
+    def _lock(self, name: str | None, error: Exception) -> None:
+        """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
+        kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
+        self._distrust[name] = kind(str(error))
+        self._scheduler.swap(name, recompute=True)
+        for sequence in self._scheduler.withdraw(name):
+            self._fail(sequence, str(error), kind)
+
+    def _carry_over(self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None) -> None:
+        """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
+        with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
+        could not say which is which."""
+        carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
+        for sequence in self._scheduler.begun(name):
+            was = before[sequence.request.model]
+            if self._catalog.weights[sequence.request.model] is was:
+                continue  # an adapter beside a new base
+            past = (sequence.weights or {}) | {v: mark for v, mark in was.items() if v == sequence.versions[-1]}
+            if version not in sequence.versions or past.get(version) == sent:
+                sequence.weights = carried.setdefault(tuple(past.items()), past)
+            elif sequence.told:
+                self._scheduler.dismiss(sequence)
+                self._fail(sequence, f"version {version} came again with other weights under a stream: ask again")
+            else:
+                sequence.restart()
+                if sequence.request.grammar is not None:
+                    sequence.guide = self._guide(sequence.request.grammar)
+
+    def _hold(self, paused: bool) -> None:
+        self._land(0)
+        self._paused = paused or self._asleep
+
+    def _fall_asleep(self) -> None:
+        if not self._asleep:
+            self._hold(True)
+            self._scheduler.requeue(list(self._scheduler.running.values()))
+            self._cache.sleep()
+            self._asleep = True
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._cache.wake()
+            self._asleep = False
+        self._paused = False
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Answer all requests, those included that were still on their way."""
+        with self._door:  # requests past it are in the inbox; none comes after
+            self._closed = True
+        self._herald.tell(now=True)
+        while not self._inbox.empty():
+            work = self._inbox.get_nowait()
+            if work is not None:
+                work()
+        for sequence in self._scheduler.drain():
+            if not sequence.future.done() and sequence.future.set_running_or_notify_cancel():
+                sequence.future.set_exception(error)
+
+
+def _answer(sequence: Running, result: Any) -> None:
+    sequence.end.reached = True  # now: where it is being given up just then, the future may tell a moment later
+    if sequence.future.set_running_or_notify_cancel():
+        sequence.future.set_result(result)

@@ -1,0 +1,236 @@
+"""The paged KV cache: memory in small pages, shared by reference between requests with a common beginning.
+
+    free -> held by n sequences -> kept (unused, but still found by its content) -> free
+
+A page is found by exact content: a node is (parent node, tokens of the page), its root the family, that is the model
+and version the keys were computed with. So a prefix of older weights can never be found again.
+"""
+
+from collections import OrderedDict, deque
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.sequence import Family, Sequence
+from paceline.model.support import AttentionShape
+
+PAGE = 16
+SCRATCH_PAGE = 0
+"""The page that takes the writes of padding rows."""
+
+
+class PageMemory(Protocol):
+    """Source of the pages: plain tensors, or memory that can be lent out while its address stays."""
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Prefixes:
+    """Maps beginnings to the pages that hold them, and lists those no sequence uses just now, oldest first."""
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[object, tuple[int, ...]], tuple[int, int]] = {}
+        """(parent node or family, tokens) to (node, page)."""
+        self._keys: dict[int, tuple[object, tuple[int, ...]]] = {}
+        """Page to its key above."""
+        self.kept: OrderedDict[int, None] = OrderedDict()
+        self._nodes = 0
+
+    def find(self, family: Family, tokens: list[int]) -> list[tuple[int, int]]:
+        """(node, page) of the longest known beginning of `tokens`, never all of them: one is left to sample from."""
+        found: list[tuple[int, int]] = []
+        parent: object = family
+        for end in range(PAGE, len(tokens), PAGE):
+            entry = self._pages.get((parent, tuple(tokens[end - PAGE : end])))
+            if entry is None:
+                break
+            found.append(entry)
+            parent = entry[0]
+        return found
+
+    def add(self, parent: object, tokens: tuple[int, ...], page: int) -> int:
+        """Make a page findable; answers with its node, or that of a page with the same content."""
+        known = self._pages.get((parent, tokens))
+        if known is not None:
+            return known[0]
+        self._nodes += 1
+        self._pages[parent, tokens] = (self._nodes, page)
+        self._keys[page] = (parent, tokens)
+        return self._nodes
+
+    def keep(self, page: int) -> bool:
+        """Keep a page findable that no sequence uses any more. False: nothing is known about it."""
+        if page not in self._keys:
+            return False
+        self.kept[page] = None
+        return True
+
+    def drop_oldest(self) -> int:
+        page, _ = self.kept.popitem(last=False)
+        del self._pages[self._keys.pop(page)]
+        return page
+
+    def clear(self) -> list[int]:
+        """Forget everything; answers with the pages that no sequence uses."""
+        kept = list(self.kept)
+        self._pages.clear()
+        self._keys.clear()
+        self.kept.clear()
+        return kept
+
+
+class PageCache:
+    """Slots name running sequences; a table says which pages hold their tokens.
+
+    With `steady`, nothing is shared and a sequence gets all its pages at once, so that none is ever preempted: what a
+    request computes then depends on the request alone.
+    """
+
+    shares_at_once = True  # a step writes all its keys before it reads any
+
+    def __init__(
+        self, shape: AttentionShape, slots: int, pages: int, max_length: int, dtype: torch.dtype, memory: PageMemory,
+        steady: bool = False,
+    ) -> None:  # fmt: skip
+        self.slots, self.pages, self.max_length = slots, pages, max_length
+        self._memory = memory
+        self._steady = steady
+        self.kv = memory.take((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
+        self.columns = -(-max_length // PAGE)
+        self.table = np.zeros((slots + 1, self.columns), np.int32)
+        self.changed: dict[tuple[int, int], int] = {}
+        """(slot, column) to page, since the runner last looked."""
+        self._free = deque(range(1, pages + 1))
+        self._holders = [0] * (pages + 1)
+        self._slots = list(range(slots - 1, -1, -1))
+        self._prefixes = Prefixes()
+
+    @property
+    def scratch(self) -> int:
+        """The slot that is never read."""
+        return self.slots
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv.device
+
+    @property
+    def available(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free) + len(self._prefixes.kept)
+
+    @property
+    def used(self) -> float:
+        return 1 - self.available / self.pages
+
+    def sleep(self) -> None:
+        """Give the memory back; its addresses stay."""
+        self.forget()
+        self._memory.sleep()
+
+    def wake(self) -> None:
+        self._memory.wake()
+
+    def fits(self, length: int) -> bool:
+        return length <= self.max_length and -(-length // PAGE) <= self.pages
+
+    def admit(self, sequence: Sequence, running: int) -> bool:
+        """Room for its tokens and, so that those who run can go on for a while, a page for each of them."""
+        if not self._slots:
+            return False
+        assert sequence.family is not None
+        alone = self._steady or sequence.scores is not None
+        shared = [] if alone else self._prefixes.find(sequence.family, sequence.tokens)
+        unheld = sum(1 for _, page in shared if not self._holders[page])
+        room = self.available - unheld
+        first = sequence.limit if self._steady else min(len(sequence.tokens) + 1, sequence.limit)
+        needed = -(-first // PAGE) - len(shared)
+        if needed + (0 if self._steady else running) > room and (running or needed > room):
+            return False
+        sequence.slot = self._slots.pop()
+        for node, page in shared:
+            self._hold(page)
+            self._place(sequence, page)
+            sequence.nodes.append(node)
+        sequence.computed = len(shared) * PAGE
+        if self._steady:
+            self.grow(sequence, sequence.limit)
+        return True
+
+    def grow(self, sequence: Sequence, length: int) -> bool:
+        while len(sequence.pages) * PAGE < length:
+            if not self.available:
+                return False
+            page = self._free.popleft() if self._free else self._prefixes.drop_oldest()
+            self._holders[page] = 1
+            self._place(sequence, page)
+        return True
+
+    def settle(self) -> None: ...
+
+    def advance(self, sequence: Sequence) -> None:
+        """Pages that are full, and whose tokens the host has seen, can be shared from now on."""
+        if sequence.family is None or self._steady:
+            return
+        full = min(sequence.computed, len(sequence.tokens)) // PAGE
+        for column in range(len(sequence.nodes), full):
+            parent: object = sequence.nodes[-1] if sequence.nodes else sequence.family
+            tokens = tuple(sequence.tokens[column * PAGE : (column + 1) * PAGE])
+            sequence.nodes.append(self._prefixes.add(parent, tokens, sequence.pages[column]))
+
+    def release(self, sequence: Sequence) -> None:
+        self.advance(sequence)
+        # Last pages first, so that the beginning of a conversation is the last to be dropped.
+        for page in reversed(sequence.pages):
+            self._holders[page] -= 1
+            if not self._holders[page] and not self._prefixes.keep(page):
+                self._free.append(page)
+        sequence.pages.clear()
+        sequence.nodes.clear()
+        self._slots.append(sequence.slot)
+
+    def scrub(self, sequence: Sequence) -> None:
+        sequence.family = None
+        own = [page for page in sequence.pages if self._holders[page] == 1]
+        self.kv[:, :, torch.tensor([SCRATCH_PAGE, *own], device=self.kv.device)] = 0
+
+    def forget(self) -> None:
+        self._free.extend(self._prefixes.clear())
+
+    def _hold(self, page: int) -> None:
+        self._prefixes.kept.pop(page, None)
+        self._holders[page] += 1
+
+    def _place(self, sequence: Sequence, page: int) -> None:
+        column = len(sequence.pages)
+        sequence.pages.append(page)
+        self.table[sequence.slot, column] = page
+        self.changed[sequence.slot, column] = page
+
+    # -- reading and writing in plain torch, for CPUs and for tests --------------------------------------------------
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        self.changed.clear()  # the table is read right here
+        pages = torch.from_numpy(self.table)[slots, positions // PAGE].long()
+        self.kv[layer, 0][pages, :, positions % PAGE] = k
+        self.kv[layer, 1][pages, :, positions % PAGE] = v
+
+    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        return self._gather(layer, slice(rows), width)
+
+    def whole(self, layer: int) -> None:
+        """Never: a sequence's pages lie apart."""
+
+    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
+        return self._gather(layer, slice(slot, slot + 1), width)
+
+    def _gather(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
+        pages = torch.from_numpy(self.table)[slots, : -(-width // PAGE)].long()
+        keys, values = (self.kv[layer, i][pages].transpose(2, 3).flatten(1, 2)[:, :width] for i in range(2))
+        return keys, values

@@ -1,0 +1,154 @@
+"""From logits to tokens: one uniform number and one inverse CDF per token."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.engine.sequence import Chunk, Guide, hand_out
+from paceline.weights.torch_bits import mix, shift_right
+
+
+def uniform(keys: Tensor, indices: Tensor) -> Tensor:
+    """A float64 in [0, 1) for each (key, token index)."""
+    bits = mix(keys ^ mix(indices))
+    return shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+BLOCK = 256
+SMALL = 1024
+"""Vocabularies up to this size are searched in one level."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """How each row is sampled; one entry per row of the logits."""
+
+    temperatures: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    keys: Tensor
+    indices: Tensor
+    truncates: bool
+    """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
+    greedy: bool
+    """Whether any row has temperature 0."""
+    top: int = 0
+    """Most alternatives any row wants to hear of."""
+    allowed: Tensor | None = None
+    """Tokens that a grammar allows each row."""
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk], device: torch.device) -> "SamplingMetadata":
+        requests = [chunk.sequence.request for chunk in chunks]
+
+        def column(values: list, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            temperatures=column([r.temperature for r in requests], torch.float32),
+            top_p=column([r.top_p for r in requests], torch.float32),
+            top_k=column([r.top_k for r in requests], torch.long),
+            keys=column([r.noise for r in requests], torch.long),
+            indices=column([chunk.index for chunk in chunks], torch.long),
+            truncates=any(r.top_p < 1 or r.top_k for r in requests),
+            greedy=any(r.temperature == 0 for r in requests),
+            top=max(r.top_logprobs for r in requests),
+        )
+
+    def at(self, chunks: Seq[Chunk], vocabulary: int) -> "SamplingMetadata":
+        """The same rows, one token later."""
+        device = self.keys.device
+        guides = [chunk.sequence.guide for chunk in chunks]
+        allowed = torch.stack([_allowed(g, vocabulary, device) for g in guides]) if any(guides) else None
+        return replace(self, indices=torch.tensor([c.index for c in chunks], device=device), allowed=allowed)
+
+
+class SamplerOutput(NamedTuple):
+    tokens: Tensor
+    logprobs: Tensor
+    log_z: Tensor | None = None
+    top: tuple[Tensor, Tensor] | None = None
+
+
+def sample(logits: Tensor, draw: SamplingMetadata) -> SamplerOutput:
+    """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
+    temperatures = draw.temperatures
+    if draw.greedy:
+        temperatures = torch.where(temperatures == 0, 1.0, temperatures)
+    scaled, log_z = logits / temperatures[:, None], None
+    if draw.allowed is None:
+        full = probs = torch.softmax(scaled, -1)
+    else:
+        # Scaled up before the exponential: all that a grammar allows may be too improbable for float32.
+        kept = torch.log_softmax(scaled, -1).masked_fill_(~draw.allowed, -torch.inf)
+        log_z = torch.where(draw.allowed.all(-1), 0.0, kept.logsumexp(-1))
+        full, probs = None, kept.sub_(log_z[:, None]).exp_()
+    if draw.truncates:
+        probs = keep_top(probs, draw.top_p, draw.top_k)
+        cut = probs.sum(-1).log()
+        log_z = cut if log_z is None else log_z + cut
+    tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
+    if draw.greedy:
+        tokens = torch.where(draw.temperatures == 0, probs.argmax(-1), tokens)
+    if full is not None and not draw.top:
+        return SamplerOutput(tokens, full.gather(-1, tokens[:, None])[:, 0].log(), log_z)
+    logprobs = torch.log_softmax(scaled, -1)
+    top = torch.topk(logprobs, min(draw.top, logits.shape[-1]), -1) if draw.top else None
+    return SamplerOutput(
+        tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z, (top.indices, top.values) if top else None
+    )
+
+
+def draw_rows(chunks: Seq[Chunk], sampled: SamplerOutput) -> None:
+    """Hand each chunk its token."""
+    log_z = None if sampled.log_z is None else sampled.log_z.tolist()
+    top = None if sampled.top is None else (sampled.top[0].tolist(), sampled.top[1].tolist())
+    hand_out(chunks, sampled.tokens.tolist(), sampled.logprobs.tolist(), log_z, top)
+
+
+def _allowed(guide: Guide | None, vocabulary: int, device: torch.device) -> Tensor:
+    if guide is None:
+        return torch.ones(vocabulary, dtype=torch.bool, device=device)
+    return torch.as_tensor(guide.allowed(vocabulary), device=device)
+
+
+def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Zero what top-k and then top-p cut. The most probable token always stays."""
+    ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    limit = torch.where(top_k > 0, top_k, probs.shape[-1])[:, None]
+    ranked = ranked.masked_fill(rank >= limit, 0.0)
+    before = ranked.cumsum(-1) - ranked
+    over = before >= top_p[:, None] * ranked.sum(-1, keepdim=True)
+    ranked = ranked.masked_fill(over & (top_p < 1)[:, None] & (rank > 0), 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u.
+
+    In two levels, blocks and then tokens: one pass over the vocabulary instead of a long cumulative sum, and sums in
+    float64 where rounding would starve the tail of a large vocabulary.
+    """
+    if probs.shape[-1] <= SMALL:
+        return _search(probs, u, relative=True)[0]
+    blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    block, rest = _search(blocks.sum(-1), u, relative=True)
+    inside, _ = _search(blocks[torch.arange(len(probs), device=probs.device), block], rest, relative=False)
+    return (block * BLOCK + inside).clamp(max=probs.shape[-1] - 1)
+
+
+def _search(weights: Tensor, target: Tensor, relative: bool) -> tuple[Tensor, Tensor]:
+    """Index of the first cumulative weight above the target, and what of the target is left inside it."""
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[:, -1]
+    # Just under the total, so that rounding can never pick a weightless last entry.
+    target = torch.minimum(target * total if relative else target, total * (1 - 1e-12))
+    # Clamped for weights that are NaN and find no place: the engine refuses such tokens by their log probability.
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+    below = torch.where(index > 0, cumulative.gather(-1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    return index, target - below

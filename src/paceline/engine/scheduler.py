@@ -1,0 +1,258 @@
+"""Chooses the tokens of the next step: continuous batching, shared prompts, preemption, weight swaps.
+
+    waiting -> running (prefill -> decode) -> leaving -> finished
+       ^                                         |
+       +------------- preempted -----------------+
+
+A step is a list of chunks, each some tokens of one sequence whose keys and values are not in the cache yet. A decoding
+sequence contributes its last token; a new one its prompt, in pieces if it is long. The last token of a sequence, and
+only that, is sampled from. Steps are scheduled before earlier ones have landed, so everything here counts in launch
+order; a sequence that is done leaves only when no launched step can write to its place any more.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from paceline.engine.cache import Cache
+from paceline.engine.catalog import Catalog
+from paceline.engine.sequence import Chunk, Family, Sequence
+
+
+class Scheduler:
+    """Decides what runs. Plain bookkeeping, no tensors."""
+
+    def __init__(
+        self, cache: Cache, prefill_tokens: int, deterministic: bool = False, catalog: Catalog | None = None
+    ) -> None:
+        self.running: dict[int, Sequence] = {}
+        """By slot, in order of admission."""
+        self._catalog = catalog or Catalog()
+        self.preempted = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._cache = cache
+        self._prefill_tokens = prefill_tokens
+        self._deterministic = deterministic
+        self._waiting: list[tuple[int, int, int, Sequence]] = []
+        self._arrivals = 0
+        self._turn = 0
+        """The highest turn that was admitted: a call that comes now begins there."""
+        self._leaving: set[Sequence] = set()
+        self._leaders: dict[tuple[Family, tuple[int, ...]], Sequence] = {}
+        """Sequences that compute a prompt which others may soon share."""
+        self._prompting: set[tuple[Family | None, tuple[int, ...]]] = set()
+        """Prompts that the step being put together computes."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self._waiting and not self._leaving
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request: by its order, then by its turn, then by arrival."""
+        sequence.arrival, sequence.turn = self._arrivals, self._turn + sequence.request.turn
+        self._arrivals += 1
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.request.order, sequence.turn, sequence.arrival, sequence))
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, counted as launched; empty when there is nothing to do."""
+        chunks: list[Chunk] = []
+        budget = self._prefill_tokens
+        self._prompting.clear()
+        for sequence in list(self.running.values()):
+            if sequence.slot in self.running:  # not preempted by one before it
+                budget -= self._take(sequence, budget, chunks)
+        self._admit_waiting(budget, chunks)
+        self._cache.settle()
+        return chunks
+
+    def _admit_waiting(self, budget: int, chunks: list[Chunk]) -> None:
+        held: list[Sequence] = []
+        while self._waiting and budget > 0:
+            sequence = self._waiting[0][-1]
+            if sequence.future.cancelled():
+                heapq.heappop(self._waiting)
+                continue
+            sequence.family = self._catalog.family(sequence.request.model)
+            if self._computing_now(sequence):
+                held.append(heapq.heappop(self._waiting)[-1])
+                continue
+            if not self._cache.admit(sequence, len(self.running)):
+                break
+            heapq.heappop(self._waiting)
+            self._begin(sequence)
+            budget -= self._take(sequence, budget, chunks)
+        for sequence in held:
+            self._queue(sequence)
+
+    def _computing_now(self, sequence: Sequence) -> bool:
+        """Another sequence is computing the same prompt just now: better wait a step and share it. What is computed in
+        this very step must not be copied before it, even where the leader is not the one that computes it."""
+        assert sequence.family is not None
+        prompt = (sequence.family, sequence.request.prompt_ids)
+        if sequence.scores is not None:
+            return False
+        if not self._cache.shares_at_once and {prompt, (sequence.family, tuple(sequence.tokens))} & self._prompting:
+            return True
+        leader = self._leaders.get(prompt)
+        return leader is not None and leader.computed < len(sequence.request.prompt_ids) - 1
+
+    def _begin(self, sequence: Sequence) -> None:
+        self._turn = max(self._turn, sequence.turn)
+        self.running[sequence.slot] = sequence
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
+            self.prompt_tokens += len(sequence.tokens)
+            self.cached_tokens += sequence.computed
+        sequence.cached = min(sequence.cached, sequence.computed)  # what it once computed itself was never shared
+        assert sequence.family is not None
+        self._leaders.setdefault((sequence.family, sequence.request.prompt_ids), sequence)
+
+    def _take(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
+        length = len(sequence.tokens) + sequence.flying
+        if sequence.flying and (length >= sequence.limit or sequence.guide is not None):
+            return 0  # nothing more to sample, or not before the host has seen the last token
+        pending = length - sequence.computed
+        if pending == 1 and sequence.scores is None:
+            self._launch(sequence, 1, True, chunks)
+            return 0
+        samples = sequence.scores is None
+        length = min(pending, budget)
+        if self._deterministic:
+            # Every sampled token comes from a decode step, so all see the same shapes, even where a prompt is shared.
+            length = min(pending - samples, self._prefill_tokens)
+        if length <= 0:
+            return 0
+        return self._launch(sequence, length, samples and length == pending, chunks)
+
+    def _launch(self, sequence: Sequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
+        while not self._cache.grow(sequence, sequence.computed + length):
+            if any(leaving.requeue for leaving in self._leaving):
+                return 0  # pages are on their way back
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+        request, catalog = sequence.request, self._catalog
+        start, model, prompt = sequence.computed, request.model, len(request.prompt_ids)
+        index = len(sequence.tokens) + sequence.flying - prompt
+        chunks.append(Chunk(sequence, start, length, samples, catalog.versions[model], catalog.slots[model], index))
+        sequence.computed += length
+        sequence.in_flight += 1
+        sequence.flying += samples
+        if start < prompt - 1:  # all but its last token are what others share
+            self._prompting.add((sequence.family, request.prompt_ids))
+        if start < prompt:
+            self._cache.advance(sequence)
+        return length
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def land(self, chunk: Chunk) -> None:
+        """The host has what this chunk computed."""
+        sequence = chunk.sequence
+        sequence.in_flight -= 1
+        sequence.flying -= chunk.samples
+        if sequence in self._leaving and not sequence.in_flight:
+            self._leave(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """It is done, finished or not: nothing more is scheduled, its place is freed once no step writes there."""
+        sequence.requeue = False
+        if self.running.pop(sequence.slot, None) is None and sequence not in self._leaving:
+            return
+        self._part(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give its pages to others; it waits again and recomputes what it had."""
+        self.preempted += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        del self.running[sequence.slot]
+        sequence.requeue = True
+        self._part(sequence)
+
+    def _part(self, sequence: Sequence) -> None:
+        self._forget_leader(sequence)
+        self._leaving.add(sequence)
+        if not sequence.in_flight:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._leaving.discard(sequence)
+        if sequence.broken:
+            self._cache.scrub(sequence)
+        self._cache.release(sequence)
+        sequence.slot, sequence.computed = -1, 0
+        if sequence.requeue:
+            sequence.requeue = False
+            sequence.recomputed = sequence.recomputed or sequence.sampled > 0
+            if sequence.scores is not None:
+                sequence.scores.clear()
+            self._queue(sequence)
+
+    # -- around weight updates ----------------------------------------------------------------------------------------
+
+    def swap(self, model: str | None, recompute: bool) -> None:
+        """One model has new weights, or the base and so all (None). Older prefixes are never shared again; running
+        sequences keep their mixed caches or compute them anew."""
+        touched = [s for s in self.running.values() if model is None or s.request.model == model]
+        for sequence in touched:
+            sequence.kept = sequence.kept or (bool(sequence.sampled) and not recompute)
+        # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
+        self.requeue(s for s in touched if recompute or not s.sampled)
+        for sequence in (*touched, *self._leaving):
+            sequence.family = None
+        self._leaders.clear()
+        self._cache.forget()
+
+    def requeue(self, sequences: Iterable[Sequence]) -> None:
+        """Take them out of the cache, to be computed anew. All launched steps must have landed."""
+        for sequence in list(sequences):
+            self._requeue(sequence)
+
+    def begun(self, model: str | None) -> list[Sequence]:
+        """Sequences that have sampled something from this model, or from any (None), and are not done."""
+        alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
+        return [s for s in alive if s.sampled and (model is None or s.request.model == model)]
+
+    def dismiss(self, sequence: Sequence) -> None:
+        """Take one out, wherever it is."""
+        self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]
+        heapq.heapify(self._waiting)
+        self.release(sequence)
+
+    def withdraw(self, model: str | None) -> list[Sequence]:
+        """Take out all that waits for this model or runs with it, or with any (None)."""
+        out = [entry[-1] for entry in self._waiting if model is None or entry[-1].request.model == model]
+        self._waiting = [entry for entry in self._waiting if entry[-1] not in out]
+        heapq.heapify(self._waiting)
+        running = [s for s in self.running.values() if model is None or s.request.model == model]
+        for sequence in running:
+            self.release(sequence)
+        return [*out, *running]
+
+    def drain(self) -> Iterable[Sequence]:
+        """Take everything out, for shutting down."""
+        everything = [*self.running.values(), *self._leaving, *(entry[-1] for entry in self._waiting)]
+        self._waiting.clear()
+        for sequence in everything:
+            sequence.in_flight, sequence.broken = 0, False  # a device that failed cannot be asked to clean up
+            self.release(sequence)
+        return everything
+
+    def _forget_leader(self, sequence: Sequence) -> None:
+        if sequence.family is not None:
+            key = (sequence.family, sequence.request.prompt_ids)
+            if self._leaders.get(key) is sequence:
+                del self._leaders[key]

@@ -1,0 +1,237 @@
+"""The state of a request in the engine, and the chunks of it that one step computes.
+
+Batches token callbacks so that streaming never throttles decoding.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.engine.base import Completion, Finish, GenerateRequest, Listener, Piece, TopLogprobs
+from paceline.weights.update import Array
+
+
+class Guide(Protocol):
+    """A compiled grammar at one place in one completion."""
+
+    def allowed(self, vocabulary: int) -> Array:
+        """True for every token that may come next."""
+        ...
+
+    def advance(self, token: int) -> bool:
+        """Take the token that came; True when the completion is done."""
+        ...
+
+
+Family = tuple[int, int, int]
+"""The weights that keys and values were computed with: adapter slot, its version, the base's version."""
+
+
+class End:
+    """Whether a request is over: answered, as the engine says, or given up, as the future does. A future knows both,
+    but takes a lock each time it is asked, and this is asked for every token."""
+
+    __slots__ = ("reached",)
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def reach(self, future: "Future[Any]") -> None:
+        self.reached = True
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Its tokens, and how far each stage has come with them.
+
+    tokens      prompt and every sampled token the host has seen
+    + flying    sampled in steps that are launched but not landed: the device knows them, the host not yet
+    computed    how many of all these have their keys and values in the cache, in launch order
+    """
+
+    request: GenerateRequest
+    future: "Future[Any]"
+    tokens: list[int]
+    limit: int
+    """Most tokens it may grow to, prompt included."""
+    listener: Listener | None = None
+    scores: list[float] | None = None
+    """Collects the prompt's log probabilities when the sequence is scored, not continued."""
+    guide: "Guide | None" = None
+    arrival: int = 0
+    turn: int = 0
+    slot: int = -1
+    computed: int = 0
+    flying: int = 0
+    in_flight: int = 0
+    """Launched steps that touch it and have not landed: its place in the cache cannot be freed before."""
+    cached: int | None = None
+    family: Family | None = None
+    """None once its cache mixes several versions: such keys are never shared."""
+    pages: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    log_z: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    weights: dict[int, str] | None = None
+    """Version and fingerprint of what it was sampled from before the present weights; shared like those."""
+    told: int = 0
+    """How many of its sampled tokens its listener has heard of."""
+    recomputed: bool = False
+    kept: bool = False
+    """Weights changed under it while its cache stayed as it was."""
+    requeue: bool = False
+    broken: bool = False
+    """Its keys and values may hold NaN, which no mask hides from the sequence that gets the memory next."""
+    end: End = field(default_factory=End)
+
+    def __post_init__(self) -> None:
+        self.future.add_done_callback(self.end.reach)
+
+    @property
+    def sampled(self) -> int:
+        return len(self.tokens) + self.flying - len(self.request.prompt_ids)
+
+    def append(self, drawn: "Drawn", version: int) -> Finish | None:
+        """Take one sampled token; tells how the sequence ended, if it did."""
+        self.tokens.append(drawn.token)
+        self.logprobs.append(drawn.logprob)
+        self.versions.append(version)
+        if drawn.log_z is not None:
+            self.log_z.append(drawn.log_z)
+        if drawn.top is not None:
+            self.top.append(drawn.top)
+        if drawn.token in self.request.stop_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def untold(self) -> Piece:
+        """The tokens its listener has not received yet; marks them as told."""
+        start, self.told = self.told, len(self.logprobs)
+        tokens = self.tokens[len(self.request.prompt_ids) + start :]
+        return Piece(tokens, self.logprobs[start:], self.versions[start:], self.top[start:] or None)
+
+    def restart(self) -> None:
+        """Forget what was sampled; the same noise draws it anew. Its listener must not have received any."""
+        del self.tokens[len(self.request.prompt_ids) :]
+        for stream in (self.logprobs, self.log_z, self.top, self.versions):
+            stream.clear()
+        self.weights, self.recomputed, self.kept = None, False, False
+
+    def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
+        """All of it, its last token drawn from these weights."""
+        return Completion(
+            token_ids=self.tokens[len(self.request.prompt_ids) :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish=finish,
+            log_z=self.log_z or None,
+            top=self.top or None,
+            recomputed=self.recomputed and not self.kept,
+            cached=self.cached or 0,
+            weights=weights if self.weights is None else self.weights | weights,
+        )
+
+
+@dataclass(slots=True)
+class Drawn:
+    """One sampled token."""
+
+    token: int
+    logprob: float
+    log_z: float | None = None
+    top: TopLogprobs | None = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start` to `start + length` of a sequence, and whether the token after them is sampled."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+    version: int
+    """Of the weights the step was launched with."""
+    adapter: int = 0
+    """Slot of the adapter it runs through; 0 for none."""
+    index: int = 0
+    """Number of the sampled token in its completion: its place in the noise stream."""
+    drawn: Drawn | None = None
+    scores: list[float] | None = None
+
+    @property
+    def targets(self) -> list[int]:
+        """The known token after each of its own."""
+        return self.sequence.tokens[self.start + 1 : self.start + self.length + 1]
+
+
+def hand_out(
+    chunks: Seq[Chunk],
+    tokens: Seq[int],
+    logprobs: Seq[float],
+    log_z: Seq[float] | None = None,
+    top: tuple[Seq[Seq[int]], Seq[Seq[float]]] | None = None,
+) -> None:
+    """Give each chunk what was drawn for it, and no more than its request asked to hear."""
+    cut = [None] * len(chunks) if log_z is None else log_z
+    for chunk, token, logprob, kept in zip(chunks, tokens, logprobs, cut, strict=True):
+        request = chunk.sequence.request
+        bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
+        chunk.drawn = Drawn(token, logprob, kept if bounded else None)
+    if top is not None:
+        for chunk, ids, values in zip(chunks, *top, strict=True):
+            assert chunk.drawn is not None
+            if wanted := chunk.sequence.request.top_logprobs:
+                chunk.drawn.top = list(zip(ids[:wanted], values[:wanted], strict=True))
+
+
+LISTENER_SECONDS = 0.0002
+"""Cost of one call of a listener, from here to a client."""
+LONGEST_SECONDS = 0.1
+
+
+class TokenStreamer:
+    """Calls each listener with its new tokens.
+
+    A few listeners are called for every token. Many are called again only after as long as calling them all takes, but
+    at most `LONGEST_SECONDS`, with several tokens each time: otherwise the calls, not the decoding, would set the pace.
+    A completion's last tokens are told before its end.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._news: dict[Sequence, None] = {}
+        """Sequences with tokens that their listeners have not received."""
+        self._due = 0.0
+
+    def note(self, sequence: Sequence) -> None:
+        """It has a new token."""
+        self._news[sequence] = None
+
+    def tell(self, now: bool = False) -> None:
+        """Tell all that is new, if it is time."""
+        if not self._news or (self._clock() < self._due and not now):
+            return
+        for sequence in self._news:
+            self._say(sequence)
+        self._due = self._clock() + min(len(self._news) * LISTENER_SECONDS, LONGEST_SECONDS)
+        self._news.clear()
+
+    def finish(self, sequence: Sequence) -> None:
+        """It is over: its listener hears the rest."""
+        if sequence in self._news:
+            del self._news[sequence]
+            self._say(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its listener no longer waits."""
+        self._news.pop(sequence, None)
+
+    def _say(self, sequence: Sequence) -> None:
+        assert sequence.listener is not None
+        sequence.listener(sequence.untold())

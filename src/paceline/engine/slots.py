@@ -1,0 +1,77 @@
+"""A slot per running request, in torch: the cache that serves a CPU."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.engine.cache import Slots
+from paceline.model.native import layers as native
+from paceline.model.support import AttentionShape
+
+
+class SlotCache(Slots):
+    """Keys and values as [slot, position, kv head, dim] per layer. One slot more than asked for takes the writes of
+    padding rows."""
+
+    def __init__(
+        self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
+        steady: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(slots, length, max_length, steady)
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.wake()
+
+    @property
+    def scratch(self) -> int:
+        """The slot that is never read."""
+        return self.slots
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._device)
+
+    def wake(self) -> None:
+        shape = (self.slots + 1, self.length, self._shape.kv_heads, self._shape.head_dim)
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(self._shape.layers)]
+            for _ in range(2)
+        )
+
+    def _drop(self) -> None:
+        self.keys, self.values = [], []
+
+    def _copy(self, source: int, length: int, targets: Sequence[int]) -> None:
+        slots = torch.tensor(targets, device=self._device)
+        for layer in (*self.keys, *self.values):
+            layer[slots, :length] = layer[source, :length]
+
+    def _blank(self, slot: int) -> None:
+        for layer in (*self.keys, *self.values):
+            layer[slot].zero_()
+
+    def _widen(self, length: int) -> None:
+        for store in (self.keys, self.values):
+            for layer, old in enumerate(store):
+                store[layer] = F.pad(old, (0, 0, 0, 0, 0, length - old.shape[1]))
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        keys, values = self.keys[layer], self.values[layer]
+        if native.serves(keys, keys.shape[2]):
+            native.keep(keys, values, k, v, slots, positions)
+        else:
+            keys[slots, positions] = k
+            values[slots, positions] = v
+
+    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer], self.values[layer]
+
+    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots 0 to `rows`, in place: [rows, width, kv heads, dim]."""
+        return self.keys[layer][:rows, :width], self.values[layer][:rows, :width]
+
+    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][slot : slot + 1, :width], self.values[layer][slot : slot + 1, :width]

@@ -1,5 +1,0 @@
-"""The embedded engine on Apple silicon: the same scheduler and the same laws, computed with MLX."""
-
-from paceline.inference.mlx.engine import MlxEngine
-
-__all__ = ["MlxEngine"]

@@ -1,5 +1,0 @@
-"""The OpenAI API over an engine."""
-
-from paceline.inference.server.app import build_app, listen, quick_loop, serve
-
-__all__ = ["build_app", "listen", "quick_loop", "serve"]

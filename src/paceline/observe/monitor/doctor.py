@@ -1,0 +1,204 @@
+"""Diagnoses a run from its directory alone, while it lives and after it died."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from paceline.errors import PacelineError
+from paceline.observe.monitor.directory import RunDirectory, read_sound
+from paceline.observe.monitor.summary import way_on
+from paceline.observe.monitor.text import one_line, seconds
+from paceline.observe.monitor.waitgraph import label
+from paceline.observe.monitor.watchdog import SNAPSHOT_SECONDS, born, stalled_file
+
+_LATE = 10 * SNAPSHOT_SECONDS
+"""Age from which a snapshot says that something keeps the watchdog itself from its work."""
+_EVENTS = 6
+
+
+@dataclass(slots=True)
+class Findings:
+    """The diagnosis of a run directory."""
+
+    run: Path
+    verdict: str
+    alive: bool
+    ended: dict[str, Any] | None
+    """The `end` event, where the last try came so far."""
+    step: int | None = None
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """Snapshots, one a process, with their `age` and the `state` of the process."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path | None = None
+    stalled: list[tuple[Path, float]] = field(default_factory=list)
+    """Reports of stalls, with their ages."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, each as a sentence."""
+
+
+def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
+    """Look at a run directory; a `PacelineError` if it is none."""
+    files = RunDirectory(run)
+    if not (files.config_file.is_file() or files.lock_file.is_file()):
+        raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
+    events, problems = read_sound(files.events_file, {"event": str, "time": int | float})
+    marks = [event for event in events if event["event"] in ("begin", "end")]
+    ended = marks[-1] if marks and marks[-1]["event"] == "end" else None
+    parts = [_part(path, now()) for path in sorted(run.glob("waits*.json"))]
+    lead = next((part for part in parts if not part["part"]), None)
+    pid = lead["pid"] if lead else _holder(files.lock_file)
+    state = lead["state"] if lead else ("gone" if ended or pid is None else _state(pid))
+    metrics, more = read_sound(files.metrics_file, {"step": int})
+    step = lead["step"] if lead and lead["step"] is not None else metrics[-1]["step"] if metrics else None
+    found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts, problems=problems + more)
+    found.events = [event for event in events if event["event"] in ("note", "phase")][-_EVENTS:]
+    found.checkpoint = max((path.parent for path in files.checkpoints.glob("step-*/state.json")), default=None)
+    reports = [stalled_file(run), *sorted(run.glob("stalled-*.txt"))]
+    found.stalled = [(path, now() - path.stat().st_mtime) for path in reports if path.is_file()]
+    found.verdict = _verdict(found, pid, state, lead, bool(marks), events, now())
+    return found
+
+
+def report(found: Findings) -> RenderableType:
+    """The findings for a person."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    style = "green" if found.alive or (found.ended and found.ended.get("status") == "finished") else "yellow"
+    facts.add_row("run", Text(str(found.run)))
+    facts.add_row("state", Text(found.verdict, style))
+    facts.add_row("step", Text("none yet" if found.step is None else str(found.step)))
+    for part in found.parts:
+        facts.add_row(part["part"] or "process", Text(_pulse(part)))
+    for path, age in found.stalled:
+        facts.add_row("stalled", Text(f"{seconds(age)} ago: {path} has the stacks of all tasks and threads"))
+    for problem in found.problems:
+        facts.add_row("unreadable", Text(problem, "yellow"))
+    facts.add_row("checkpoint", Text(str(found.checkpoint or "none yet")))
+    return Group(facts, *(tree for part in found.parts for tree in _trees(part)), *_events(found.events))
+
+
+def resume_command(found: Findings) -> str:
+    """The command that resumes the run; empty where the run is alive or finished."""
+    if found.alive or (found.ended and found.ended.get("status") == "finished"):
+        return ""
+    return way_on(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
+
+
+def _verdict(
+    found: Findings,
+    pid: int | None,
+    state: str,
+    lead: dict[str, Any] | None,
+    begun: bool,
+    events: list[dict[str, Any]],
+    now: float,
+) -> str:
+    if state == "elsewhere" and lead:
+        return f"on {lead['host']}, process {pid}: from here only its files can be seen"
+    if state == "suspended":
+        return f"suspended: process {pid} was stopped by a signal; `kill -CONT {pid}` lets it go on"
+    if state == "runs":
+        if lead and lead["age"] > _LATE:
+            silence = f"has written nothing for {seconds(lead['age'])}"
+            return f"process {pid} lives, but {silence}: its disk or its machine hangs"
+        return f"runs as process {pid}"
+    if found.ended and not lead:
+        message = found.ended.get("message")
+        return f"{found.ended.get('status')} at step {found.ended.get('step')}" + (f": {message}" if message else "")
+    if pid is None:
+        return "never started"
+    last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])], default=0.0)
+    when = f", after a last sign of life {seconds(now - last)} ago" if last else ""
+    began = "" if begun else " before its first step"
+    return (
+        f"killed{began}: process {pid} is gone and wrote no end (SIGKILL, out of memory, or the machine stopped){when}"
+    )
+
+
+def _part(path: Path, now: float) -> dict[str, Any]:
+    try:
+        part = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PacelineError(f"{path} cannot be read ({error}): look again in a moment, or remove it") from None
+    return part | {"age": max(0.0, now - part["time"]), "state": _state(part["pid"], part["born"], part["host"])}
+
+
+def _state(pid: int, birth: str = "", host: str | None = None) -> str:
+    """`runs`, `suspended`, `gone`, or `elsewhere` on a machine whose processes cannot be seen."""
+    if host is not None and host != socket.gethostname():
+        return "elsewhere"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        pass  # another user's process, which exists
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "runs"  # no /proc here: the number is all we know
+    if letter in "ZX" or (birth and birth != born(pid)):
+        return "gone"
+    return "suspended" if letter in "Tt" else "runs"
+
+
+def _holder(lock: Path) -> int | None:
+    text = lock.read_text().strip() if lock.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _pulse(part: dict[str, Any]) -> str:
+    """One line about a process: who it is, how old the news are, what moves."""
+    words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {seconds(part['age'])} ago"]
+    if part["phase"]:
+        words.append(one_line(part["phase"]))
+    words.append(f"last progress {seconds(part['quiet'])} before that")
+    if part["quiet"] > 5:
+        words.append(f"{part['cores']:.1f} cores busy since")
+    if part["blocked"]:
+        words.append(f"event loop blocked for {seconds(part['blocked'])}")
+    return ", ".join(words)
+
+
+def _trees(part: dict[str, Any]) -> list[RenderableType]:
+    title = f"who waits for whom{' in the ' + part['part'] if part['part'] else ''}"
+    waits = Tree(Text(title, "bold"))
+    if not part["waits"]:
+        waits.add(Text("no wait with a name is open", "dim"))
+    branches: dict[int | None, Tree] = {None: waits}
+    # A parent may stand after its child where it was found by name: go round until all have their place.
+    left = dict(enumerate(part["waits"]))
+    while ready := [index for index, node in left.items() if node["parent"] in branches]:
+        for index in ready:
+            node = left.pop(index)
+            branch = branches[node["parent"]].add(Text.assemble(label(node), (f"  {node['who']}", "dim")))
+            branches[index] = branch
+            for line in node["stack"][-4:]:
+                branch.add(Text(line, "dim"))
+    threads = Tree(Text("threads", "bold"))
+    for group in part["threads"]:
+        branch = threads.add(Text(", ".join(group["names"])))
+        for line in group["stack"][-3:]:
+            branch.add(Text(line, "dim"))
+    return [Text(), waits, Text(), threads]
+
+
+def _events(events: list[dict[str, Any]]) -> list[RenderableType]:
+    if not events:
+        return []
+    table = Table.grid(padding=(0, 2))
+    for event in events:
+        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        table.add_row(Text(at, "dim"), Text(event["event"]), Text(one_line(str(event.get("text", "")))))
+    return [Text(), Text("last events", "bold"), table]

@@ -1,0 +1,158 @@
+"""A run as lines of text, where there is no terminal to draw on.
+
+Small rich renderables, such as sparklines, that the live view is built from.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
+from paceline.observe.monitor.summary import Curve, MetricHistory
+from paceline.observe.monitor.text import amount, change, count, one_line, reasons, score, seconds
+
+_HEARTBEAT = 10.0
+"""Seconds of silence after which known work shows its progress again."""
+
+
+class PlainLines(Monitor):
+    """One short line a step; phases and notes as lines too.
+
+    A log is read later and by others, so work that comes back every few steps is announced once, and again
+    only when nothing else has been printed for a while.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._total: int | None = None
+        self._kinds: set[str] = set()
+        self._printed = clock()
+
+    def begin(self, plan: RunPlan) -> None:
+        self._total = plan.total_steps
+        length = f", {amount(plan.total_steps, 'step')}" if plan.total_steps else ""
+        start = f", going on after step {plan.start_step}" if plan.start_step else ""
+        self._print(
+            f"paceline {plan.name}: {', '.join(plan.envs)}; {count(plan.parameters)} parameters "
+            f"on {plan.device}{length}{start}; writing to {plan.directory}"
+        )
+
+    def phase(self, text: str) -> None:
+        kind = phase_kind(text)
+        if kind not in self._kinds or self._clock() - self._printed > _HEARTBEAT:
+            self._kinds.add(kind)
+            self._print(f"... {one_line(text)}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._print(step_line(step, self._total, metrics))
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {one_line(text)}")
+
+    def end(self, outcome: RunOutcome) -> None:
+        self._print(f"{outcome.status} at step {outcome.step}")
+
+    def _print(self, line: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+        self._printed = self._clock()
+
+
+def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
+    """`step  12/40  reward 0.612  eval 0.43  stale 0.8  4.1k tok/s  0.31 s`, as far as each is known."""
+    now = MetricHistory.of([{**metrics, "step": step}])
+    width = len(str(total)) if total else 4
+    parts = [f"step {step:>{width + 1}}/{total}" if total else f"step {step:>{width}}"]
+    parts += _scores("reward", now.rewards, 3)
+    # Exact matches say more than a shaped reward; not every environment has them.
+    parts += _scores("eval", {**now.held_out, **now.exact}, 2)
+    if "staleness/mean" in now.latest:
+        parts.append(f"stale {now.latest['staleness/mean']:.1f}")
+    if "tokens/s" in now.latest:
+        parts.append(f"{count(now.latest['tokens/s'])} tok/s")
+    if "time/step" in now.latest:
+        parts.append(seconds(now.latest["time/step"]))
+    if lost := reasons(now.dropped):
+        parts.append(f"dropped {lost}")
+    return "  ".join(parts)
+
+
+def _scores(label: str, curves: Mapping[str, Curve], digits: int) -> list[str]:
+    """One number needs no name; several are told apart by their environments."""
+    values = {env: score(curve[-1][1], digits) for env, curve in curves.items() if curve}
+    if len(values) <= 1:
+        return [f"{label} {value}" for value in values.values()]
+    return [f"{label} " + ", ".join(f"{env} {value}" for env, value in values.items())]
+
+
+_LEVELS: Final = "▁▂▃▄▅▆▇█"
+
+
+class Sparkline:
+    """A curve in one line of blocks. One too long for its room is averaged, a short one is not stretched."""
+
+    def __init__(self, values: Sequence[float], style: str = "cyan") -> None:
+        self.values = values
+        self.style = style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, options.max_width), options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(blocks(self.values, options.max_width), style=self.style, no_wrap=True, overflow="crop")
+
+
+def blocks(values: Sequence[float], width: int) -> str:
+    """The values as at most `width` block characters, from the lowest of them to the highest."""
+    if not values or width < 1:
+        return ""
+    points = min(len(values), width)
+    edges = [index * len(values) // points for index in range(points + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    # A flat curve should look flat, and not like noise blown up to full height.
+    span = max(high - low, 0.05 * max(1.0, abs(high)))
+    return "".join(_LEVELS[min(7, int((mean - low) / span * 8))] for mean in means)
+
+
+def standing(curve: Curve) -> tuple[RenderableType, RenderableType]:
+    """The last value, and how far it is from the first."""
+    if not curve:
+        return Text("-", "dim"), ""
+    first, last = curve[0][1], curve[-1][1]
+    if len(curve) == 1:
+        return Text(score(last), "bold"), ""
+    moved = change(first, last)
+    return Text(score(last), "bold"), Text(moved, {"+": "green", "-": "red"}.get(moved[0], "dim"))
+
+
+def block(pairs: Sequence[tuple[str, RenderableType]]) -> RenderableType:
+    block = Table.grid(padding=(0, 1))
+    block.add_column(style="dim", no_wrap=True)
+    block.add_column(no_wrap=True)
+    for label, value in pairs:
+        block.add_row(label, value)
+    return block
+
+
+def share(value: float | None) -> RenderableType:
+    if value is None:
+        return Text("-", "dim")
+    cell = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1.0, completed=min(1.0, value), width=10, complete_style="cyan", finished_style="cyan")
+    cell.add_row(bar, f"{value:4.0%}")
+    return cell
+
+
+def known(metrics: Mapping[str, float], key: str, form: Callable[[float], str]) -> Text:
+    return Text(form(metrics[key])) if key in metrics else Text("-", "dim")

@@ -1,0 +1,265 @@
+"""The live view of a run, and the choice between it and plain lines."""
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, TextIO
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
+from paceline.observe.monitor.directory import RunDirectory, read_sound
+from paceline.observe.monitor.plain import PlainLines, Sparkline, block, known, share, standing
+from paceline.observe.monitor.summary import MetricHistory
+from paceline.observe.monitor.text import amount, clock, count, one_line, reasons, score, seconds
+
+_MAX_WIDTH: Final = 120
+_ROWS_AROUND: Final = 16
+"""Lines of the view that are not environments."""
+_OUTCOMES: Final = {"finished": ("✔", "green"), "interrupted": ("■", "yellow"), "failed": ("✘", "red")}
+
+
+class View:
+    """What is known about the run, and its picture."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.plan: RunPlan | None = None
+        self.history = MetricHistory()
+        self.outcome: RunOutcome | None = None
+        self.notes: list[str] = []
+        self._now = now
+        self._started = now()
+        self._ended: float | None = None
+        self._finished_steps: deque[float] = deque(maxlen=21)
+        # One spinner for all frames: a new one would start its turn again.
+        self._spinner = Spinner("dots", Text("starting"), style="cyan")
+
+    def begin(self, plan: RunPlan, history: MetricHistory) -> None:
+        self.plan, self.history = plan, history
+        self._started = self._now()
+        self._finished_steps.append(self._started)
+
+    def phase(self, text: str) -> None:
+        self._spinner.update(text=Text(one_line(text), no_wrap=True, overflow="ellipsis"))
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.history.add(step, metrics)
+        if step > 0:
+            self._finished_steps.append(self._now())
+        else:  # the evaluation before training says nothing about how long a step takes
+            self._finished_steps = deque([self._now()], maxlen=self._finished_steps.maxlen)
+
+    def roll_back(self, history: MetricHistory) -> None:
+        """The curves as they were then. Time spent is spent, but what a step takes is measured anew."""
+        self.history = history
+        self._finished_steps = deque([self._now()], maxlen=self._finished_steps.maxlen)
+
+    def end(self, outcome: RunOutcome) -> None:
+        self.outcome = outcome
+        self._ended = self._now()
+
+    def draw(self, width: int, height: int) -> RenderableType:
+        if self.plan is None:
+            return self._status()
+        width = min(width, _MAX_WIDTH)
+        blank = Text()
+        parts: list[RenderableType] = [self._progress(self.plan), blank]
+        if self.history.envs:
+            parts += [self._environments(max(2, height - _ROWS_AROUND)), blank]
+        if self.history.trained:
+            parts += [self._figures(width), *self._dropped(), blank]
+        parts += [*self._last_note(), self._status()]
+        return Panel(
+            Group(*parts),
+            title=Text.assemble(("paceline ", "bold"), (self.plan.name, "bold cyan")),
+            title_align="left",
+            subtitle=self._footer(self.plan, width),
+            subtitle_align="right",
+            border_style="bright_black",
+            padding=(1, 2, 0, 2),
+            width=width,
+        )
+
+    def _footer(self, plan: RunPlan, width: int) -> Text:
+        facts = f"{plan.device} · {count(plan.parameters)} parameters · "
+        place, room = str(plan.directory), width - len(facts) - 8
+        # The end of a path says most.
+        return Text(facts + (place if len(place) <= room else f"…{place[1 - room :]}"), "dim")
+
+    def _progress(self, plan: RunPlan) -> RenderableType:
+        step, total = self.history.step, plan.total_steps
+        elapsed = clock((self._now() if self._ended is None else self._ended) - self._started)
+        left = self._seconds_left()
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True)
+        row.add_row(
+            ProgressBar(total=total, completed=step, pulse=total is None and not self.outcome, complete_style="cyan"),
+            Text.assemble("step ", (str(step), "bold"), f"/{total}" if total else ""),
+            Text(elapsed if left is None else f"{elapsed} · {clock(left)} left", "dim"),
+        )
+        return row
+
+    def _seconds_left(self) -> float | None:
+        """By the pace of the latest steps, evaluations and checkpoints between them included."""
+        times = self._finished_steps
+        if self.outcome or len(times) < 2 or self.plan is None or self.plan.total_steps is None:
+            return None
+        pace = (times[-1] - times[0]) / (len(times) - 1)
+        return max(0.0, pace * (self.plan.total_steps - self.history.step) - (self._now() - times[-1]))
+
+    def _environments(self, rows: int) -> RenderableType:
+        """A line for each curve: what it measures, its course, where it stands and how far it came."""
+        history = self.history
+        kinds = [
+            ("reward", history.rewards),
+            ("held-out exact", history.exact),
+            ("held-out reward", history.held_out),
+        ]
+        kinds = [(kind, curves) for kind, curves in kinds if kind == "reward" or curves]
+        while len(kinds) > 1 and len(kinds) * len(history.envs) > rows:
+            kinds.pop()
+        shown = history.envs[: max(1, rows // len(kinds))]
+        table = Table(box=None, expand=True, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        table.add_column("environment", max_width=18, no_wrap=True, overflow="ellipsis")
+        table.add_column("", style="dim", no_wrap=True)
+        table.add_column("", ratio=1, no_wrap=True)
+        table.add_column("now", justify="right", no_wrap=True)
+        table.add_column("change", justify="right", no_wrap=True, min_width=6)
+        for env in shown:
+            for kind, curves in kinds:
+                name = Text(env if kind == "reward" else "")
+                curve = curves.get(env, [])
+                table.add_row(name, kind, Sparkline([value for _, value in curve]), *standing(curve))
+        if hidden := len(history.envs) - len(shown):
+            table.add_row(Text(f"and {hidden} more", "dim"))
+        return table
+
+    def _figures(self, width: int) -> RenderableType:
+        latest = self.history.latest
+        pairs = [
+            ("tokens/s", known(latest, "tokens/s", count)),
+            ("step time", known(latest, "time/step", seconds)),
+            ("trainer busy", share(latest.get("busy/trainer"))),
+            ("sampler busy", share(latest.get("busy/sampler"))),
+            ("staleness", self._staleness()),
+            ("length", known(latest, "length", lambda value: amount(round(value), "token"))),
+            ("entropy", known(latest, "entropy", score)),
+            ("grad norm", known(latest, "grad_norm", score)),
+        ]
+        # Two under one another; those that matter least are last and need a wide screen.
+        shown = pairs if width >= 100 else pairs[:6]
+        return Columns([block(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
+
+    def _staleness(self) -> Text:
+        highest = self.history.latest.get("staleness/max")
+        tail = "" if highest is None else f" (max {highest:.0f})"
+        return known(self.history.latest, "staleness/mean", lambda mean: f"{mean:.1f}{tail}")
+
+    def _dropped(self) -> list[RenderableType]:
+        lost = reasons(self.history.dropped, " · ")
+        return [Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")] if lost else []
+
+    def _last_note(self) -> list[RenderableType]:
+        if not self.notes:
+            return []
+        text = one_line(self.notes[-1])
+        text = text if len(text) <= 240 else text[:239] + "…"
+        earlier = f"  ({amount(len(self.notes) - 1, 'earlier note')})" if len(self.notes) > 1 else ""
+        row = Table.grid(padding=(0, 1))
+        row.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
+        return [row]
+
+    def _status(self) -> RenderableType:
+        if self.outcome is None:
+            return self._spinner
+        sign, style = _OUTCOMES[self.outcome.status]
+        return Text(f"{sign} {self.outcome.status} at step {self.outcome.step}", style)
+
+
+class Screen(Monitor):
+    """Draws the run on a terminal, four times a second, and leaves the last picture there.
+
+    The terminal is given back by `end` and `close`, and when the interpreter exits without either.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._view = View(clock)
+        # The run's threads write what the refresh thread draws.
+        self._lock = threading.RLock()
+        self._live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
+        self._closed = False
+
+    def frame(self) -> RenderableType:
+        """The picture as it is now."""
+        with self._lock:
+            return self._view.draw(self._console.width, self._console.height)
+
+    def begin(self, plan: RunPlan) -> None:
+        history, problems = _until(plan, plan.start_step)
+        self._show(lambda: self._view.begin(plan, history))
+        for problem in problems:
+            self.note(problem)
+
+    def phase(self, text: str) -> None:
+        self._show(lambda: self._view.phase(text))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._show(lambda: self._view.step(step, dict(metrics)))
+
+    def note(self, text: str) -> None:
+        if self._closed:
+            self._console.print(Text(f"! {text}", "yellow"))
+            return
+        self._show(lambda: self._view.notes.append(text))
+
+    def roll_back(self, step: int) -> None:
+        if (plan := self._view.plan) is not None:
+            history, _ = _until(plan, step)
+            self._show(lambda: self._view.roll_back(history))
+
+    def end(self, outcome: RunOutcome) -> None:
+        self._show(lambda: self._view.end(outcome))
+        self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        # Not under our lock: stopping waits for the refresh thread, which may wait for it.
+        self._live.stop()
+        atexit.unregister(self.close)
+
+    def _show(self, update: Callable[[], None]) -> None:
+        with self._lock:
+            update()
+        if not self._closed and not self._live.is_started:
+            atexit.register(self.close)
+            self._live.start(refresh=True)
+
+
+def _until(plan: RunPlan, step: int) -> tuple[MetricHistory, list[str]]:
+    """A run that goes on from a checkpoint shows its whole curve; what lies past the checkpoint is undone. And what
+    could not be read of it."""
+    lines, problems = read_sound(RunDirectory(plan.directory).metrics_file, {"step": int}) if step else ([], [])
+    history = MetricHistory.of((line for line in lines if line["step"] <= step), plan.envs)
+    history.step = step
+    return history, problems
+
+
+def choose(stream: TextIO | Monitor) -> Monitor:
+    """The live view on a terminal that can draw it, plain lines anywhere else; a monitor is taken as it is."""
+    if isinstance(stream, Monitor):
+        return stream
+    drawable = os.environ.get("TERM") != "dumb" and (stream.encoding or "").lower().replace("-", "") == "utf8"
+    return Screen(Console(file=stream)) if stream.isatty() and drawable else PlainLines(stream)

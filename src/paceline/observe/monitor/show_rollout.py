@@ -1,0 +1,176 @@
+"""Prints an episode to the terminal: its messages, which of them were sampled, and its reward.
+
+A record is a plain dict, as `Rollout.record()` gives it. Keys, all of them optional:
+
+    env, row, member, actor, kind      who played what
+    messages                           the conversation; `conversations` where an episode held several
+    sampled                            positions in `messages` that the policy said; all assistant messages if left out
+    reward, metrics, error             how it ended
+    tokens, context, samples           sampled tokens, tokens of the longest prompt with its reply, training samples
+    versions, finish, seconds
+    tools                              what the prompt offered, in OpenAI's form
+    turns                              each call's `prompt` and `completion` as exact text, shown in place of messages
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.text import Text
+
+from paceline.observe.monitor.text import amount, score, seconds
+
+MAX_WIDTH = 120
+ROLES = {"system": "yellow", "developer": "yellow", "user": "blue", "assistant": "green", "tool": "magenta"}
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Control characters a model may sample are shown, not obeyed."""
+
+Record = Mapping[str, Any]
+
+
+def show_rollout(record: Record, console: Console | None = None) -> None:
+    """Print one actor's episode."""
+    console = console or Console()
+    width = min(console.width, MAX_WIDTH)
+    console.print(Rule(_heading(record), style="bright_black", align="left"), width=width)
+    for line in _tools(record.get("tools") or ()):
+        console.print(line, soft_wrap=True)
+    turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
+    for number, turn in enumerate(turns, start=1):
+        _show_exactly(turn, number, console)
+    conversations = (
+        [] if turns else record.get("conversations") or [{"messages": record.get("messages") or []} | _sampled(record)]
+    )
+    for number, conversation in enumerate(conversations, start=1):
+        if len(conversations) > 1:
+            console.print(Text(f"conversation {number} of {len(conversations)}", "dim"))
+        messages = conversation["messages"]
+        sampled = conversation.get("sampled")
+        said = sampled if sampled is not None else [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        for panel in _panels(messages, said, width):
+            console.print(panel)
+    console.print(_verdict(record), width=width)
+    if record.get("error"):
+        console.print(Panel(Text(_plain(str(record["error"])), "red"), title="error", border_style="red", width=width))
+
+
+def show_summary(records: Sequence[Record], console: Console | None = None) -> None:
+    """One line over all episodes: mean reward and metrics, and how many failed."""
+    console = console or Console()
+    played = [record for record in records if record.get("reward") is not None]
+    failed = sum(1 for record in records if record.get("error"))
+    line = Text(amount(len(records), "rollout"), "bold")
+    if played:
+        rewards = [float(record["reward"]) for record in played]
+        line.append(f"  reward {score(fmean(rewards))}", "bold")
+        line.append(f" ({score(min(rewards))} to {score(max(rewards))})", "dim")
+    for name in sorted({name for record in played for name in record.get("metrics") or {}}):
+        values = [float(record["metrics"][name]) for record in played if name in (record.get("metrics") or {})]
+        line.append(f"  {name} {score(fmean(values))}")
+    if failed:
+        line.append(f"  {failed} failed", "red")
+    console.print(line)
+
+
+def _heading(record: Record) -> Text:
+    parts = [str(record.get("env") or "episode")]
+    parts += [f"{key} {record[key]}" for key in ("row", "member") if record.get(key) is not None]
+    if (actor := record.get("actor")) and actor != "policy":
+        parts.append(f"{record['kind']} {actor}" if record.get("kind") else str(actor))
+    if record.get("trained") is False:
+        parts.append("not trained")
+    return Text(" · ".join(parts), "bold cyan")
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """`tool calculator(expression): what it does` for each."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        names = ", ".join((function.get("parameters") or {}).get("properties") or {})
+        line = Text(_plain(f"tool {function.get('name')}({names})"), "magenta")
+        yield line.append(_plain(f": {function['description']}") if function.get("description") else "", "dim")
+
+
+def _show_exactly(turn: Mapping[str, Any], number: int, console: Console) -> None:
+    """A prompt and what was sampled from it, letter by letter: no frame, no wrapping."""
+    console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
+    console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
+    console.print(Text(f"sampled in turn {number}", "bold green"))
+    console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
+
+
+def _sampled(record: Record) -> dict[str, Any]:
+    return {"sampled": record["sampled"]} if record.get("sampled") is not None else {}
+
+
+def _panels(messages: Sequence[Mapping[str, Any]], said: Collection[int], width: int) -> Iterator[Panel]:
+    for place, message in enumerate(messages):
+        role, sampled = str(message.get("role", "?")), place in said
+        colour = ROLES.get(role, "white")
+        yield Panel(
+            Group(*_body(message, sampled)),
+            title=Text(f"{role}, sampled" if sampled else role, f"bold {colour}" if sampled else colour),
+            title_align="left",
+            border_style=colour if sampled else f"dim {colour}",
+            width=width,
+        )
+
+
+def _body(message: Mapping[str, Any], sampled: bool) -> Iterator[Text]:
+    style = "bold" if sampled else "dim"
+    calls = message.get("tool_calls") or []
+    content = _content(message.get("content"))
+    if content or not calls:
+        yield Text(_plain(content), style) if content else Text("(nothing)", "dim italic")
+    for call in calls:
+        yield Text(_plain(_call(call)), f"{style} magenta")
+
+
+def _content(content: Any) -> str:
+    """The text of a message, also when it comes in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    arguments = function.get("arguments", "")
+    return f"→ {function.get('name')}({arguments if isinstance(arguments, str) else json.dumps(arguments)})"
+
+
+def _verdict(record: Record) -> Text:
+    """`reward 1.000  correct 1.000  2 searches ...` and, dimmer, how it came about."""
+    line = Text()
+    reward = record.get("reward")
+    if reward is not None:
+        line.append(f"reward {score(float(reward))}", "bold green" if reward > 0 else "bold yellow")
+    else:
+        line.append("no reward", "bold yellow")
+    for name, value in (record.get("metrics") or {}).items():
+        line.append(f"  {name} {score(float(value))}")
+    line.append("".join(f"  {part}" for part in _circumstances(record)), "dim")
+    return line
+
+
+def _circumstances(record: Record) -> Iterator[str]:
+    if record.get("tokens") is not None:
+        yield amount(record["tokens"], "token")
+    if record.get("context"):
+        yield f"context {record['context']}"
+    if record.get("samples") is not None:
+        yield amount(record["samples"], "sample")
+    if versions := record.get("versions"):
+        yield f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+    if record.get("finish") == "length":
+        yield "cut off at the token limit"
+    if record.get("seconds") is not None:
+        yield seconds(record["seconds"])
+
+
+def _plain(text: str) -> str:
+    return text.translate(_PICTURES)

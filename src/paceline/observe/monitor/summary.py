@@ -1,0 +1,159 @@
+"""The three lines a run ends with.
+
+A run's metrics, folded into the curves that screen, plot and summary show.
+"""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self, TypeGuard
+
+from paceline.observe.monitor.base import RunOutcome
+from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.monitor.text import amount, one_line, score, seconds
+
+Curve = list[tuple[int, float]]
+"""Points (step, value), in the order they came."""
+
+
+class MetricHistory:
+    """What the metrics say so far. Values that are missing or not finite leave no point."""
+
+    def __init__(self, envs: Iterable[str] = ()) -> None:
+        self.step = 0
+        self.latest: dict[str, float] = {}
+        """The last value of every metric."""
+        self.rewards: dict[str, Curve] = {env: [] for env in envs}
+        """Training reward by environment."""
+        self.exact: dict[str, Curve] = {}
+        """Share of held-out rows that are exactly right, by environment."""
+        self.held_out: dict[str, Curve] = {}
+        """Held-out reward by environment."""
+        self.dropped: Counter[str] = Counter()
+        """Rollouts dropped since the start, by reason."""
+        self.seconds = 0.0
+        """Time spent in steps."""
+
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, Any]], envs: Iterable[str] = ()) -> Self:
+        """The history of `metrics.jsonl`."""
+        history = cls(envs)
+        for line in lines:
+            history.add(line["step"], line)
+        return history
+
+    @property
+    def envs(self) -> list[str]:
+        return list(dict.fromkeys([*self.rewards, *self.exact, *self.held_out]))
+
+    @property
+    def trained(self) -> bool:
+        return any(self.rewards.values())
+
+    def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self.step = max(self.step, step)
+        values = {key: value for key, value in metrics.items() if _finite(value)}
+        self.latest.update(values)
+        self.seconds += values.get("time/step", 0.0)
+        for key, value in values.items():
+            self._add(step, key, value)
+
+    def _add(self, step: int, key: str, value: float) -> None:
+        family, _, rest = key.partition("/")
+        # An environment's name may hold slashes of its own.
+        name, _, field = rest.rpartition("/")
+        match family, field:
+            case "reward", "mean":
+                self.rewards.setdefault(name, []).append((step, value))
+            case "eval", "exact":
+                self.exact.setdefault(name, []).append((step, value))
+            case "eval", "reward":
+                self.held_out.setdefault(name, []).append((step, value))
+            case "dropped", _:
+                self.dropped[rest] += round(value)
+
+
+def _finite(value: float | None) -> TypeGuard[float]:
+    """False for a NaN, and for the null that a file has in its place."""
+    return value is not None and math.isfinite(value)
+
+
+_TRAIN: Final = "paceline train"
+
+
+def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory: Path) -> list[str]:
+    """What was reached, where things are, and what to do next: one line each."""
+    files = RunDirectory(directory)
+    history = MetricHistory.of(metrics)
+    lines = [_reached(history, metrics, outcome), _places(outcome, files), _next(outcome, files, bool(history.trained))]
+    return [one_line(line) for line in lines]
+
+
+def _reached(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
+    results = "; ".join(f"{env}: {_result(history, env)}" for env in history.envs)
+    if history.trained:
+        results += f" over {amount(history.step, 'step')} in {seconds(history.seconds or _between(metrics))}"
+    else:
+        results = f"{results}; no batch was trained" if results else "no batch was trained"
+    if outcome.status == "finished":
+        return f"{results}; {outcome.message}" if outcome.message else results
+    # Why a run failed is printed once, by the command that started it.
+    cause = f": {outcome.message}" if outcome.message and outcome.status != "failed" else ""
+    return f"{results}; {outcome.status} at step {outcome.step}{cause}"
+
+
+def _result(history: MetricHistory, env: str) -> str:
+    """Exact matches, or the held-out reward where there are none, then the reward in training."""
+    parts = []
+    if exact := history.exact.get(env):
+        parts.append(f"exact {_course(exact)} on held-out rows")
+    elif held_out := history.held_out.get(env):
+        parts.append(f"reward {_course(held_out)} on held-out rows")
+    if rewards := history.rewards.get(env):
+        parts.append(f"{'in training' if parts and not exact else 'reward'} {_course(rewards)}")
+    return ", ".join(parts)
+
+
+def _course(curve: Curve) -> str:
+    first, last = curve[0][1], curve[-1][1]
+    return score(last, 2) if len(curve) == 1 else f"{score(first, 2)} -> {score(last, 2)}"
+
+
+def _between(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Time from the first line to the last; only for runs that did not time their steps."""
+    return metrics[-1].get("time", 0.0) - metrics[0].get("time", 0.0)
+
+
+def _places(outcome: RunOutcome, files: RunDirectory) -> str:
+    places = [f"run {files.root}"]
+    if files.plot.exists():
+        places.append(f"curve {files.plot}")
+    if outcome.export is not None:
+        places.append(f"model {outcome.export}")
+    elif outcome.checkpoint is not None:
+        places.append(f"checkpoint {outcome.checkpoint}")
+    return ", ".join(places)
+
+
+def _next(outcome: RunOutcome, files: RunDirectory, trained: bool) -> str:
+    if outcome.status == "finished":
+        command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
+        return f"to train on: {command} --resume latest --steps {2 * max(1, outcome.step)}"
+    what, command = way_on(files, outcome.checkpoint, trained)
+    return f"{what}: {command}"
+
+
+def way_on(files: RunDirectory, checkpoint: Path | None, trained: bool) -> tuple[str, str]:
+    """What can be done with a run that stopped, and the command for it. What was trained is never overwritten."""
+    command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
+    if checkpoint is not None:
+        saved = [state.parent.name for state in files.checkpoints.glob("step-*/state.json")]
+        newest = checkpoint.name >= max(saved, default="")
+        return f"to go on from {checkpoint.name}", f"{command} --resume {'latest' if newest else checkpoint.name}"
+    if any(files.checkpoints.glob("step-*")):
+        return f"to begin anew beside it (no checkpoint in {files.checkpoints} is whole)", f"{command} --name NAME"
+    if trained:
+        return "to begin anew beside it (no checkpoint was saved)", f"{command} --name NAME"
+    return "to start again (no checkpoint was saved)", f"{command} --overwrite"

@@ -1,0 +1,189 @@
+"""The wait graph: who waits for whom, since when, with the stacks of tasks and threads.
+
+Everything here may be called from a thread beside the event loop, and does not ask the loop for anything: a loop that
+is blocked could not answer. Reading a suspended coroutine's frames is safe; one that moves on meanwhile shows an older
+line, no more.
+"""
+
+import asyncio
+import functools
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paceline.observe.monitor.text import seconds
+from paceline.util.deadlines import Wait, awaited_frames
+
+Node = dict[str, Any]
+"""Waits of one name below one parent: `what`, `count`, `age` and `limit` in seconds, `who`, `parent` (an index, or
+None), `on`, and the `stack` of the oldest, innermost last."""
+
+FRAMES = 12
+_STANDARD = Path(asyncio.__file__).parent.parent
+_HOPS = 8
+"""Tasks that wait for tasks: how far they are followed."""
+
+
+def graph(waits: Iterable[Wait], now: float) -> list[Node]:
+    """Open waits, oldest first, told by name and parent: twenty thousand episodes are one line with a count."""
+    nodes: list[Node] = []
+    oldest: list[Wait] = []
+    at: dict[tuple[str, int | None], int] = {}
+    places: dict[Wait, int] = {}
+    for wait in waits:
+        parent = wait.parent
+        while parent is not None and parent.who is None:
+            parent = parent.parent
+        key = (wait.what, None if parent is None else places.get(parent))
+        index = at.get(key)
+        if index is None:
+            at[key] = index = len(nodes)
+            nodes.append({"what": wait.what, "count": 0, "parent": key[1], "on": list(wait.on), "limit": wait.seconds})
+            oldest.append(wait)
+        nodes[index]["count"] += 1
+        places[wait] = index
+    for node, wait in zip(nodes, oldest, strict=True):
+        who = wait.who
+        node["age"] = max(0.0, now - wait.since)
+        node["who"] = "" if who is None else who.get_name() if isinstance(who, asyncio.Task) else who.name
+        node["stack"] = [] if who is None else stack_of(who)
+        if node["parent"] is not None and nodes[node["parent"]]["stack"] == node["stack"]:
+            nodes[node["parent"]]["stack"] = []  # one task in two waits stands at one place
+    _hang_by_name(nodes)
+    return nodes
+
+
+def stack_of(who: "asyncio.Task[Any] | threading.Thread") -> list[str]:
+    """Where it stands, innermost last; through tasks that wait for other tasks."""
+    if isinstance(who, threading.Thread):
+        frame = sys._current_frames().get(who.ident or -1)
+        return lines(_frames(frame))
+    found: list[FrameType] = []
+    seen: set[int] = set()
+    task: asyncio.Future[Any] | None = who
+    while isinstance(task, asyncio.Task) and id(task) not in seen and len(seen) < _HOPS:
+        seen.add(id(task))
+        found += awaited_frames(task.get_coro())
+        task = _next(getattr(task, "_fut_waiter", None))
+    return lines(found)
+
+
+def threads() -> list[dict[str, Any]]:
+    """Every thread but the one that asks; those that stand at the same place are one entry."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            groups.setdefault(tuple(lines(_frames(frame))), []).append(names.get(ident, f"thread {ident}"))
+    return [{"names": sorted(named), "stack": list(stack)} for stack, named in groups.items()]
+
+
+def tasks(loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
+    """All tasks of a loop by where they stand, most numerous first. Costs too much for every day."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    try:
+        for task in asyncio.all_tasks(loop):
+            groups.setdefault(tuple(lines(awaited_frames(task.get_coro()))), []).append(task.get_name())
+    except RuntimeError:  # they came and went while they were listed, so nothing is stuck there
+        return []
+    found = [{"count": len(names), "name": min(names), "stack": list(stack)} for stack, names in groups.items()]
+    return sorted(found, key=lambda group: -group["count"])
+
+
+def chain(nodes: list[Node]) -> str:
+    """One clause: the longest wait without a parent, what it waits for, and so on down.
+
+    >>> chain([{"what": "sampling", "count": 1, "age": 65, "limit": None, "parent": None},
+    ...        {"what": "an episode of `code`", "count": 8, "age": 64.2, "limit": 300, "parent": 0}])
+    'sampling (65 s) waits for 8 x an episode of `code` (64 s of 300 s)'
+    """
+    parts: list[str] = []
+    at: int | None = None
+    while len(parts) < _HOPS:
+        below = [index for index, node in enumerate(nodes) if node["parent"] == at]
+        if not below:
+            break
+        at = max(below, key=lambda index: _telling(nodes, index))
+        parts.append(label(nodes[at]))
+    return ", which waits for ".join(parts).replace(", which", "", 1)
+
+
+def label(node: Node) -> str:
+    """`8 x an episode (64 s of 300 s)`."""
+    limit = "" if node["limit"] is None else f" of {node['limit']:g} s"
+    count = "" if node["count"] == 1 else f"{node['count']} x "
+    return f"{count}{node['what']} ({seconds(node['age'])}{limit})"
+
+
+def place(stack: list[str]) -> str:
+    """Where that is, in a word: the last line that is not the standard library's, and the very last.
+
+    >>> place(["my/reward.py:12 score", "python/threading.py:331 wait"])
+    'my/reward.py:12 score (in python/threading.py:331 wait)'
+    """
+    if not stack:
+        return "something without a Python frame"
+    ours = next((line for line in reversed(stack) if not line.startswith("python/")), stack[-1])
+    return ours if ours == stack[-1] else f"{ours} (in {stack[-1]})"
+
+
+def lines(frames: Iterable[FrameType]) -> list[str]:
+    return [f"{_short(f.f_code.co_filename)}:{f.f_lineno} {f.f_code.co_name}" for f in frames][-FRAMES:]
+
+
+def _hang_by_name(nodes: list[Node]) -> None:
+    """Put each wait without a parent below the innermost wait whose `on` names its like."""
+    for index, node in enumerate(nodes):
+        if node["parent"] is None:
+            above = (
+                at
+                for at, other in reversed(list(enumerate(nodes)))
+                if any(node["what"].startswith(name) for name in other["on"]) and not _is_below(nodes, at, index)
+            )
+            node["parent"] = next(above, None)
+
+
+def _telling(nodes: list[Node], index: int) -> tuple[bool, int, float]:
+    """How much a path through this one explains. A wait without a limit and a parent is a phase of the run, which the
+    rest is done for; then the one with most below it, and the oldest."""
+    node = nodes[index]
+    below = sum(_is_below(nodes, other, index) for other in range(len(nodes)))
+    return node["limit"] is None and node["parent"] is None, below, node["age"]
+
+
+def _is_below(nodes: list[Node], index: int | None, top: int) -> bool:
+    while index is not None:
+        if index == top:
+            return True
+        index = nodes[index]["parent"]
+    return False
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None and len(found) < 4 * FRAMES:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _next(future: "asyncio.Future[Any] | None") -> "asyncio.Future[Any] | None":
+    """What is awaited: of a `gather`, the first that is not done."""
+    future = getattr(future, "awaited", future)  # user code's, in the place of which its end is awaited
+    children = getattr(future, "_children", None)
+    return future if not children else next((child for child in children if not child.done()), None)
+
+
+@functools.cache
+def _short(file: str) -> str:
+    """The part of a path that a reader knows; the standard library's is `python/...`."""
+    path = Path(file)
+    if path.is_relative_to(_STANDARD) and "site-packages" not in path.parts:
+        return str("python" / path.relative_to(_STANDARD))
+    for mark in ("site-packages", "src"):
+        if mark in path.parts:
+            return str(Path(*path.parts[path.parts.index(mark) + 1 :]))
+    return str(Path(*path.parts[-2:]))

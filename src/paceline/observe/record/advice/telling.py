@@ -1,0 +1,92 @@
+"""Renders advisories for a terminal.
+
+The list of advisory rules, and `advise`, which runs them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.config.advice import AdvisoryName
+from paceline.observe.record.advice.learning_rules import check_flat_groups, check_judges, check_mismatch, check_parting
+from paceline.observe.record.advice.measures import Advisory
+from paceline.observe.record.advice.output_rules import check_entropy, check_format, check_length, check_truncation
+from paceline.observe.record.advice.throughput_rules import check_idle, check_starving
+from paceline.observe.record.advice.window import AdviceWindow, sight_of
+from paceline.observe.record.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that is looked for."""
+
+    name: AdvisoryName
+    asks: str
+    """The question it checks, shown also where nothing is found."""
+    look: Callable[[AdviceWindow, str], Advisory | None]
+    by_env: bool = True
+    """Whether it speaks of one environment, or of the whole run."""
+
+
+RULES = (
+    Rule("flat_groups", "Do the members of a group get different rewards?", check_flat_groups),
+    Rule("length", "Do replies grow or shrink while the reward does not rise?", check_length),
+    Rule("truncation", "Are replies cut off at the limit?", check_truncation),
+    Rule("format", "Does reward follow form alone?", check_format),
+    Rule("parting", "Does training reward leave held-out reward behind?", check_parting),
+    Rule("judges", "Do judges agree with one another?", check_judges),
+    Rule("entropy", "Is entropy used up before the task is learnt?", check_entropy, by_env=False),
+    Rule("mismatch", "Do engine and trainer compute the same?", check_mismatch, by_env=False),
+    Rule("starving", "Does every environment have its share in the gradient?", check_starving),
+    Rule("idle", "Are trainer and sampler busy?", check_idle, by_env=False),
+)
+
+
+def advise(sight: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
+    """The advisories of these rules, or of all."""
+    found = [
+        rule.look(sight, env)
+        for rule in RULES
+        if names is None or rule.name in names
+        for env in (sight.envs if rule.by_env else [""])
+    ]
+    return [advisory for advisory in found if advisory is not None]
+
+
+def advice(run: RunFolder) -> RenderableType:
+    """The advisories of a run."""
+    sight = sight_of(run)
+    found = advise(sight)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column()
+    for advisory in found:
+        _add(table, advisory)
+    return Group(Text(), Text("advice", "bold"), table if found else Text(silence(sight)))
+
+
+def silence(sight: AdviceWindow) -> str:
+    """Why nothing is said."""
+    if not sight.trained:
+        return "no step has trained yet"
+    if not sight.config:
+        return "config.toml is another version's: only what concerns the whole run was looked at, and nothing was found"
+    if not sight.whole:
+        return "the run keeps no record (record.all): only its metrics were looked at, and nothing was found"
+    return f"nothing to say about the last {sight.trained} steps"
+
+
+def _add(table: Table, advisory: Advisory) -> None:
+    first, last = advisory.steps
+    table.add_row(Text(advisory.rule, "yellow"), Text(advisory.title, "bold"))
+    table.add_row("seen", Text(f"{advisory.seen} (steps {first} to {last})"))
+    table.add_row("how sure", Text(advisory.sure))
+    if advisory.caution:
+        table.add_row("but", Text(advisory.caution))
+    for knob in advisory.knobs:
+        table.add_row("turn", Text(f"{knob.flag}   {knob.why}" + ("" if knob.now is None else f" (now {knob.now})")))
+    if advisory.rollouts:
+        table.add_row("look at", Text("rollouts " + ", ".join(map(str, advisory.rollouts))))

@@ -1,0 +1,233 @@
+"""The window that advisories read: the last steps of a run, bounded in size, from its directory or from memory."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.advice import AdviceConfig
+from paceline.observe.record.advice.measures import MOST_ROLLOUTS, Knob
+from paceline.observe.record.facts import REPLAYED, understood
+from paceline.observe.record.folder import RunFolder
+from paceline.observe.record.layout import EVALUATION, NOWHERE, TRAINING
+
+MOST_ROWS = 400_000
+"""Of a window that holds more, the newest are enough for any of the figures."""
+MOST_READ = 600
+"""Rollouts of an environment whose own metrics are read."""
+
+Columns = Mapping[str, Sequence[float | None]]
+Measured = Callable[[int], Mapping[str, Any]]
+"""The environment's metrics of a rollout, by its number."""
+
+
+class Groups(NamedTuple):
+    """Groups of an environment, a number in each array for every one."""
+
+    size: NDArray[Any]
+    low: NDArray[Any]
+    """The lowest reward in it."""
+    high: NDArray[Any]
+    step: NDArray[Any]
+    first: NDArray[Any]
+    """Where its first rollout is among the rows."""
+
+
+@dataclass(frozen=True)
+class AdviceWindow:
+    """The last steps of a run. Rules read it and change nothing."""
+
+    config: Mapping[str, Any]
+    columns: Columns
+    rows: NDArray[Any]
+    """`layout.ROW`s of the window alone, the first being number `first` of the record."""
+    names: Mapping[tuple[str, str], int]
+    """The numbers that rows have for names, by column and name."""
+    first: int = 0
+    measured: Measured = lambda index: {}
+    whole: bool = True
+    """Whether every rollout is among the rows, and not a few of each step."""
+    _read: dict[str, "MetricTable"] = field(default_factory=dict)
+
+    # -- what is looked at ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def advice(self) -> AdviceConfig:
+        return limits(self.config)
+
+    @cached_property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last step of the window."""
+        return window(self.columns, self.rows, self.advice.steps)
+
+    @cached_property
+    def trained(self) -> int:
+        """Steps of the window that there are."""
+        return len(self.series("batch/rollouts")[0]) or len(self.series("loss")[0])
+
+    @cached_property
+    def envs(self) -> list[str]:
+        return [str(env.get("name") or env.get("type")) for env in self.config.get("env", ()) if isinstance(env, dict)]
+
+    def env(self, name: str) -> Mapping[str, Any]:
+        """The environment's section of the run file."""
+        return self.config["env"][self.envs.index(name)] if name in self.envs else {}
+
+    def series(self, name: str, since: int | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Steps and values of a metric in the window, or from the step `since` on; without gaps."""
+        since = self.steps[0] if since is None else since
+        steps, values = self.columns.get("step", ()), self.columns.get(name, ())
+        start = len(steps)
+        while start and (steps[start - 1] or 0) >= since:
+            start -= 1
+        x, y = np.array(steps[start:], float), np.array(values[start:], float)  # None becomes NaN
+        if len(x) != len(y):
+            return np.empty(0), np.empty(0)
+        there = np.isfinite(x) & np.isfinite(y) & (x > 0)
+        return x[there], y[there]
+
+    def all(self, name: str) -> NDArray[Any]:
+        """A metric from the run's beginning on, without gaps."""
+        values = np.array(self.columns.get(name, ()), float)
+        return values[np.isfinite(values)]
+
+    # -- rollouts ---------------------------------------------------------------------------------------------------
+
+    def places(self, env: str, domain: int = TRAINING) -> NDArray[Any]:
+        """Where in `rows` the environment's rollouts are that came to an end with a reward."""
+        rows = self.rows
+        mine = (rows["env"] == self.number("env", env)) & (rows["domain"] == domain) & np.isfinite(rows["reward"])
+        mine &= (rows["error"] == 0) & (rows["state"] != self.number("state", REPLAYED))
+        low, high = self.steps
+        if domain == TRAINING:
+            mine &= (rows["step"] >= low) & (rows["step"] <= high)
+        return np.flatnonzero(mine)
+
+    def groups(self, env: str) -> Groups:
+        """Tries of one row by one actor, two or more."""
+        places = self.places(env)
+        rows = self.rows[places]
+        key = rows["ticket"] * 65536 + rows["actor"]
+        order = np.argsort(key, kind="stable")
+        starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0]) if len(order) else np.empty(0, int)
+        if not len(starts):
+            return Groups(*(np.empty(0) for _ in Groups._fields))
+        rewards = rows["reward"][order]
+        size = np.diff(np.r_[starts, len(order)])
+        found = Groups(
+            size,
+            np.minimum.reduceat(rewards, starts),
+            np.maximum.reduceat(rewards, starts),
+            rows["step"][order][starts],
+            places[order][starts],
+        )
+        return Groups(*(column[size > 1] for column in found))
+
+    def by_step(self, env: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Steps, and the mean over each of what `places` counted."""
+        steps = self.rows["step"][self.places(env)]
+        found, place = np.unique(steps, return_inverse=True)
+        return found.astype(float), np.bincount(place, values) / np.maximum(1, np.bincount(place))
+
+    def numbers(self, places: Iterable[Any]) -> list[int]:
+        """Numbers in the record of a few rows."""
+        return [self.first + int(place) for place in list(places)[:MOST_ROLLOUTS]]
+
+    def number(self, column: str, name: str) -> int:
+        """The number that rows have for a name; one that none can have where no row has it."""
+        return self.names.get((column, name), NOWHERE)
+
+    def table(self, env: str) -> "MetricTable":
+        """The environment's metrics of its newest rollouts."""
+        if env not in self._read:
+            places = self.places(env)[-MOST_READ:]
+            self._read[env] = MetricTable.of(self, places)
+        return self._read[env]
+
+    def evaluated(self, env: str) -> NDArray[Any]:
+        """Where the rollouts of the last evaluation are."""
+        places = self.places(env, EVALUATION)
+        return places[self.rows["step"][places] == self.rows["step"][places].max(initial=-1)]
+
+    # -- knobs ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """A value of the run file by its dotted key."""
+        table: Any = self.config
+        for part in key.split("."):
+            table = table.get(part) if isinstance(table, Mapping) else None
+        return otherwise if table is None else table
+
+    def knob(self, key: str, value: Any, why: str) -> Knob:
+        return Knob(key, value, self.get(key), why)
+
+    def env_knob(self, env: str, key: str, value: Any, why: str) -> Knob:
+        return Knob(f"env[{self.envs.index(env)}].{key}", value, self.env(env).get(key), why)
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """Metrics of rollouts, side by side; NaN where one has it not."""
+
+    places: NDArray[Any]
+    rewards: NDArray[Any]
+    groups: NDArray[Any]
+    """Which belong together: the same number, from 0 on."""
+    columns: dict[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, sight: AdviceWindow, places: NDArray[Any]) -> "MetricTable":
+        rows = sight.rows[places]
+        told = [sight.measured(sight.first + int(place)) for place in places]
+        names = sorted({name for metrics in told for name in metrics})
+        columns = {name: np.array([_number(metrics.get(name)) for metrics in told]) for name in names}
+        key = rows["ticket"] * 65536 + rows["actor"]
+        groups = np.unique(key, return_inverse=True)[1] if len(key) else np.empty(0, int)
+        return cls(places, rows["reward"].astype(float), groups, columns)
+
+    def within(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The values less the mean of their group."""
+        counts = np.maximum(1, np.bincount(self.groups))
+        return values - (np.bincount(self.groups, values) / counts)[self.groups]
+
+
+def sight_of(run: RunFolder) -> AdviceWindow:
+    """The run's directory as it is now."""
+    config, columns = _config(run), run.metrics()
+    view = run.rollouts.view()
+    kept = run.rollouts.kept
+    low, _ = window(columns, view.rows, limits(config).steps)
+    first = int(np.searchsorted(view.rows["step"], low)) if kept else 0
+    first = max(first, len(view.rows) - MOST_ROWS)
+    rows = np.array(view.rows[first:]) if kept else view.rows[:0]
+    names = {key: number for number, key in enumerate(zip(view.kinds, view.names, strict=True))}
+    return AdviceWindow(config, columns, rows, names, first, view.measured, kept)
+
+
+def _config(run: RunFolder) -> dict[str, Any]:
+    """The run file with every key; empty where it is another version's, so that nothing is said of environments."""
+    try:
+        return understood(run.config())
+    except ValueError:
+        return {}
+
+
+def limits(config: Mapping[str, Any]) -> AdviceConfig:
+    """The run's own limits; the usual ones where it has none that this version understands."""
+    try:
+        return AdviceConfig.model_validate(config.get("advice", {}))
+    except ValueError:
+        return AdviceConfig()
+
+
+def window(columns: Columns, rows: NDArray[Any], length: int) -> tuple[int, int]:
+    last = max((int(step) for step in columns.get("step", ())[-1:] if step is not None), default=0)
+    last = last or int(rows["step"].max(initial=0))
+    return max(1, last - length + 1), last
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan

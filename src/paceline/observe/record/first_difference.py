@@ -1,0 +1,335 @@
+"""Finds the first difference between two runs, in the order in which one thing leads to the next.
+
+    settings | step by step: for each rollout in order of tickets its row, prompt, weights, tokens with their log
+    probabilities, reward, credit; which rollouts there are; the loss, the gradient, and all else that was measured;
+    then what was played to evaluate the new weights
+
+Whatever differs further down may be a mere consequence, so only the first is named. Times and speeds are not compared.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.observe.record.folder import RunFolder
+from paceline.observe.record.rows import Gone, Query, Row, Told
+from paceline.observe.record.short_codec import ToldTurn
+
+OWN = ("name", "runs", "resume")
+"""Settings that say which run this is, not what it does."""
+TIMED = ("time", "busy/", "memory/", "wait", "overlap_ratio")
+"""Metrics that begin so tell of the machine, and so does what is counted by the second."""
+GRADIENT = ("grad_norm", "lr")
+JUDGED = ("sample", "fate")
+"""Results of a rollout that depend on its whole group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstDifference:
+    """The first difference: what it is, where, and both sides of it."""
+
+    kind: str
+    """What differs: `row`, `prompt`, `weights`, `version`, `token`, `logprob`, `finish`, `reward`, `metric`, `error`,
+    `sample`, `fate`, `ticket`, `loss`, `gradient`, `measure` or `length`."""
+    what: str
+    """In words."""
+    one: Any = None
+    other: Any = None
+    step: int = 0
+    env: str = ""
+    ticket: int | None = None
+    member: int | None = None
+    actor: str = ""
+    turn: int | None = None
+    token: int | None = None
+    """Index into the turn's prompt or completion, or into the sample."""
+    stream: str = ""
+    sample: int | None = None
+    """Which of the rollout's samples, where `token` is an index into one."""
+    indices: tuple[int | None, int | None] = (None, None)
+    """The rollout's place in each record."""
+
+    @property
+    def where(self) -> str:
+        places = [("step", self.step), (self.env, ""), ("ticket", self.ticket), ("member", self.member)]
+        places += [(self.actor, ""), ("turn", self.turn), ("token", self.token)]
+        return ", ".join(f"{name} {value}".strip() for name, value in places if name and value is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Two runs side by side."""
+
+    settings: list[tuple[str, Any, Any]]
+    """Keys of the run file that differ; MISSING on a side that lacks one."""
+    first: FirstDifference | None
+    steps: int
+    rollouts: int
+    """Compared until then."""
+    remarks: list[str] = field(default_factory=list)
+    """Reasons why the comparison is incomplete."""
+
+    def as_json(self) -> dict[str, Any]:
+        settings = [{"key": key, "one": one, "other": other} for key, one, other in self.settings]
+        first = None if self.first is None else asdict(self.first) | {"where": self.first.where}
+        return asdict(self) | {"settings": settings, "first": first}
+
+
+MISSING = "(not set)"
+
+
+def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None) -> Compared:
+    """Find where two runs part. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
+    `seen` counts the `steps` and `rollouts` that are done, for a caller that shows progress."""
+    seen = Counter() if seen is None else seen
+    first = next(_differences(one, other, tolerance, seen), None)
+    remarks = [f"{run.name}: {problem}" for run in (one, other) for problem in run.problems()]
+    if seen["bare"]:
+        remarks.append(
+            f"{seen['bare']} rollouts were kept without their tokens in one of the runs: only their rows were compared"
+        )
+    lacking = [run.name for run in (one, other) if not run.rollouts.kept]
+    if lacking:
+        remarks.append(f"{' and '.join(lacking)} kept no record of all rollouts: only what was measured was compared")
+    return Compared(list(_settings(one.config(), other.config())), first, seen["steps"], seen["rollouts"], remarks)
+
+
+def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    mine, theirs = dict(_flat(one)), dict(_flat(other))
+    for key in sorted(mine.keys() | theirs.keys()):
+        pair = mine.get(key, MISSING), theirs.get(key, MISSING)
+        if pair[0] != pair[1] and key not in OWN:
+            yield key, *pair
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for at, item in enumerate(value):
+            yield from _flat(item, f"{key}.{at}")
+    else:
+        yield key, value
+
+
+# -- step by step -----------------------------------------------------------------------------------------------------
+
+
+def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[FirstDifference]:
+    measured = [{int(row["step"]): row for row in _rows(run.metrics())} for run in (one, other)]
+    steps = sorted({step for known in measured for step in known})
+    kept = one.rollouts.kept and other.rollouts.kept
+    for step in steps:
+        lacking = [run.name for run, known in zip((one, other), measured, strict=True) if step not in known]
+        if lacking:
+            yield FirstDifference(kind="length", what=f"{lacking[0]} ends before step {step}", step=step)
+            return
+        mine, theirs = (known[step] for known in measured)
+        if kept:
+            yield from _step(one, other, step, True, tolerance, seen)
+        yield from _measures(step, mine, theirs, False, tolerance)
+        if kept:  # played with the weights that this step made
+            yield from _step(one, other, step, False, tolerance, seen)
+        yield from _measures(step, mine, theirs, True, tolerance)
+        seen["steps"] += 1
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    names = list(columns)
+    for values in zip(*columns.values(), strict=True):
+        yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def _step(
+    one: RunFolder, other: RunFolder, step: int, training: bool, tolerance: float, seen: Counter[str]
+) -> Iterator[FirstDifference]:
+    mine, theirs = (_played(run, step, training) for run in (one, other))
+    judged: list[FirstDifference] = []
+    for key, row in mine.items():
+        if key not in theirs:
+            continue
+        seen["rollouts"] += 1
+        for found in _rollout((one, other), (row, theirs[key]), tolerance, seen):
+            if found.kind not in JUDGED:
+                yield found
+            judged.append(found)
+    yield from judged[:1]  # credit looks at the whole group: whatever its members said comes before
+    for run, rows, against in ((one, mine, theirs), (other, theirs, mine)):
+        for key, row in rows.items():
+            if key not in against:
+                where = (row.index, None) if run is one else (None, row.index)
+                what = f"only {run.name} has this rollout in step {step} ({row.state})"
+                yield _at(row, where, kind="ticket", what=what)
+
+
+def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
+    """A step's rollouts in order of tickets: those of its batch, or those that were only to be looked at after it. The
+    same seat may have played a ticket more than once."""
+    rows = run.rollouts.find(Query(step=(step, step), sort="ticket", limit=None)).rows
+    rows = [row for row in rows if (row.domain == "training") == training]
+    known: Counter[tuple] = Counter()
+    found = {}
+    for row in sorted(rows, key=lambda row: (row.domain, row.ticket, row.member, row.index)):
+        seat = (row.domain, row.env, row.ticket, row.member, row.actor)
+        found[(*seat, known[seat])] = row
+        known[seat] += 1
+    return found
+
+
+def _at(row: Row, indices: tuple[int | None, int | None], **details: Any) -> FirstDifference:
+    return FirstDifference(
+        step=row.step,
+        env=row.env,
+        ticket=row.ticket,
+        member=row.member,
+        actor=row.actor,
+        indices=indices,
+        **details,
+    )
+
+
+def _rollout(
+    runs: tuple[RunFolder, RunFolder], rows: tuple[Row, Row], tolerance: float, seen: Counter[str]
+) -> Iterator[FirstDifference]:
+    mine, theirs = rows
+    where = mine.index, theirs.index
+    if mine.row != theirs.row:
+        yield _at(
+            mine, where, kind="row", what="the ticket drew another row of the data", one=mine.row, other=theirs.row
+        )
+    told = [_told_or_none(run, row) for run, row in zip(runs, rows, strict=True)]
+    if told[0] is not None and told[1] is not None:
+        for details in _bodies(told[0], told[1], tolerance):
+            yield _at(mine, where, **details)
+    else:
+        seen["bare"] += 1
+    if not _same(mine.reward, theirs.reward, tolerance):
+        yield _at(mine, where, kind="reward", what="the reward", one=mine.reward, other=theirs.reward)
+    if mine.state != theirs.state:
+        yield _at(mine, where, kind="fate", what="what became of it", one=mine.state, other=theirs.state)
+
+
+def _told_or_none(run: RunFolder, row: Row) -> Told | None:
+    try:
+        return run.rollouts.get(row.index) if row.whole else None
+    except Gone:
+        return None
+
+
+def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, Any]]:
+    for number, pair in enumerate(zip_longest(mine.turns, theirs.turns)):
+        if None in pair:
+            sides = [len(told.turns) for told in (mine, theirs)]
+            yield {"kind": "length", "what": "how many turns there are", "one": sides[0], "other": sides[1]}
+            return
+        for details in _turns(*pair, tolerance):
+            yield {"turn": number, **details}
+    if not _same(mine.reward, theirs.reward, tolerance):
+        yield {"kind": "reward", "what": "the reward", "one": mine.reward, "other": theirs.reward}
+    if mine.error != theirs.error:
+        yield {"kind": "error", "what": "the error", "one": mine.error, "other": theirs.error}
+    for name in sorted(mine.metrics.keys() | theirs.metrics.keys()):
+        values = mine.metrics.get(name), theirs.metrics.get(name)
+        if not _same(*values, tolerance):
+            yield {"kind": "metric", "what": f"metric `{name}`", "one": values[0], "other": values[1]}
+    for number, pair in enumerate(zip_longest(mine.samples, theirs.samples)):
+        if None in pair:
+            sides = [len(told.samples) for told in (mine, theirs)]
+            yield {"kind": "sample", "what": "how many samples it makes", "one": sides[0], "other": sides[1]}
+            return
+        streams = [sample.streams() for sample in pair]
+        for name in streams[0] | streams[1]:
+            for details in _stream(streams[0].get(name), streams[1].get(name), tolerance):
+                yield {
+                    "kind": "sample",
+                    "what": f"`{name}` of sample {number}",
+                    "stream": name,
+                    "sample": number,
+                } | details
+
+
+def _turns(mine: ToldTurn, theirs: ToldTurn, tolerance: float) -> Iterator[dict[str, Any]]:
+    for details in _stream(mine.prompt_ids, theirs.prompt_ids):
+        yield {"kind": "prompt", "what": "a token of the prompt", **details}
+    for version in sorted(mine.weights.keys() & theirs.weights.keys()):
+        if mine.weights[version] != theirs.weights[version]:
+            what = f"the fingerprint of the weights of version {version}"
+            yield {"kind": "weights", "what": what, "one": mine.weights[version], "other": theirs.weights[version]}
+    found = [
+        {"kind": kind, "what": what, "stream": stream, **details}
+        for kind, what, stream, slack in (
+            ("version", "the version that sampled a token", "versions", 0.0),
+            ("token", "a sampled token", "completion_ids", 0.0),
+            ("logprob", "a sampled token's log probability", "logprobs", tolerance),
+        )
+        for details in _stream(getattr(mine, stream), getattr(theirs, stream), slack)
+    ]
+    yield from sorted(found, key=lambda details: details["token"])  # whichever came first; a token before its scores
+    if mine.finish != theirs.finish:
+        yield {"kind": "finish", "what": "why it ended", "one": mine.finish, "other": theirs.finish}
+
+
+def _stream(mine: NDArray | None, theirs: NDArray | None, tolerance: float = 0.0) -> Iterator[dict[str, Any]]:
+    """The first place at which two streams differ."""
+    if mine is None or theirs is None:
+        if mine is not theirs:
+            sides = ["absent" if stream is None else "there" for stream in (mine, theirs)]
+            yield {"token": 0, "one": sides[0], "other": sides[1]}
+        return
+    common = min(len(mine), len(theirs))
+    apart = _apart(mine[:common], theirs[:common], tolerance)
+    if apart is None and len(mine) != len(theirs):
+        apart = common
+    if apart is not None:
+        sides = [stream[apart].item() if apart < len(stream) else "(ended)" for stream in (mine, theirs)]
+        yield {"token": apart, "one": sides[0], "other": sides[1]}
+
+
+def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
+    if mine.dtype.kind == "f":
+        wide = [stream.astype(np.float64) for stream in (mine, theirs)]
+        with np.errstate(invalid="ignore"):
+            slack = tolerance * np.maximum(1.0, np.abs(wide[0]))
+            differ = ~(
+                (np.abs(wide[0] - wide[1]) <= slack) | (np.isnan(wide[0]) & np.isnan(wide[1])) | (mine == theirs)
+            )
+    else:
+        differ = mine != theirs
+    return int(np.argmax(differ)) if differ.any() else None
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+def _measures(
+    step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
+) -> Iterator[FirstDifference]:
+    for name in sorted(_told(mine) | _told(theirs), key=_rank):
+        if name.startswith("eval/") != evaluation:
+            continue
+        values = mine.get(name), theirs.get(name)
+        if not _same(*values, tolerance):
+            kind = ("loss", "gradient", "measure")[_rank(name)[0]]
+            yield FirstDifference(kind=kind, what=f"`{name}`", one=values[0], other=values[1], step=step)
+
+
+def _told(measured: Iterable[str]) -> set[str]:
+    return {name for name in measured if name != "step" and not name.startswith(TIMED) and not name.endswith("/s")}
+
+
+def _rank(name: str) -> tuple[int, str]:
+    return (0 if name.startswith("loss") else 1 if name in GRADIENT else 2), name
+
+
+def _same(mine: Any, theirs: Any, tolerance: float) -> bool:
+    if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)):
+        both_nan = math.isnan(mine) and math.isnan(theirs)
+        return both_nan or mine == theirs or abs(mine - theirs) <= tolerance * max(1.0, abs(mine))
+    return mine == theirs

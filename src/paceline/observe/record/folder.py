@@ -1,0 +1,376 @@
+"""A run directory, opened for reading: while the run lives, after it ended, after it crashed, or on another machine.
+
+Determines the status of a run from its directory alone.
+
+Samples how busy engines and environments are, twice a second, and reads the timeline of a run.
+"""
+
+import fcntl
+import json
+import math
+import os
+import socket
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from paceline.data import Sample, WireError, decode
+from paceline.errors import PacelineError
+from paceline.observe.monitor.base import Gauges
+from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.monitor.watchdog import waits_file
+from paceline.observe.record.facts import Changed, changed, understood
+from paceline.observe.record.layout import LANE, RecordFiles
+from paceline.observe.record.lines import Lines
+from paceline.observe.record.record_writer import mapped
+from paceline.observe.record.rollouts import Rollouts
+from paceline.observe.record.stored import strange_schema
+from paceline.observe.record.tickets import Tickets
+
+State = Literal["starting", "running", "finished", "interrupted", "failed", "crashed"]
+_ELSEWHERE_SECONDS = 60.0
+"""A run on another machine whose folder is shared counts as alive while its snapshot is not older than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The status of a run."""
+
+    state: State
+    """`crashed`: no process holds its lock, and it did not say how it ended."""
+    step: int
+    total_steps: int | None
+    began: float | None
+    """When it was begun or last resumed, in seconds since 1970."""
+    ended: float | None
+    message: str
+    device: str
+    parameters: int | None
+    alive: bool
+
+
+def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
+    """Read from the events, and from whether a process holds the run's lock."""
+    living = alive(run)
+    marks = [event for event in events if event.get("event") in ("begin", "end")]
+    begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
+    end = marks[-1] if marks and marks[-1]["event"] == "end" else None
+    # While a process holds the lock, an end that is not the last word belongs to an earlier life.
+    over = end if end is not None and (not living or events[-1] is end) else None
+    state: State
+    if over is not None and (how := over.get("status")) in ("finished", "interrupted", "failed"):
+        state = how
+    elif living:
+        state = "running" if begin and end is None else "starting"
+    else:
+        state = "crashed"
+    return RunStatus(
+        state=state,
+        step=last_step if over is None else max(last_step, _whole(over.get("step")) or 0),
+        total_steps=_whole(begin.get("total_steps")),
+        began=_number(begin.get("time")),
+        ended=_number(over.get("time")) if over is not None else None,
+        message=str(over.get("message") or "") if over is not None else "",
+        device=str(begin.get("device") or ""),
+        parameters=_whole(begin.get("parameters")),
+        alive=living,
+    )
+
+
+def alive(run: RunDirectory) -> bool:
+    """Whether a process leads this run now, here or on a machine that shares the folder."""
+    return _locked(run.lock_file) or _seen_elsewhere(waits_file(run.root))
+
+
+def _locked(path: Path) -> bool:
+    """The kernel's list of locks says so without touching the lock, which would block a process that wants it. Some
+    file systems have another device there; then the process in the file must be the one in the list."""
+    try:
+        status, holder = path.stat(), path.read_text(errors="replace").strip()
+    except OSError:
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    try:
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return _refused(path)
+    for _, kind, *_, process, file, _, _ in (fields for fields in held if len(fields) >= 8):
+        where, _, inode = file.rpartition(":")
+        if kind == "FLOCK" and inode == str(status.st_ino) and (where == device or process == holder):
+            return True
+    return False
+
+
+def _refused(path: Path) -> bool:
+    """Where there is no such list: ask for the lock, and give it back at once."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _seen_elsewhere(snapshot: Path) -> bool:
+    try:
+        seen = json.loads(snapshot.read_text())
+        elsewhere = seen["host"] != socket.gethostname()
+        return elsewhere and time.time() - seen["time"] < _ELSEWHERE_SECONDS
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """One span of work on a lane; `start` and `end` in seconds since 1970."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    step: int
+    value: float
+    detail: str = ""
+
+
+class Lanes:
+    """Spans by time."""
+
+    def __init__(self, at: RecordFiles) -> None:
+        self._at, self._names = at, Lines(at.names)
+
+    def find(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
+        """Spans that touch this time, as they were written: those of one lane in the order of time."""
+        if strange_schema(self._at) is not None:
+            return []
+        rows = mapped(self._at.lanes, LANE)
+        names = ["", *(str(line.get("name", "")) for line in self._names.read())]
+        fits = np.ones(len(rows), bool)
+        for column in ("lane", "kind", "detail"):
+            fits &= rows[column] < len(names)
+        for column in ("start", "end", "value"):
+            fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
+        if start is not None:
+            fits &= rows["end"] >= start
+        if end is not None:
+            fits &= rows["start"] <= end
+        return [
+            TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
+            for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
+        ]
+
+
+WINDOW = 0.5
+LANES = 8
+"""With more of them the windows grow: the file must not."""
+LEVELS = 16
+"""Shares are rounded to so many, or no two windows would ever be equal."""
+LONGEST = 10.0
+"""Seconds after which a span is written though it goes on, so that live views show it."""
+
+
+class Beat(NamedTuple):
+    """A span of a lane during which nothing changed. What is idle has none."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    value: float
+
+
+class Pulse:
+    """Looks, and answers with the spans that have ended."""
+
+    def __init__(self, look: Gauges) -> None:
+        self._look = look
+        self._before: dict[str, float] = {}
+        self._at: float | None = None
+        self._open: dict[tuple[str, str], Beat] = {}
+        self._window = WINDOW
+
+    def due(self, now: float) -> float:
+        """Seconds until the next look."""
+        return 0.0 if self._at is None else max(0.0, self._at + self._window - now)
+
+    def beat(self, now: float) -> list[Beat]:
+        busy, playing = self._look()
+        since, self._at = self._at, now
+        before, self._before = self._before, dict(busy)
+        if since is None or now <= since:
+            return []
+        values = {("environment " + env, "playing"): float(count) for env, count in playing.items()}
+        for engine, seconds in busy.items():
+            share = (seconds - before.get(engine, seconds)) / (now - since)
+            values[engine, "busy"] = round(min(1.0, max(0.0, share)) * LEVELS) / LEVELS
+        self._window = WINDOW * max(1, math.ceil(len(values) / LANES))
+        return self._joined(values, since, now)
+
+    def end(self) -> list[Beat]:
+        """The spans that were still open."""
+        beats, self._open = list(self._open.values()), {}
+        return beats
+
+    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[Beat]:
+        ended = []
+        for key in [*self._open, *(key for key in values if key not in self._open)]:
+            value, going = values.get(key, 0.0), self._open.pop(key, None)
+            if going is not None and (going.value != value or now - going.start > LONGEST):
+                ended.append(going)
+                going = None
+            if value:
+                self._open[key] = Beat(*key, going.start if going else since, now, value)
+            elif going is not None:
+                ended.append(going)
+        return ended
+
+
+Columns = dict[str, list[float | None]]
+
+
+def open_run(path: str | Path) -> "RunFolder":
+    """The run at this path; a sentence where there is none."""
+    run = RunDirectory(Path(path))
+    if not is_run(run):
+        raise PacelineError(f"there is no run at {path}: name a run directory, such as runs/quickstart")
+    return RunFolder(run)
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """The run directories in a folder, or the folder itself if it is one; the one that changed last comes first."""
+    root = Path(folder)
+    if is_run(RunDirectory(root)):
+        return [root]
+    try:
+        runs = [path for path in root.iterdir() if path.is_dir() and is_run(RunDirectory(path))]
+    except OSError as error:
+        raise PacelineError(f"{folder} cannot be read: {error.strerror}; name the folder that holds the runs") from None
+    return sorted(runs, key=_touched, reverse=True)
+
+
+def is_run(run: RunDirectory) -> bool:
+    return run.config_file.is_file() or run.lock_file.is_file() or run.metrics_file.is_file()
+
+
+def _touched(path: Path) -> float:
+    run = RunDirectory(path)
+    for file in (run.metrics_file, run.events_file, run.config_file, run.lock_file):
+        try:
+            return file.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+class RunFolder:
+    """Everything a run has written down. Each answer is as of now; whatever cannot be read is among `problems`."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self.path = run.root
+        self._metrics, self._events = Lines(run.metrics_file), Lines(run.events_file)
+        self.rollouts = Rollouts(run)
+        self.tickets = Tickets(run)
+        self._lanes = Lanes(RecordFiles(run.root))
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def status(self) -> RunStatus:
+        lines = self._metrics.read()
+        return status(self._run, self._events.read(), _step(lines[-1]) if lines else 0)
+
+    def config(self) -> dict[str, Any]:
+        """The resolved run file; empty where there is none yet or it cannot be read."""
+        return self._config()[0]
+
+    def changed(self) -> list[Changed]:
+        """The keys that differ from the defaults; empty where the config is another version's."""
+        try:
+            return changed(self.config()) if self.config() else []
+        except ValueError:
+            return []
+
+    def metrics(self, since: int = 0) -> Columns:
+        """One list a metric, from the step `since` on; None where a step does not have it. `step` and `time` are among
+        them."""
+        lines = [line for line in self._metrics.read() if _step(line) >= since]
+        names = dict.fromkeys(["step", "time", *(name for line in lines for name in line)])
+        return {name: [_number(line.get(name)) for line in lines] for name in names}
+
+    def events(self, since: int = 0) -> list[dict[str, Any]]:
+        """The events, without the first `since`: a caller that asks again continues where the last answer ended."""
+        return self._events.read()[since:]
+
+    def batches(self) -> list[int]:
+        """Steps whose samples can be read again."""
+        files = {int(path.stem[5:]) for path in self._run.batches.glob("step-*.msgpack") if path.stem[5:].isdigit()}
+        return sorted(files | set(self.rollouts.steps() if self.rollouts.kept else []))
+
+    def batch(self, step: int) -> list[Sample]:
+        """The samples of one step with all their streams, as they shipped; none where they were not kept."""
+        path = self._run.batches / f"step-{step:06d}.msgpack"
+        if not path.is_file():
+            return self.rollouts.batch(step) if self.rollouts.kept else []
+        try:
+            return decode(path.read_bytes())
+        except (OSError, WireError) as error:
+            raise PacelineError(f"{path} cannot be read: {error}") from error
+
+    def lanes(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
+        """The timeline spans in this time, in seconds since 1970."""
+        return self._lanes.find(start, end)
+
+    def problems(self, patient: bool = True) -> list[str]:
+        """What could not be read, each as a sentence. Without `patient`, a long journal of tickets is left out until
+        another call has read it."""
+        return [*self.brief_problems(), *self.tickets.problems(patient)]
+
+    def brief_problems(self) -> list[str]:
+        """The same without the journal of tickets, which alone takes long to read."""
+        found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
+        if not found and self.config():
+            try:
+                understood(self.config())
+            except ValueError as error:
+                found.append(f"config.toml: {error}")
+        return [*found, *self.rollouts.problems()]
+
+    def _config(self) -> tuple[dict[str, Any], list[str]]:
+        try:
+            return tomllib.loads(self._run.config_file.read_text(encoding="utf-8")), []
+        except FileNotFoundError:
+            return {}, []
+        except (OSError, ValueError) as error:
+            return {}, [f"config.toml cannot be read: {error}"]
+
+
+def _step(line: dict[str, Any]) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _number(value: Any) -> float | None:
+    """A figure; None for what is none. Python's JSON has `NaN`, `1e999` and integers of any length."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None

@@ -1,0 +1,282 @@
+"""Writes every rollout of a run to the record, off the run's hot path.
+
+    the run hands over references -> a bounded queue -> a thread turns them into rows, bodies and text -> the files
+
+Rollouts are final once their fate is known, so nothing is copied when they are handed over. The run comes first: if the
+thread falls behind, bodies are left out and their rows stay; if a file cannot be written, the record ends with a note
+and the run goes on.
+"""
+
+import errno
+import logging
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
+from paceline.observe.record.body import Written
+from paceline.observe.record.facts import Facts, facts
+from paceline.observe.record.folder import Beat, Pulse
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW
+from paceline.observe.record.record_writer import RecordWriter
+from paceline.observe.record.rows import MOST_TEXT, has_images, lines, pieces
+from paceline.observe.record.short_codec import brief
+
+log = logging.getLogger("paceline.observe.record")
+MOST_WAITING = 8_000_000
+"""Tokens that may wait to be written, prompts included. With an empty queue a batch is always taken whole."""
+CHUNK = 4 << 20
+"""Bytes of bodies after which rows are written, so that memory stays small whatever a batch holds."""
+RESERVE = 1 << 30
+"""Bytes of the disk that are left to checkpoints and metrics, without which the run could not go on."""
+GATHER_SECONDS = 0.5
+"""Seconds that dropped groups wait for one another, unless a batch has trained: late in a run there are dozens a step,
+and each by itself costs more to write."""
+CLOSE_SECONDS = 60.0
+_LARGEST_BODY = (1 << 32) - 1
+_IDLE = 3600.0
+_MOST_BEATS = 16
+
+
+class _Played(NamedTuple):
+    step: int
+    state: str
+    time: float
+    rollouts: Sequence[Any]
+    tokens: int
+
+
+class _DroppedRows(NamedTuple):
+    """The rows of rollouts whose bodies were left out for lack of time."""
+
+    step: int
+    time: float
+    facts: list[Facts]
+
+
+class _Spans(NamedTuple):
+    step: int
+    spans: list[tuple[str, str, float, float]]
+
+
+class _Back(NamedTuple):
+    step: int
+
+
+class RolloutRecorder(Monitor):
+    """Writes `record/` in the run directory. A spectator: when it fails, the run hears a note and goes on."""
+
+    def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
+        self._run, self._clock = Path(run), clock
+        self._shelf: RecordWriter | None = None
+        self._queue: queue.SimpleQueue[_Played | _DroppedRows | _Spans | _Back | None] = queue.SimpleQueue()
+        self._next_item: list[_Played | _DroppedRows | _Spans | _Back | None] = []
+        """The item that was taken out of the queue and comes next; none or one."""
+        self._hurry = threading.Event()
+        """Something came that is to be written at once."""
+        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+        self._pulse: Pulse | None = None
+        self._beats: list[Beat] = []
+        self._step = 0
+        self._off = False
+        self._handed = self._written = 0
+        """Tokens, counted by the run and by the thread: each changes its own number alone."""
+        self._bare = 0
+        """Rollouts whose bodies were left out."""
+        self.seconds = 0.0
+        """CPU time of the thread, once it has ended."""
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that were handed over and are not written yet."""
+        return self._handed - self._written
+
+    # -- what the run tells -------------------------------------------------------------------------------------------
+
+    def begin(self, plan: RunPlan) -> None:
+        self._shelf = RecordWriter(self._run)
+        self._shelf.cut(plan.start_step)
+        self._step = plan.start_step
+        self._thread.start()
+
+    def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
+        if self._off or self._shelf is None or not rollouts:
+            return
+        now = self._clock()
+        tokens = sum([len(turn.prompt_ids) + len(turn.completion_ids) for r in rollouts for turn in r.turns])
+        if self.waiting and self.waiting + tokens > MOST_WAITING:
+            if not self._bare:
+                log.warning("the record falls behind: from step %d on some rollouts are kept without their words", step)
+            self._bare += len(rollouts)
+            self._queue.put(_DroppedRows(step, now, [facts(rollout, state) for rollout in rollouts]))
+            return
+        self._handed += tokens
+        self._queue.put(_Played(step, state, now, tuple(rollouts), tokens))
+        if not state.startswith("dropped:"):
+            self._hurry.set()
+
+    def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
+        if not self._off and spans:
+            self._queue.put(_Spans(step, list(spans)))
+
+    def gauges(self, look: Gauges) -> None:
+        self._pulse = Pulse(look)
+        self._queue.put(_Spans(self._step, []))  # the thread may be asleep until something comes
+
+    def roll_back(self, step: int) -> None:
+        self._queue.put(_Back(step))
+        self._hurry.set()
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self._queue.put(None)
+        self._hurry.set()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._off = True
+            log.warning("the record was not written to its end: the disk took longer than %g s", CLOSE_SECONDS)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        assert self._shelf is not None
+        try:
+            while not self._off and (item := self._next()) is not None:
+                self._take(item, self._shelf)
+            if self._pulse is not None:
+                self._beats += self._pulse.end()
+            self._write_beats(self._shelf)
+        except Exception as error:
+            self._off = True
+            cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            log.warning("the record ends here, and the run goes on without it: %s", cause)
+        finally:
+            self._shelf.close()
+            self.seconds = time.thread_time()
+
+    def _next(self) -> _Played | _DroppedRows | _Spans | _Back | None:
+        """The next thing to write; while there is none, a look at who is busy now and then."""
+        if self._next_item:
+            return self._next_item.pop()
+        while True:
+            pulse = self._pulse
+            due = _IDLE if pulse is None else pulse.due(self._clock())
+            try:
+                return self._queue.get(timeout=max(0.001, due))
+            except queue.Empty:
+                self._beat(pulse)
+
+    def _beat(self, pulse: Pulse | None) -> None:
+        assert self._shelf is not None
+        if pulse is None:
+            return
+        try:
+            beats = pulse.beat(self._clock())
+        except Exception as error:  # a look into parts that may be on their way down
+            self._pulse = None
+            log.debug("stopped recording how busy engines and environments are: %s", error)
+            return
+        self._beats += beats
+        if len(self._beats) >= _MOST_BEATS:
+            self._write_beats(self._shelf)
+
+    def _write_beats(self, shelf: RecordWriter) -> None:
+        """A few at a time, or each look would cost a write."""
+        beats, self._beats = self._beats, []
+        self._lanes(beats, self._step + 1, shelf)
+
+    def _take(self, item: _Played | _DroppedRows | _Spans | _Back, shelf: RecordWriter) -> None:
+        match item:
+            case _Played():
+                played = self._gathered(item)
+                self._step = max(self._step, *(one.step for one in played))
+                if shutil.disk_usage(self._run).free < RESERVE:
+                    raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
+                self._write(played, shelf)
+                self._written += sum(one.tokens for one in played)
+            case _DroppedRows(step, now, known):
+                rows, data, text = [], shelf.data_end, shelf.text_end
+                for fact in known:
+                    rows.append(_row(shelf, step, now, fact, 0, (data, 0, text, 0)))
+                shelf.append(rows, [], [])
+            case _Spans(step, spans):
+                self._write_beats(shelf)
+                self._lanes([Beat(*span, 1.0) for span in spans], step, shelf)
+            case _Back(step):
+                shelf.cut(step)
+                self._step = step
+
+    def _gathered(self, first: _Played) -> list[_Played]:
+        """This one and those behind it, which take a moment to come where nothing is urgent."""
+        self._hurry.wait(GATHER_SECONDS)
+        self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
+        played = [first]
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if not isinstance(item, _Played):
+                self._next_item.append(item)
+                break
+            played.append(item)
+        return played
+
+    def _write(self, played: Sequence[_Played], shelf: RecordWriter) -> None:
+        rows: list[bytes] = []
+        bodies: list[bytes] = []
+        texts: list[bytes] = []
+        data, text, size = shelf.data_end, shelf.text_end, 0
+        for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
+            body, said, flags = _written(rollout)
+            where = (data, len(body), text, len(said))
+            rows.append(_row(shelf, item.step, item.time, facts(rollout, item.state), flags, where))
+            bodies.append(body)
+            texts.append(said)
+            data, text, size = data + len(body), text + len(said), size + len(body)
+            if size >= CHUNK:
+                shelf.append(rows, bodies, texts)
+                rows, bodies, texts, size = [], [], [], 0
+        shelf.append(rows, bodies, texts)
+
+    def _lanes(self, beats: Iterable[Beat], step: int, shelf: RecordWriter) -> None:
+        spans = [
+            PACK_LANE.pack(
+                shelf.name("lane", beat.lane), shelf.name("span", beat.kind), step, beat.start, beat.end, beat.value, 0
+            )
+            for beat in beats
+        ]
+        if spans:
+            shelf.append_lanes(spans)
+
+
+def _written(rollout: Any) -> tuple[bytes, bytes, int]:
+    """Body, text and flags. What no body can be made of keeps its row."""
+    flags = 0
+    try:
+        if (short := brief(rollout)) is not None:
+            body, new = short, rollout.turns[0].messages or []
+        else:
+            written = Written(rollout)
+            body, new = written.encode(), written.new
+    except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        log.debug("a rollout of ticket %s has no body: %s", rollout.ticket.number, error)
+        body, new = b"", []
+    if 0 < len(body) <= _LARGEST_BODY:
+        flags |= BODY
+    else:
+        body = b""
+    said = [*pieces(new), *[turn.text for turn in rollout.turns], rollout.error or ""]
+    text = lines(said)
+    if len(text) > MOST_TEXT:
+        flags |= CUT_TEXT
+        text = text[:MOST_TEXT].decode(errors="ignore").encode()
+    return body, text, flags | (IMAGES if new and has_images(new) else 0)
+
+
+def _row(
+    shelf: RecordWriter, step: int, now: float, fact: Facts, flags: int, where: tuple[int, int, int, int]
+) -> bytes:
+    return PACK_ROW.pack(step, *shelf.numbers(fact[:6]), fact.domain, flags, *fact[7:], now, *where)

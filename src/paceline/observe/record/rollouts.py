@@ -1,0 +1,300 @@
+"""Queries the rollouts of a run: pages of matching rows, and one rollout with all that was kept.
+
+Each query reads the files as they are now. Readers and the writer need no coordination.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.sample import Sample, Ticket
+from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.record.facts import FAILED, REPLAYED, SKIPPED, TRAINED, error_kind
+from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW, RecordFiles
+from paceline.observe.record.lines import Lines
+from paceline.observe.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
+from paceline.observe.record.stored import RecordView, identity, strange_schema
+
+
+class TextRecordView:
+    """Like `Stored`, from readable lines: conversations, but neither tokens nor samples."""
+
+    fresh = True
+    missing = 0
+
+    def __init__(self, lines: Lines) -> None:
+        self._records = lines.read()
+        self.identity = (0, 0, len(self._records))
+        self.names, self.kinds = [""], [""]
+        self._known: dict[tuple[str, str], int] = {}
+        self.rows = np.zeros(len(self._records), ROW)
+        for place, record in enumerate(self._records):
+            self._fill(self.rows[place], record)
+        self.rows["offset"] = np.arange(len(self._records))
+        self.rows = self.rows[np.argsort(self.rows["step"], kind="stable")]
+
+    def told(self, index: int) -> Told:
+        row = row_of(index, self.rows[index], self.names)
+        record = self._records[int(self.rows[index]["offset"])]
+        metrics, messages, error = record.get("metrics"), record.get("messages"), record.get("error")
+        return Told(
+            row=row,
+            ticket=Ticket(row.ticket, row.env, 0, 0, row.row),
+            reward=row.reward,
+            metrics=metrics if isinstance(metrics, dict) else {},
+            error=None if error is None else str(error),
+            messages=messages if isinstance(messages, list) else [],
+        )
+
+    def measured(self, index: int) -> dict[str, Any]:
+        return self.told(index).metrics
+
+    def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+        return among[np.array([needle in self._text(int(self.rows[index]["offset"])) for index in among], bool)]
+
+    def _text(self, place: int) -> bytes:
+        record = self._records[place]
+        messages = record.get("messages")
+        return fold(
+            "\n".join([*pieces(messages if isinstance(messages, list) else []), str(record.get("error") or "")])
+        )
+
+    def _fill(self, cells: np.void, record: dict[str, Any]) -> None:
+        error, versions, messages = record.get("error"), record.get("versions"), record.get("messages")
+        messages = messages if isinstance(messages, list) else []
+        named = {
+            "env": record.get("env"),
+            "actor": record.get("actor"),
+            "kind": record.get("kind"),
+            "state": TRAINED if error is None else FAILED,
+            "finish": record.get("finish"),
+            "error": "" if error is None else error_kind(str(error), False),
+        }
+        for column in NAMED:
+            cells[column] = self._number(column, str(named[column] or ""))
+        for column, key in (("step", "step"), ("ticket", "ticket"), ("row", "row"), ("member", "member")):
+            cells[column] = _integer(record.get(key))
+        cells["tokens"], cells["turns"] = _integer(record.get("tokens")), int(bool(messages))
+        spoken = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
+        cells["version_min"], cells["version_max"] = min(spoken, default=-1), max(spoken, default=-1)
+        reward = record.get("reward")
+        cells["reward"] = reward if isinstance(reward, int | float) else math.nan
+        cells["advantage"] = math.nan
+        cells["flags"] = BODY | (IMAGES if has_images(messages) else 0)
+
+    def _number(self, kind: str, name: str) -> int:
+        if not name:
+            return 0
+        if (kind, name) not in self._known:
+            self._known[kind, name] = len(self.names)
+            self.names.append(name)
+            self.kinds.append(kind)
+        return self._known[kind, name]
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) and abs(value) < 2**31 else 0
+
+
+SORTS = ("step", "reward", "advantage", "tokens", "turns", "ticket", "time")
+_TRIES = 5
+"""A run that goes back while it is read is read again, at most this many times."""
+
+View = RecordView | TextRecordView
+
+
+class Rollouts:
+    """All rollouts of a run, numbered in the order in which their fates became known."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._at = RecordFiles(run.root)
+        self._names = Lines(self._at.names)
+        self._sample = Lines(run.rollouts_file)
+        self._lock = threading.Lock()
+        self._view: View | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the run keeps every rollout; otherwise these are the few of `rollouts.jsonl`."""
+        return strange_schema(self._at) is None and self._at.index.exists()
+
+    def view(self) -> View:
+        """The record at this moment. `.rows` is a numpy array of `layout.ROW`, `.names` what its numbers mean."""
+        with self._lock:
+            if not self.kept:
+                self._view = TextRecordView(self._sample)
+            elif not isinstance(self._view, RecordView) or self._view.identity != identity(self._at.index):
+                self._view = RecordView(
+                    self._at, self._names, self._view if isinstance(self._view, RecordView) else None
+                )
+            return self._view
+
+    @property
+    def count(self) -> int:
+        return len(self.view().rows)
+
+    def names(self, column: str) -> list[str]:
+        """The values a column has had: `env`, `actor`, `kind`, `state`, `finish`, `error`."""
+        view = self.view()
+        return list(dict.fromkeys(name for name, kind in zip(view.names, view.kinds, strict=True) if kind == column))
+
+    def find(self, query: Query | None = None) -> Found:
+        query = query or Query()
+        for view in self._views():
+            ordered = _ordered(view, query)
+            stop = None if query.limit is None else query.offset + query.limit
+            rows = [row_of(int(at), view.rows[at], view.names) for at in ordered[query.offset : stop]]
+            if view.fresh:
+                return Found(len(ordered), rows)
+        raise Gone("the run went back again and again while it was read: ask once more")
+
+    def beside(self, index: int, query: Query | None = None) -> Beside | None:
+        """Where a rollout stands in the whole list that a query gives, and its neighbours; None if it is not in it."""
+        ordered = _ordered(self.view(), query or Query())
+        found = np.flatnonzero(ordered == index)
+        if not len(found):
+            return None
+        place = int(found[0])
+        before, after = ordered[max(0, place - 1) : place], ordered[place + 1 : place + 2]
+        return Beside(place, len(ordered), *(int(side[0]) if len(side) else None for side in (before, after)))
+
+    def get(self, index: int) -> Told:
+        """One rollout, whole; raises `Gone` where there is none of this number or its body cannot be read."""
+        for view in self._views():
+            if not 0 <= index < len(view.rows):
+                raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+            try:
+                told = view.told(index)
+            except Gone:
+                if view.fresh:
+                    raise
+                continue
+            if view.fresh:
+                return told
+        raise Gone("the run went back again and again while it was read: ask once more")
+
+    def row(self, index: int) -> Row:
+        view = self.view()
+        if not 0 <= index < len(view.rows):
+            raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        return row_of(index, view.rows[index], view.names)
+
+    def mates(self, index: int) -> list[int]:
+        """All rollouts of its group, itself included: of the same ticket, in the same batch or evaluation."""
+        return self._alike(index, ("env", "ticket", "domain"))
+
+    def episode(self, index: int) -> list[int]:
+        """All seats of its episode, itself included."""
+        return self._alike(index, ("env", "ticket", "domain", "member"))
+
+    def steps(self) -> list[int]:
+        """Batches that trained."""
+        view = self.view()
+        trained = np.isin(view.rows["state"], _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED]))
+        return np.unique(view.rows["step"][trained]).tolist()
+
+    def batch(self, step: int) -> list[Sample]:
+        """The samples that a step trained on, in the order they shipped in."""
+        view = self.view()
+        first, last = np.searchsorted(view.rows["step"], [step, step + 1])
+        trained = _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED])
+        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], trained))
+        return [sample for at in places for sample in self.get(int(at)).samples]
+
+    def problems(self) -> list[str]:
+        strange = strange_schema(self._at)
+        if strange is not None:
+            return [f"{strange}; until then only the rollouts of rollouts.jsonl are shown", *self._sample.problems()]
+        view = self.view()
+        found = self._names.problems() if self.kept else self._sample.problems()
+        if view.missing:
+            found.append(
+                f"record/ is cut short: of {view.missing} rollouts the rows are there and the contents are not"
+            )
+        return found
+
+    def _views(self) -> Iterator[View]:
+        for _ in range(_TRIES):
+            yield self.view()
+
+    def _alike(self, index: int, columns: Sequence[str]) -> list[int]:
+        view = self.view()
+        if not 0 <= index < len(view.rows):
+            raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        step = view.rows["step"][index]
+        first, last = np.searchsorted(view.rows["step"], [step, step + 1])
+        block = view.rows[first:last]
+        alike = np.ones(len(block), bool)
+        for column in columns:
+            alike &= block[column] == view.rows[index][column]
+        return (first + np.flatnonzero(alike)).tolist()
+
+
+def _ordered(view: View, query: Query) -> NDArray[Any]:
+    """All that is asked for, in its order."""
+    indices = _selected(view, query)
+    if query.text:
+        indices = view.saying(fold(query.text), indices)
+    return _sorted(view, indices, query.sort)
+
+
+def _selected(view: View, query: Query) -> NDArray[Any]:
+    """Rows that fit all but the text, in rising order. Steps rise, so a range of them is found and not filtered."""
+    rows, first, last = view.rows, 0, len(view.rows)
+    if query.step is not None:
+        low, high = query.step
+        first = 0 if low is None else int(np.searchsorted(rows["step"], low, side="left"))
+        last = last if high is None else int(np.searchsorted(rows["step"], high, side="right"))
+    rows = rows[first : max(first, last)]
+    fits = np.ones(len(rows), bool)
+    for column, wanted in (
+        ("env", query.env),
+        ("actor", query.actor),
+        ("state", query.state),
+        ("finish", query.finish),
+    ):
+        if wanted is not None:
+            fits &= np.isin(rows[column], _numbers(view, column, [wanted] if isinstance(wanted, str) else wanted))
+    if isinstance(query.error, bool):
+        fits &= (rows["error"] != 0) == query.error
+    elif query.error is not None:
+        fits &= np.isin(rows["error"], _numbers(view, "error", [query.error]))
+    if query.domain is not None:
+        fits &= rows["domain"] == (DOMAINS.index(query.domain) if query.domain in DOMAINS else 255)
+    for column, value in (("ticket", query.ticket), ("row", query.row)):
+        if value is not None:
+            fits &= rows[column] == value
+    for column, span in (("reward", query.reward), ("tokens", query.length)):
+        low, high = span or (None, None)
+        if low is not None:
+            fits &= rows[column] >= low
+        if high is not None:
+            fits &= rows[column] <= high
+    return first + np.flatnonzero(fits)
+
+
+def _sorted(view: View, indices: NDArray[Any], sort: str) -> NDArray[Any]:
+    column, down = sort.removeprefix("-"), sort.startswith("-")
+    if column not in SORTS:
+        raise ValueError(f"rollouts cannot be sorted by `{column}`: choose one of {', '.join(SORTS)}")
+    if column == "step":
+        return indices[::-1] if down else indices
+    values = view.rows[column][indices].astype(float)
+    return indices[np.argsort(-values if down else values, kind="stable")]  # NaN comes last, either way
+
+
+def _numbers(view: View, column: str, names: Sequence[str]) -> list[int]:
+    """The numbers that these names have; one ending in `:` stands for all that begin with it."""
+    assert column in NAMED
+    wanted = set(names)
+    starts = tuple(name for name in wanted if name.endswith(":"))
+    found = [
+        number
+        for number, (name, kind) in enumerate(zip(view.names, view.kinds, strict=True))
+        if kind == column and (name in wanted or (starts and name.startswith(starts)))
+    ]
+    return [*found, *([0] if "" in wanted else [])]

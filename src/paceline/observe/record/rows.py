@@ -1,0 +1,216 @@
+"""Queries of the record and their results, as plain values.
+
+The text of a rollout's messages, case-folded for search.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.data.sample import Sample, Ticket
+from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED
+from paceline.observe.record.lines import clean
+from paceline.observe.record.short_codec import ToldTurn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Which rollouts are asked for; all that is left out does not matter. Ranges include both ends; None there leaves
+    that end open."""
+
+    env: str | Sequence[str] | None = None
+    actor: str | Sequence[str] | None = None
+    step: tuple[int | None, int | None] | None = None
+    reward: tuple[float | None, float | None] | None = None
+    length: tuple[int | None, int | None] | None = None
+    """Sampled tokens."""
+    error: str | bool | None = None
+    """True: with any error. False: with none. Otherwise the kind of it."""
+    state: str | Sequence[str] | None = None
+    """A state, or the beginning of one that ends with `:` (`dropped:` is all that were dropped)."""
+    finish: str | None = None
+    domain: str | None = None
+    """`training`, `evaluation` or `match`."""
+    ticket: int | None = None
+    row: int | None = None
+    text: str = ""
+    """Text that a message contains; case does not matter."""
+    sort: str = "-step"
+    """A column, with `-` for the largest first: step, reward, advantage, tokens, turns, ticket, time."""
+    offset: int = 0
+    limit: int | None = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rollout in a list."""
+
+    index: int
+    step: int
+    env: str
+    actor: str
+    kind: str
+    state: str
+    finish: str
+    error: str
+    """Its kind; empty where nothing went wrong."""
+    domain: str
+    ticket: int
+    row: int
+    member: int
+    tokens: int
+    prompt: int
+    turns: int
+    samples: int
+    version_min: int
+    version_max: int
+    reward: float | None
+    advantage: float | None
+    time: float
+    whole: bool
+    """Whether its conversation was kept, and not this row alone."""
+    images: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page of what was asked for, and how much there is."""
+
+    total: int
+    rows: list[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A rollout's place in a list, and who stands before and after it."""
+
+    place: int
+    total: int
+    before: int | None
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """One rollout with all that was kept of it."""
+
+    row: Row
+    ticket: Ticket
+    parent: str = ""
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    messages: list[Any] = field(default_factory=list)
+    """The conversation as its last turn had it, with the reply. Other people's values: text, parts, images."""
+    turns: list[ToldTurn] = field(default_factory=list)
+    """Empty in runs that kept a sample of readable rollouts alone."""
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Gone(LookupError):
+    """There is no such rollout, or the run went back and it is gone."""
+
+
+def row_of(index: int, cells: np.void, names: Sequence[str]) -> Row:
+    def number(value: Any) -> float | None:
+        return None if np.isnan(value) else float(value)
+
+    domain, flags = int(cells["domain"]), int(cells["flags"])
+    return Row(
+        index=index,
+        **{column: names[cells[column]] for column in NAMED},
+        **{column: int(cells[column]) for column in _INTEGERS},
+        domain=DOMAINS[domain] if domain < len(DOMAINS) else "",
+        reward=number(cells["reward"]),
+        advantage=number(cells["advantage"]),
+        time=float(cells["time"]),
+        whole=bool(flags & BODY),
+        images=bool(flags & IMAGES),
+    )
+
+
+_INTEGERS = (
+    "step",
+    "ticket",
+    "row",
+    "member",
+    "tokens",
+    "prompt",
+    "turns",
+    "samples",
+    "version_min",
+    "version_max",
+)
+
+
+MOST_TEXT = 1 << 20
+"""Bytes of one rollout that can be searched; its body keeps the rest."""
+
+_PLAIN = bytes(range(128))
+_RARE = 8
+
+
+def fold(text: str) -> bytes:
+    """As the text file has it: capitals play no part in a search, in any alphabet."""
+    if text.isascii():
+        return text.lower().encode()
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        return clean(text).casefold().encode()
+    # Python folds letter by letter as soon as one is not plain, and mostly those are a few dashes without capitals.
+    if _RARE * (len(data) - len(text)) <= len(text):
+        others = data.translate(None, _PLAIN).decode()
+        if others.casefold() == others:
+            return data.lower()
+    return text.casefold().encode()
+
+
+def lines(texts: Sequence[str]) -> bytes:
+    """Several texts, folded, each with its end of line; one that is empty has none."""
+    whole = "\n".join(filter(None, texts)) + "\n"
+    if whole.isascii():
+        return whole.lower().encode()
+    return b"\n".join([*map(fold, filter(None, texts)), b""])
+
+
+def pieces(messages: Iterable[Any]) -> Iterator[str]:
+    """Every text of these messages: contents, and the tool calls with their arguments."""
+    for message in messages:
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        if type(content) is str:
+            yield content
+        elif isinstance(content, list | tuple):
+            yield from _parts(content)
+        if calls := message.get("tool_calls"):
+            yield from _calls(calls)
+
+
+def has_images(messages: Iterable[Any]) -> bool:
+    """Whether a message holds a part that is not text."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if type(content) is str or not isinstance(content, list | tuple):
+            continue
+        if any(isinstance(part, dict) and part.get("type") != "text" for part in content):
+            return True
+    return False
+
+
+def _parts(content: Iterable[Any]) -> Iterator[str]:
+    for part in content:
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict) and isinstance(text := part.get("text"), str):
+            yield text
+
+
+def _calls(calls: Any) -> Iterator[str]:
+    for call in calls if isinstance(calls, list | tuple) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield f"{function.get('name')} {function.get('arguments')}"

@@ -1,0 +1,161 @@
+"""A snapshot of a run's record: rows mapped, names read, bodies and texts read on demand."""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.sample import Ticket
+from paceline.observe.record.layout import BODY, ROW, SCHEMA, RecordFiles
+from paceline.observe.record.lines import Lines
+from paceline.observe.record.record_writer import mapped, whole_rows
+from paceline.observe.record.rows import Gone, Told, row_of
+from paceline.observe.record.short_codec import decode, told_samples, told_turns
+
+_BLOCK = 16 << 20
+
+
+def strange_schema(at: RecordFiles) -> str | None:
+    """Why a record cannot be read, if it is another version's."""
+    try:
+        schema = json.loads(at.schema.read_text())["schema"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError):
+        return "record/schema.json cannot be read, so the layout of record/ is unknown: restore it"
+    if schema != SCHEMA:
+        return f"record/ is of schema {schema!r} and this Paceline reads schema {SCHEMA}: use the version that wrote it"
+    return None
+
+
+class RecordView:
+    """A view of the record that does not change. A reader that finds it stale makes another."""
+
+    def __init__(self, at: RecordFiles, names: Lines, before: "RecordView | None" = None) -> None:
+        """With a view from `before`, only what came since is looked at."""
+        self._at = at
+        self._data = self._text = None
+        self.identity = identity(at.index)
+        self._data = _opened(at.data)
+        self._text = _opened(at.text)
+        rows = mapped(at.index, ROW)
+        lines = names.read()
+        self.names = ["", *(str(line.get("name", "")) for line in lines)]
+        self.kinds = ["", *(str(line.get("kind", "")) for line in lines)]
+        known = len(before.rows) if before is not None and before.identity[:2] == self.identity[:2] else 0
+        whole = known + whole_rows(rows[known:], _size(self._data), _size(self._text), len(lines))
+        self.missing = len(rows) - whole
+        """Rows whose bodies, texts or names are not there: a copy that was cut short, or a power failure."""
+        self.rows = rows[:whole]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the run has neither gone back nor begun anew since. The index is replaced before anything it pointed
+        at goes, so whatever was read while this holds is what the rows say."""
+        return identity(self._at.index)[:2] == self.identity[:2]
+
+    def __del__(self) -> None:
+        for descriptor in (self._data, self._text):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    @cached_property
+    def _ends(self) -> NDArray[Any]:
+        return self.rows["text_offset"] + self.rows["text_size"]
+
+    def told(self, index: int) -> Told:
+        cells = self.rows[index]
+        row = row_of(index, cells, self.names)
+        if not cells["flags"] & BODY:
+            return Told(row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward)
+        size = int(cells["size"])
+        data = os.pread(self._data, size, int(cells["offset"])) if self._data is not None else b""
+        if len(data) < size:
+            raise Gone(f"rollout {index} is no longer whole: rollouts.data was cut")
+        try:
+            body = decode(data)
+            turns = told_turns(body)
+            samples = told_samples(body, turns)
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            raise Gone(f"rollout {index} cannot be read: {error}") from error
+        messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
+        return Told(
+            row=row,
+            ticket=Ticket(*body.ticket),
+            parent=body.parent,
+            reward=body.reward,
+            metrics=body.metrics,
+            error=body.error,
+            messages=messages,
+            turns=turns,
+            samples=samples,
+        )
+
+    def measured(self, index: int) -> dict[str, Any]:
+        """The environment's own metrics of a rollout, without the rest of it; none where they cannot be read."""
+        cells = self.rows[index]
+        if not cells["flags"] & BODY or self._data is None:
+            return {}
+        try:
+            return decode(os.pread(self._data, int(cells["size"]), int(cells["offset"]))).metrics
+        except (ValueError, OverflowError, OSError):
+            return {}
+
+    def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+        """Of these rows, in rising order, those whose text holds the needle."""
+        starts, sizes = self.rows["text_offset"][among], self.rows["text_size"][among]
+        found = np.zeros(len(among), bool)
+        if len(among):
+            self._read_ahead(int(starts[0]), int(starts[-1] + sizes[-1]), int(sizes.sum()))
+        for first, last, start, block in self._blocks(starts, sizes):
+            if needle in block:
+                begins = (starts[first:last] - start).tolist()
+                ends = (starts[first:last] + sizes[first:last] - start).tolist()
+                find = block.find
+                found[first:last] = [find(needle, a, b) >= 0 for a, b in zip(begins, ends, strict=True)]
+        return among[found]
+
+    def _read_ahead(self, start: int, end: int, wanted: int) -> None:
+        """Let the disk read on while we search, unless most of what lies between is not wanted. A text that is not in
+        the machine's memory is searched three times as fast."""
+        if self._text is not None and 4 * wanted >= end - start and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._text, start, end - start, os.POSIX_FADV_WILLNEED)
+
+    def _blocks(self, starts: NDArray[Any], sizes: NDArray[Any]) -> Iterator[tuple[int, int, int, bytes]]:
+        """The texts of these rows in pieces: from which to which row, where the piece begins, and its bytes. Where rows
+        lie far apart only they are read."""
+        first, count = 0, len(starts)
+        ends = starts + sizes
+        while first < count and self._text is not None:
+            start = int(starts[first])
+            last = max(first + 1, int(np.searchsorted(ends, start + _BLOCK, side="right")))
+            gaps = np.flatnonzero(starts[first + 1 : last] - ends[first : last - 1] > _BLOCK // 64)
+            if len(gaps):
+                last = first + 1 + int(gaps[0])
+            yield first, last, start, os.pread(self._text, int(ends[last - 1]) - start, start)
+            first = last
+
+
+def identity(path: Path) -> tuple[int, int, int]:
+    """Which file this is, and how long."""
+    try:
+        status = path.stat()
+        return status.st_dev, status.st_ino, status.st_size
+    except OSError:
+        return 0, 0, 0
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+
+
+def _size(descriptor: int | None) -> int:
+    return 0 if descriptor is None else os.fstat(descriptor).st_size

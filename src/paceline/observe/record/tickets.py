@@ -1,0 +1,362 @@
+"""Reads the states of every ticket from `tickets.jsonl`.
+
+Parses `tickets.jsonl` into columns: a long run has millions of lines, too many for an object each.
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.observe.monitor.directory import RunDirectory, replace_file
+from paceline.observe.record.stored import identity
+
+LINE: np.dtype[Any] = np.dtype(
+    [
+        ("number", "<i8"),
+        ("draw", "<i8"),
+        ("row", "<i8"),
+        ("replays", "<i8"),
+        ("epoch", "<i4"),
+        ("step", "<i4"),
+        ("since", "<i4"),
+        ("env", "<u2"),
+        ("state", "<u2"),
+        ("reason", "<u2"),
+    ]
+)
+NAMED = ("env", "state", "reason")
+"""Columns that hold the number of a name."""
+COUNTED = ("number", "draw", "row", "replays", "epoch", "step", "since")
+NOTHING = -(2**31)
+"""The value of a column that a line leaves out."""
+MOST_NAMES = 2**16
+
+_Small = Annotated[int, msgspec.Meta(ge=NOTHING, lt=2**31)]
+_Large = Annotated[int, msgspec.Meta(ge=NOTHING, lt=2**62)]
+
+
+class _Line(msgspec.Struct, gc=False):
+    number: _Large
+    env: str = ""
+    epoch: _Small = 0
+    draw: _Large = 0
+    row: _Large = 0
+    state: str = ""
+    reason: str = ""
+    step: _Small = NOTHING
+    since: _Small = NOTHING
+    replays: _Large = NOTHING
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+class NameTable:
+    """Every name once, by the number that columns have for it. Numbers stay as they are while names are added."""
+
+    def __init__(self, names: Sequence[str] = ("",)) -> None:
+        self.all = list(names)
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def number(self, name: str) -> int:
+        """Its number, -1 where no line has it."""
+        return self._numbers.get(name, -1)
+
+    def numbered(self, rows: Sequence[tuple[str, ...]]) -> NDArray[Any]:
+        """The numbers of each row's names. Few rows differ in them, so a row is looked up as a whole."""
+        kinds = {row: kind for kind, row in enumerate(dict.fromkeys(rows))}
+        numbers = np.array([[self._add(name) for name in row] for row in kinds], "<u2").reshape(-1, len(NAMED))
+        return numbers[np.fromiter(map(kinds.__getitem__, rows), "<i8", len(rows))]
+
+    def _add(self, name: str) -> int:
+        """Its number; new ones are added while there is room, which is more than any run needs."""
+        if name not in self._numbers:
+            self._numbers[name] = len(self.all) if len(self.all) < MOST_NAMES else 0
+            self.all += [name] if self._numbers[name] else []
+        return self._numbers[name]
+
+
+def parsed(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]:
+    """Whole lines as columns, and which of them (counted from 0) are no ticket's and left out."""
+    lines, strange = _decoded(data)
+    columns = np.empty(len(lines), LINE)
+    named = names.numbered(list(map(attrgetter(*NAMED), lines)))
+    for place, column in enumerate(NAMED):
+        columns[column] = named[:, place]
+    for column in COUNTED:
+        columns[column] = np.fromiter(map(attrgetter(column), lines), "<i8", len(lines))
+    return columns, strange
+
+
+def told(line: np.void, names: NameTable) -> dict[str, Any]:
+    """A line as it was written."""
+    found: dict[str, Any] = {key: int(line[key]) for key in ("number", "epoch", "draw", "row")}
+    found |= {key: names.all[line[key]] for key in ("env", "state")}
+    if line["reason"]:
+        found["reason"] = names.all[line["reason"]]
+    return found | {key: int(line[key]) for key in ("step", "since", "replays") if line[key] != NOTHING}
+
+
+def _decoded(data: bytes) -> tuple[list[_Line], list[int]]:
+    """All lines at once; one by one only where that fails, or where a line may hold none or two objects."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        lines, count = _line_decoder.decode_lines(data), data.count(b"\n")
+        if len(lines) == count == data.count(b"}\n{") + 1:
+            return lines, []
+    lines, strange = [], []
+    for place, line in enumerate(data.split(b"\n")[:-1]):
+        try:
+            lines.append(_line_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            strange.append(place)
+    return lines, strange
+
+
+SCHEMA = 1
+_INDEX_BLOCK = 1 << 20
+
+
+class JournalPosition(msgspec.Struct, frozen=True):
+    """How far the journal was read, and what the lines leave out."""
+
+    at: int
+    """Bytes that were read; the next line begins there."""
+    digest: str
+    """Their fingerprint."""
+    count: int
+    """Lines that were read, those that are no ticket's among them."""
+    strange: int
+    first: int
+    """The number of the first that is no ticket's, counted from 1; 0 where there is none."""
+    names: list[str]
+    schema: int = SCHEMA
+
+
+_decoder = msgspec.json.Decoder(JournalPosition)
+
+
+def digest(journal: int, at: int) -> str:
+    """A fingerprint of what stands before a place in a file; a tenth of the time that reading it as JSON takes."""
+    found = hashlib.sha256()
+    for start in range(0, at, _INDEX_BLOCK):
+        found.update(os.pread(journal, min(_INDEX_BLOCK, at - start), start))
+    return found.hexdigest()
+
+
+def load(path: Path, journal: int) -> tuple[JournalPosition, NDArray[Any]] | None:
+    """The index, if it is of this open journal; None where it is not, or where there is none."""
+    try:
+        with path.open("rb") as file:
+            head = _decoder.decode(file.readline())
+            lines = np.frombuffer(file.read(), LINE)
+    except (OSError, ValueError, msgspec.DecodeError):
+        return None
+    same = head.schema == SCHEMA and 0 <= head.at <= os.fstat(journal).st_size
+    whole = len(lines) == head.count - head.strange and all(
+        lines[column].max(initial=0) < len(head.names) for column in NAMED
+    )
+    return (head, lines) if same and whole and digest(journal, head.at) == head.digest else None
+
+
+def save(path: Path, head: JournalPosition, lines: NDArray[Any]) -> None:
+    """Keep it, where the folder lets us."""
+    with contextlib.suppress(OSError):
+        replace_file(path, [msgspec.json.encode(head), b"\n", lines.tobytes()], durable=False)
+
+
+_BLOCK = 1 << 20
+_WORTH = 50_000
+"""So many lines that were read anew are worth keeping beside the journal."""
+_SOON = 4 << 20
+"""Bytes that are read without a noticeable delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTickets:
+    """A page of tickets, each as it stands now, and how many there are."""
+
+    total: int
+    rows: list[dict[str, Any]]
+
+
+class _Journal:
+    """All lines at one moment. It does not change: other threads read it while new lines come."""
+
+    def __init__(self, lines: NDArray[Any], names: NameTable) -> None:
+        self.lines, self.names = lines, names
+
+    @cached_property
+    def order(self) -> NDArray[Any]:
+        """Places of lines by ticket, those of one ticket in the order they came."""
+        return np.argsort(self.lines["number"], kind="stable")
+
+    @cached_property
+    def numbers(self) -> NDArray[Any]:
+        return self.lines["number"][self.order]
+
+    @cached_property
+    def ends(self) -> NDArray[Any]:
+        """The last line of each ticket, the newest ticket first."""
+        last = np.flatnonzero(np.diff(self.numbers, append=NOTHING - 1))
+        return self.lines[self.order[last[::-1]]]
+
+    def of(self, number: int) -> NDArray[Any]:
+        """The lines of one ticket."""
+        first, last = np.searchsorted(self.numbers, [number, number + 1])
+        return self.lines[self.order[first:last]]
+
+    def fitting(self, env: str | None, state: str | None, reason: str | None) -> NDArray[Any]:
+        """The last lines of tickets that are as wanted."""
+        found = self.ends
+        for column, name in (("env", env), ("state", state), ("reason", reason)):
+            if name is not None:
+                found = found[found[column] == self.names.number(name)]
+        return found
+
+
+class Tickets:
+    """Every ticket's states, in the order they came. What was read once is kept, and only new lines are read."""
+
+    def __init__(self, run: RunDirectory, worth: int = _WORTH) -> None:
+        self._path = run.tickets_file
+        self._index = run.root / ".tickets.index"
+        self._worth = worth
+        self._lock = threading.Lock()
+        self._forget()
+
+    def life(self, number: int, env: str | None = None) -> list[dict[str, Any]]:
+        """All states of one ticket, the earliest first."""
+        journal = self._read()
+        lives = [told(line, journal.names) for line in journal.of(number)]
+        return [line for line in lives if env is None or line["env"] == env]
+
+    def find(
+        self,
+        env: str | None = None,
+        state: str | None = None,
+        reason: str | None = None,
+        offset: int = 0,
+        limit: int | None = 50,
+    ) -> FoundTickets:
+        """Tickets by their last state, the newest first."""
+        journal = self._read()
+        fitting = journal.fitting(env, state, reason)
+        page = fitting[offset : None if limit is None else offset + limit]
+        return FoundTickets(len(fitting), [told(line, journal.names) for line in page])
+
+    def states(self) -> dict[str, int]:
+        """How many tickets are in each state now."""
+        journal = self._read()
+        counts = np.bincount(journal.ends["state"]).tolist()
+        return {journal.names.all[number]: count for number, count in enumerate(counts) if count}
+
+    def dropped(self) -> dict[str, list[tuple[int, int]]]:
+        """Groups dropped on the way to each step, by reason. The journal is written batch by batch, so what stands
+        before a batch's own lines led to it."""
+        journal = self._read()
+        lines, names = journal.lines, journal.names
+        dropped = np.flatnonzero(lines["state"] == names.number("dropped"))
+        trained = np.flatnonzero(lines["state"] == names.number("trained"))
+        steps = np.append(lines["step"][trained], lines["step"][trained].max(initial=0) + 1)
+        at = steps[np.searchsorted(trained, dropped)]
+        counts = Counter(zip(lines["reason"][dropped].tolist(), at.tolist(), strict=True))
+        found: dict[str, list[tuple[int, int]]] = {}
+        for (reason, step), count in sorted(counts.items(), key=lambda item: item[0][1]):
+            found.setdefault(names.all[reason], []).append((step, count))
+        return found
+
+    def problems(self, patient: bool = True) -> list[str]:
+        """What could not be read. Without `patient`, only what is known, where the rest would take a while to read."""
+        if patient or self._behind() < _SOON:
+            self._read()
+        if not self._strange:
+            return []
+        many = f"{self._strange} lines are" if self._strange > 1 else "a line is"
+        return [f"{self._path.name}: {many} no ticket's and left out, the first is line {self._first}"]
+
+    def _forget(self) -> None:
+        self._identity = (0, 0)
+        self._at = self._count = self._strange = self._first = self._kept = 0
+        self._journal = _Journal(np.empty(0, LINE), NameTable())
+
+    def _behind(self) -> int:
+        """Bytes that were not read yet."""
+        return identity(self._path)[2] - self._at
+
+    def _read(self) -> _Journal:
+        with self._lock:
+            try:
+                descriptor = os.open(self._path, os.O_RDONLY)
+            except OSError:
+                self._forget()
+                return self._journal
+            try:
+                now = os.fstat(descriptor)
+                if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._at:
+                    self._forget()
+                    self._identity = now.st_dev, now.st_ino
+                    self._recall(descriptor)
+                if now.st_size > self._at:
+                    self._go_on(descriptor, now.st_size)
+            finally:
+                os.close(descriptor)
+            return self._journal
+
+    def _recall(self, descriptor: int) -> None:
+        """Begin where an earlier reader stopped."""
+        if (kept := load(self._index, descriptor)) is not None:
+            head, lines = kept
+            self._at, self._count, self._kept = head.at, head.count, head.count
+            self._strange, self._first = head.strange, head.first
+            self._journal = _Journal(lines, NameTable(head.names))
+
+    def _go_on(self, descriptor: int, size: int) -> None:
+        """Read what came since, block by block: all of it at once would take ten times its room."""
+        names, found = self._journal.names, [self._journal.lines]
+        for data in _whole_lines(descriptor, self._at, size):
+            lines, strange = parsed(data, names)
+            self._leave_out(strange)
+            self._at += len(data)
+            self._count += len(lines) + len(strange)
+            found.append(lines)
+        if len(found) > 1:
+            self._journal = _Journal(np.concatenate(found), names)
+        if self._count - self._kept >= self._worth:
+            self._keep(descriptor)
+
+    def _leave_out(self, strange: Sequence[int]) -> None:
+        if strange and not self._first:
+            self._first = self._count + strange[0] + 1
+        self._strange += len(strange)
+
+    def _keep(self, descriptor: int) -> None:
+        read, names = digest(descriptor, self._at), self._journal.names.all
+        head = JournalPosition(self._at, read, self._count, self._strange, self._first, names)
+        save(self._index, head, self._journal.lines)
+        self._kept = self._count
+
+
+def _whole_lines(descriptor: int, start: int, end: int) -> Iterator[bytes]:
+    """The whole lines from one place to another, in blocks; what follows the last line's end is not there yet."""
+    wanted = _BLOCK
+    while start < end:
+        data = os.pread(descriptor, min(wanted, end - start), start)
+        data = data[: data.rfind(b"\n") + 1]
+        if data:
+            yield data
+        elif start + wanted >= end:
+            return
+        wanted = _BLOCK if data else 2 * wanted
+        start += len(data)

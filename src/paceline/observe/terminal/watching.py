@@ -1,0 +1,188 @@
+"""Chooses between the live view and one plain picture.
+
+The live view of `paceline top`: reads the run each second in a thread, so that a slow disk blocks no key.
+"""
+
+import os
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import ClassVar
+
+from rich.console import Console
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Footer, Static
+from textual.worker import Worker, WorkerState
+
+from paceline.errors import PacelineError
+from paceline.observe.record import RunFolder, find_runs, open_run
+from paceline.observe.terminal.look import Look, Looker, line
+from paceline.observe.web.runs import Runs
+
+PLAIN_WIDTH = 100
+
+
+def watch(path: Path) -> None:
+    """Show a run, or those of a folder, until the user quits; without a terminal, print one picture."""
+    if not path.is_dir():
+        raise PacelineError(f"there is no run at {path}: name a run directory, such as runs/quickstart")
+    found = find_runs(path)
+    if not found:
+        raise PacelineError(f"there is no run in {path}: name a run directory, such as runs/quickstart")
+    if not (sys.stdout.isatty() and sys.stdin.isatty()) or os.environ.get("TERM") == "dumb":
+        encoding = sys.stdout.encoding or "utf-8"
+        print(snapshot(open_run(found[0])).encode(encoding, "replace").decode(encoding), end="")
+        return
+    from paceline.observe.terminal.watching import Top  # textual takes a moment, and a pipe needs none of it
+
+    Top(Runs(path)).run()
+
+
+def snapshot(run: RunFolder, width: int = PLAIN_WIDTH) -> str:
+    """The picture as plain text."""
+    page = Console(file=StringIO(), width=width, color_system=None, highlight=False, emoji=False)
+    page.print(Looker(run).look().drawn(width))
+    assert isinstance(page.file, StringIO)
+    return "\n".join(row.rstrip() for row in page.file.getvalue().splitlines()) + "\n"
+
+
+EACH = 1.0
+"""Seconds between two looks."""
+HELP = """\
+q          leave; the run goes on
+j k ↓ ↑    the next or previous run of a folder; scrolls a single one
+PgUp PgDn  scroll
+t          light or dark
+?          this help; any key closes it
+
+Figures are means over the last 10 steps; `from` is the start of the run.
+
+held-out   what the policy does on rows that never train
+mismatch   how far trainer and sampler are apart; should stay near 0
+staleness  how many updates old the weights were that sampled
+busy       share of the last minute before a step ended
+advice     what the run's figures say against it; `paceline doctor RUN`
+           has the evidence and the setting to change
+"""
+
+
+class Help(ModalScreen[None]):
+    """What keys do and figures mean."""
+
+    CSS = """
+    Help { align: center middle; }
+    Help Static { width: auto; max-width: 100%; padding: 0 2; border: round $accent; background: $surface; }
+    """
+
+    def compose(self) -> ComposeResult:
+        yield Static(HELP, markup=False)
+
+    def on_key(self) -> None:
+        self.dismiss()
+
+
+class Top(App[None]):
+    """The runs of a folder, one at a time."""
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = "VerticalScroll { padding: 0 1; } #place { padding: 0 1; color: $text-muted; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("j,down", "go(1)", "next"),
+        Binding("k,up", "go(-1)", "previous"),
+        Binding("pagedown", "page(1)", show=False),
+        Binding("pageup", "page(-1)", show=False),
+        Binding("t", "theme", "theme"),
+        Binding("question_mark", "help", "help"),
+    ]
+
+    def __init__(self, runs: Runs) -> None:
+        super().__init__()
+        self._runs = runs
+        self._paths = runs.names()
+        self._shown = next(iter(self._paths))
+        self._lookers: dict[str, Looker] = {}
+        self._seen: Look | str = ""
+        self._looking: Worker[Look | str] | None = None
+        self._place, self._picture = Static(id="place", markup=False), Static(markup=False)
+        self._scroll = VerticalScroll(can_focus=False)
+
+    @property
+    def shown(self) -> str:
+        """The run that is looked at."""
+        return self._shown
+
+    def compose(self) -> ComposeResult:
+        yield self._place
+        with self._scroll:
+            yield self._picture
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.set_interval(EACH, self.look)
+        self._turn_to(self._shown)
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def look(self) -> None:
+        """Look again, unless the last look is still under way."""
+        if self._looking is None or self._looking.is_finished:
+            name = self._shown
+            self._looking = self.run_worker(lambda: self._read(name), thread=True, name=name)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is not WorkerState.SUCCESS:
+            return
+        if event.worker.name != self._shown:  # the user went on to another run meanwhile
+            self.look()
+        elif (seen := event.worker.result) is not None:
+            self._seen = seen
+            self._draw()
+
+    def action_go(self, by: int) -> None:
+        # Those that are known keep their places, whichever of them wrote last.
+        self._paths |= self._runs.names()
+        order = list(self._paths)
+        if len(order) > 1:
+            self._turn_to(order[(order.index(self._shown) + by) % len(order)])
+        else:
+            self._scroll.scroll_relative(y=by, animate=False)
+
+    def action_page(self, by: int) -> None:
+        self._scroll.scroll_relative(y=by * self._scroll.size.height, animate=False)
+
+    def action_theme(self) -> None:
+        self.theme = "textual-light" if self.theme == "textual-dark" else "textual-dark"
+
+    def action_help(self) -> None:
+        self.push_screen(Help())
+
+    def _turn_to(self, name: str) -> None:
+        self._shown, self._seen = name, f"reading {line(name)}"
+        order = list(self._paths)
+        self._place.display = len(order) > 1
+        self._place.update(Text(f"run {order.index(name) + 1} of {len(order)}"))
+        self._draw()
+        self.look()
+
+    def _read(self, name: str) -> Look | str:
+        """In a thread; what cannot be read is a sentence and may be there at the next look."""
+        path = self._paths[name]
+        if not path.is_dir():
+            return f"{line(path)} is gone"
+        try:
+            if name not in self._lookers:
+                self._lookers[name] = Looker(self._runs.at(path))
+            return self._lookers[name].look()
+        except (OSError, PacelineError) as error:
+            return f"{line(path)} cannot be read now: {line(error)}"
+
+    def _draw(self) -> None:
+        seen = self._seen
+        width = max(20, self.size.width - 4)  # the padding, and a bar to scroll by
+        self._picture.update(Text(seen) if isinstance(seen, str) else seen.drawn(width))

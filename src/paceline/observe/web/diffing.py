@@ -1,0 +1,212 @@
+"""Compares two runs in a thread: large ones take seconds, and the page polls for progress."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from paceline.observe.record import Gone, RunFolder, Told
+from paceline.observe.record.first_difference import JUDGED, Compared, FirstDifference, compare
+from paceline.observe.web.answers import refuse
+from paceline.observe.web.tokens.strip import lexicon_of
+
+AROUND = 12
+"""Tokens shown on either side of one that differs."""
+MOST_TEXT = 4000
+CHAIN = (
+    ("row", "the row of the data"),
+    ("prompt", "the prompt"),
+    ("weights", "the fingerprint of the weights"),
+    ("token", "the sampled tokens, their versions and log probabilities"),
+    ("reward", "reward, metrics and error"),
+    ("sample", "the streams of the samples: mask, advantages, weights, scores"),
+    ("fate", "what became of the rollout"),
+    ("ticket", "which rollouts the step holds"),
+    ("loss", "the loss, component by component"),
+    ("gradient", "gradient norm and learning rate"),
+    ("measure", "everything else that was measured"),
+)
+"""In the order in which one thing leads to the next, and is compared."""
+ALIKE = {"version": "token", "logprob": "token", "finish": "token", "metric": "reward", "error": "reward"}
+MEANING = {
+    "row": "The data or its order: the seed, the dataset, the curriculum.",
+    "prompt": "What the model was asked: the data, the chat template or the environment.",
+    "weights": "The update before it: both runs sampled, but with weights that are not the same.",
+    "version": "When new weights came. Above `staleness = 0` that is a matter of timing.",
+    "token": "Sampling: the seed, the numerics of the machine, or when new weights came.",
+    "logprob": "The numerics of sampling: another device, type or batch; or other weights.",
+    "finish": "Where sampling stopped: stop tokens, or the limit of tokens.",
+    "reward": "The environment: the same conversation was judged otherwise.",
+    "metric": "The environment: it measured the same conversation otherwise.",
+    "error": "The environment: the same conversation failed in one run and not in the other.",
+    "sample": "The algorithm: the same rollouts became other training data.",
+    "fate": "Filters, failures or the gate: the same rollout was not treated alike.",
+    "ticket": "The gate: a step took in other rollouts.",
+    "loss": "The loss: the same samples gave another value. Settings of `trainer.loss`, or the trainer's numerics.",
+    "gradient": "The optimizer or its schedule: the loss was the same.",
+    "measure": "What was only measured: everything before it is the same.",
+    "length": "One of them goes on where the other has nothing more.",
+}
+
+
+def told(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]:
+    """All that the page shows."""
+    first = compared.first
+    whole = compared.as_json() | {"same": _same(compared)}
+    if first is None:
+        return whole | {"meaning": "", "chain": [], "sides": [], "evaluation": False}
+    kept = one.rollouts.kept and other.rollouts.kept
+    bodies = [_body(run, index) for run, index in zip((one, other), first.indices, strict=True)]
+    values = (first.one, first.other)
+    evaluation = any(body is not None and body.row.domain != "training" for body in bodies)
+    return whole | {
+        "meaning": MEANING.get(first.kind, ""),
+        "chain": _chain(first, kept, evaluation),
+        "evaluation": evaluation,
+        "sides": [
+            _side(run, first, index, value, body)
+            for run, index, value, body in zip((one, other), first.indices, values, bodies, strict=True)
+        ],
+    }
+
+
+def _same(compared: Compared) -> dict[str, int | bool]:
+    """Counts of what was equal: a rollout that differs was counted as soon as it was looked at. Where credit or fate
+    differs, that of the step's other rollouts is not known, but all they said is the same (`said`)."""
+    first = compared.first
+    parted = first is not None and None not in first.indices
+    judged = first is not None and first.kind in JUDGED
+    return {"steps": compared.steps, "rollouts": compared.rollouts - (parted and not judged), "said": judged}
+
+
+def _chain(first: FirstDifference, kept: bool, evaluation: bool) -> list[dict[str, str]]:
+    """Each thing that is compared: `same`, `differs`, `later`, or `unknown` where no record was kept. Rollouts that
+    evaluate are compared after the loss, which is no part of their chain."""
+    kind = ALIKE.get(first.kind, first.kind)
+    kinds = [name for name, _ in CHAIN]
+    if kind not in kinds:
+        return []
+    here, measured = kinds.index(kind), kinds.index("loss")
+
+    def state(at: int) -> str:
+        if at >= here:
+            return "differs" if at == here else "later"
+        return "same" if kept or at >= measured else "unknown"
+
+    links = CHAIN[:measured] if evaluation else CHAIN
+    return [{"what": what, "state": state(at)} for at, (_, what) in enumerate(links)]
+
+
+def _body(run: RunFolder, index: int | None) -> Told | None:
+    try:
+        return None if index is None else run.rollouts.get(index)
+    except Gone:
+        return None
+
+
+def _side(run: RunFolder, first: FirstDifference, index: int | None, value: Any, body: Told | None) -> dict[str, Any]:
+    """One run's: the value, the tokens around it, what was said, and where the token page shows it."""
+    side: dict[str, Any] = {"run": run.name, "value": value, "rollout": index, "tokens": None, "said": ""}
+    if body is None:
+        return side
+    turn = body.turns[first.turn] if first.turn is not None and first.turn < len(body.turns) else None
+    side["said"] = (turn or body.turns[-1]).text[:MOST_TEXT] if body.turns else ""
+    if first.token is None:
+        return side
+    if turn is not None:
+        at = first.token + (0 if first.kind == "prompt" else len(turn.prompt_ids))
+        return side | _tokens(run, turn.full_ids.tolist(), at) | {"place": {"turn": first.turn, "at": at}}
+    if first.sample is not None and first.sample < len(body.samples):
+        ids = body.samples[first.sample].token_ids.tolist()
+        return side | _tokens(run, ids, first.token) | {"place": {"sample": first.sample, "at": first.token}}
+    return side
+
+
+def _tokens(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any]:
+    start, end = max(0, at - AROUND), at + AROUND + 1
+    shown = list(ids[start:end])
+    lexicon, _ = lexicon_of(run)
+    texts = lexicon.read(shown).texts if lexicon is not None else [None] * len(shown)
+    return {"tokens": [{"id": id, "text": text} for id, text in zip(shown, texts, strict=True)], "marked": at - start}
+
+
+PATIENCE_SECONDS = 20.0
+"""A comparison that no page has asked for in so long is cancelled."""
+MOST = 16
+"""Comparisons that are remembered."""
+AT_ONCE = 2
+
+
+class Left(Exception):
+    """No page asks for the comparison any more."""
+
+
+class Watched(Counter[str]):
+    """Counts what was compared, and ends the work when no page asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = time.monotonic()
+
+    def __setitem__(self, key: str, value: int) -> None:
+        if time.monotonic() - self.asked > PATIENCE_SECONDS:
+            raise Left
+        super().__setitem__(key, value)
+
+
+class Comparing:
+    """One comparison: `working` until it is `done` or `failed`."""
+
+    def __init__(self, one: RunFolder, other: RunFolder, tolerance: float, turns: threading.Semaphore) -> None:
+        self._runs, self._tolerance, self._turns = (one, other), tolerance, turns
+        self._seen = Watched()
+        self._answer: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._work, name="paceline-diff", daemon=True)
+        self._thread.start()
+
+    def standing(self, wait: float) -> dict[str, Any]:
+        """The answer, or after so many seconds how far it is."""
+        self._seen.asked = time.monotonic()
+        self._thread.join(wait)
+        if self._answer:
+            return self._answer
+        steps = [int(max((s for s in run.metrics()["step"] if s is not None), default=0)) for run in self._runs]
+        done = {name: dict.get(self._seen, name, 0) for name in ("steps", "rollouts")}
+        return {"state": "working", "total_steps": max(steps), **done}
+
+    def _work(self) -> None:
+        one, other = self._runs
+        with self._turns:
+            try:
+                compared = compare(one, other, self._tolerance, self._seen)
+                self._answer = {"state": "done", **told(one, other, compared)}
+            except Left:
+                self._answer = {"state": "failed", "failure": "no page asked for it in time: compare again"}
+            except (Gone, OSError, ValueError) as error:
+                self._answer = {"state": "failed", "failure": f"the runs cannot be compared: {error}"}
+
+
+class Comparisons:
+    """Those of one app, by number."""
+
+    def __init__(self) -> None:
+        self._turns = threading.Semaphore(AT_ONCE)
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._known: dict[int, Comparing] = {}
+
+    def begin(self, one: RunFolder, other: RunFolder, tolerance: float) -> int:
+        with self._lock:
+            number = next(self._numbers)
+            self._known[number] = Comparing(one, other, tolerance, self._turns)
+            while len(self._known) > MOST:
+                self._known.pop(min(self._known))
+            return number
+
+    def standing(self, number: int, wait: float) -> dict[str, Any]:
+        found = self._known.get(number)
+        if found is None:
+            raise refuse(404, "this comparison is not known any more: compare again")
+        return found.standing(wait) | {"job": number}

@@ -1,0 +1,90 @@
+"""Middleware that checks the key and origin of each request, and sets security headers on each response.
+
+Untrusted text needs two defences: it goes in as text (the modules below `static/` see to that), and should a script
+get in all the same, the headers tell the browser to run only ours and to contact no other host.
+"""
+
+import hashlib
+import hmac
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlencode
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.observe.web.answers import STATIC
+from paceline.util.connections import why_foreign
+
+COOKIE = "paceline_ui"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Modules of an older version must not meet those of a newer one.
+    "Cache-Control": "no-cache",
+}
+OPEN_PATHS = ("/static/css/", "/static/icon.svg")
+"""Paths that need no key: those of the page that asks for it."""
+
+
+class UiGuard:
+    """Plain ASGI, since a middleware that wraps bodies would hold back server-sent events."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._key = key
+        # The cookie proves that the key was known without being the key.
+        self._proof = hmac.new(key.encode(), b"paceline ui", hashlib.sha256).hexdigest() if key else ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def fenced(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await (self._refusal(scope) or self._app)(scope, receive, fenced)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if why := why_foreign(scope["headers"], has_key=self._key is not None):
+            return JSONResponse({"error": why}, 403)
+        if self._key is None or scope["path"].startswith(OPEN_PATHS) or self._knows_key(headers):
+            return None
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        given = query.pop("key", [""])[0]
+        if _same(given, self._key):
+            return self._welcome(scope["path"], urlencode(query, doseq=True))
+        if scope["path"].startswith("/api/"):
+            return JSONResponse({"error": "the key is missing or wrong: open the page anew and give it"}, 401)
+        return FileResponse(STATIC / "key.html", 401)
+
+    def _knows_key(self, headers: dict[bytes, str]) -> bool:
+        if _same(headers.get(b"authorization", ""), f"Bearer {self._key}"):
+            return True
+        try:
+            jar = SimpleCookie(headers.get(b"cookie", ""))
+        except CookieError:
+            return False
+        return COOKIE in jar and _same(jar[COOKIE].value, self._proof)
+
+    def _welcome(self, path: str, query: str) -> Response:
+        """The same page without the key in its address, where a history or a screenshot would keep it."""
+        # A path such as //elsewhere would lead to another host.
+        answer = RedirectResponse("/" + path.lstrip("/") + (f"?{query}" if query else ""), 303)
+        answer.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
+        return answer
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

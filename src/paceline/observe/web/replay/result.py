@@ -1,0 +1,289 @@
+"""Views of a replayed step for the page: summary, heaviest tokens, one sample; alone or beside another step.
+
+A large step has millions of tokens. The page gets sums for each sample and the tokens of those it opens.
+
+The settings of the loss that a page may try, and their flags of `paceline replay`.
+
+Names come from the config's models and values are checked against them: nothing a page sends becomes a command line as
+it stands. A loss of the user's own is not among them, for it would name code to run.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from paceline.config import ConfigError, load
+from paceline.config.fields import Spot
+from paceline.config.trainer import KLConfig, ProximalConfig, TrainerConfig
+from paceline.observe.web.answers import refuse
+
+TOP = 60
+"""Tokens that are listed."""
+ROWS = 500
+"""Samples that are listed."""
+
+
+class ReplayResult:
+    """The output of `paceline replay --json`."""
+
+    def __init__(self, data: bytes, step: int, changes: dict[str, Any]) -> None:
+        told = orjson.loads(data)
+        self.step, self.changes = step, changes
+        self.samples: list[dict[str, Any]] = told.pop("samples")
+        self.about: dict[str, Any] = told
+        self._totals: dict[str, list[NDArray]] = {}
+
+    @property
+    def components(self) -> list[str]:
+        return self.about["components"]
+
+    def shares(self, component: str) -> list[NDArray]:
+        """Of each sample the shares of its trained tokens: of one component, or with "" of all of them."""
+        if component not in self._totals:
+            self._totals[component] = [_shares(sample["trained"], component) for sample in self.samples]
+        return self._totals[component]
+
+    def rule(self, sample: int, token: int) -> str:
+        held = self.samples[sample]["trained"]["held_back"]
+        return "; ".join(one["rule"] for one in held if one["token"] == token)
+
+
+def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> dict[str, Any]:
+    """The loss, the samples by what they weigh, and the weightiest tokens; beside another by what differs."""
+    if other is not None:
+        _check(one, other)
+    mine = one.shares(component)
+    theirs = mine if other is None else other.shares(component)
+    weights = mine if other is None else [b - a for a, b in zip(mine, theirs, strict=True)]
+    sums = np.array([values.sum() for values in weights])
+    order = np.argsort(-np.abs(sums), kind="stable")[:ROWS]
+    return {
+        "about": one.about,
+        "changes": one.changes,
+        "other": None if other is None else {"about": other.about, "changes": other.changes},
+        "count": len(one.samples),
+        "tokens": sum(len(values) for values in mine),
+        "held_back": _held(one),
+        "other_held_back": None if other is None else _held(other),
+        "largest": max((float(np.abs(values).max()) for values in weights if len(values)), default=0.0),
+        "samples": [_row(one, int(at), mine[at], theirs[at] if other else None) for at in order],
+        "top": _top(one, other, mine, theirs, weights),
+    }
+
+
+def sample(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[str, Any]:
+    """One sample with all its tokens."""
+    if not 0 <= number < len(one.samples):
+        raise refuse(404, f"there is no sample {number}: the step has {len(one.samples)}")
+    if other is not None:
+        _check(one, other)
+    told = one.samples[number]
+    return told | {"sample": number, "other": None if other is None else other.samples[number]["trained"]}
+
+
+def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
+    if trained is None:
+        return np.zeros(0)
+    total = np.zeros(len(trained["places"]))
+    for name, values in trained["share"].items():
+        if component in ("", name):
+            total += np.array([0.0 if value is None else value for value in values])
+    return total
+
+
+def _row(result: ReplayResult, at: int, mine: NDArray, theirs: NDArray | None) -> dict[str, Any]:
+    told = result.samples[at]
+    trained = told["trained"]
+    return {name: told[name] for name in ("env", "ticket", "member", "rollout", "number")} | {
+        "sample": at,
+        "length": len(told["ids"]),
+        "trained": len(mine),
+        "share": float(mine.sum()),
+        "other": None if theirs is None else float(theirs.sum()),
+        "held_back": len({one["token"] for one in trained["held_back"]}) if trained else 0,
+        "skipped": bool(trained and trained["skipped"]),
+    }
+
+
+def _top(
+    one: ReplayResult,
+    other: ReplayResult | None,
+    mine: Sequence[NDArray],
+    theirs: Sequence[NDArray],
+    weights: Sequence[NDArray],
+) -> list[dict[str, Any]]:
+    lengths = [len(values) for values in weights]
+    if not sum(lengths):
+        return []
+    flat = np.abs(np.concatenate(weights))
+    owners = np.repeat(np.arange(len(weights)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    best = np.argpartition(-flat, min(TOP, len(flat)) - 1)[:TOP]
+    found = []
+    for place in best[np.argsort(-flat[best], kind="stable")]:
+        if not flat[place]:
+            break
+        number = int(owners[place])
+        token = int(place - starts[number])
+        found.append(
+            _token(one, number, token)
+            | {"share": float(mine[number][token])}
+            | (
+                {}
+                if other is None
+                else {"other": float(theirs[number][token]), "other_rule": other.rule(number, token)}
+            )
+        )
+    return found
+
+
+def _token(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
+    told, trained = result.samples[number], result.samples[number]["trained"]
+    place = trained["places"][token]
+    return {
+        "sample": number,
+        "token": token,
+        "place": place,
+        "id": told["ids"][place],
+        "text": None if told["text"] is None else told["text"][place],
+        "rollout": told["rollout"],
+        "number": told["number"],
+        "rule": result.rule(number, token),
+    } | {name: trained[name][token] for name in ("ratio", "advantage", "logprob")}
+
+
+def _held(result: ReplayResult) -> int:
+    """Tokens that a bound held back."""
+    return sum(
+        len({one["token"] for one in told["trained"]["held_back"]}) for told in result.samples if told["trained"]
+    )
+
+
+def _check(one: ReplayResult, other: ReplayResult) -> None:
+    """A run that went back in between has other samples under the same step."""
+    same = len(one.samples) == len(other.samples) and all(
+        mine["ids"] == theirs["ids"] and _places(mine) == _places(theirs)
+        for mine, theirs in zip(one.samples, other.samples, strict=True)
+    )
+    if not same:
+        raise refuse(409, "the two were replayed on different samples, since the run went on: replay the step again")
+
+
+def _places(told: dict[str, Any]) -> list[int] | None:
+    return told["trained"] and told["trained"]["places"]
+
+
+PLAIN = ("normalise", "fixed_length", "entropy_coef", "clip_skip_threshold")
+OWN_CODE = "custom"
+
+Value = str | int | float | bool | None
+Kind = Literal["choice", "number", "integer", "flag"]
+KINDS: dict[Any, Kind] = {bool: "flag", int: "integer"}
+
+
+class FormField(BaseModel):
+    """One field of the form."""
+
+    key: str
+    kind: Kind
+    options: list[str] = []
+    optional: bool = False
+    value: Value = None
+    """The run's value; where it had another loss, the default."""
+    help: str = ""
+    of: str = ""
+    """The loss it belongs to; empty for all."""
+
+
+def own_code(config: Mapping[str, Any]) -> str:
+    """Why a run may not be replayed from a page: a folder from elsewhere could name code of its own. Empty: it may."""
+    model, trainer = _table(config, "model"), _table(config, "trainer")
+    named = "model.trust_remote_code" if model.get("trust_remote_code") else ""
+    if _table(trainer, "loss").get("type") == OWN_CODE:
+        named = "trainer.loss.import_path"
+    if not named:
+        return ""
+    return (
+        f"`{named}` lets this run's file name code to run, so it is replayed only where you type the command yourself"
+    )
+
+
+def settings(config: Mapping[str, Any]) -> list[FormField]:
+    """The settings that may be changed, with the run's values."""
+    trainer = _table(config, "trainer")
+    loss = _table(trainer, "loss")
+    sections = Spot.of_field(TrainerConfig.model_fields["loss"]).sections
+    types = [name for name in sections if name != OWN_CODE]
+    told = [FormField(key="trainer.loss.type", kind="choice", options=types, value=loss.get("type", types[0]))]
+    for name in types:
+        told += _fields("trainer.loss", sections[name], loss if loss.get("type", types[0]) == name else {}, of=name)
+    told += _fields("trainer", TrainerConfig, trainer, only=PLAIN)
+    if trainer.get("proximal"):
+        told += _fields("trainer.proximal", ProximalConfig, trainer["proximal"])
+    if _table(trainer, "kl").get("how") == "loss":
+        told += _fields("trainer.kl", KLConfig, trainer["kl"], only=("coef", "kind"))
+    return told
+
+
+def flags(file: Path, config: Mapping[str, Any], changes: Mapping[str, Value]) -> list[str]:
+    """Changes as flags; refused with a sentence where a name or a value does not fit."""
+    known = settings(config)
+    loss = changes.get("trainer.loss.type", known[0].value)
+    allowed = {setting.key: setting for setting in known if setting.of in ("", loss)}
+    written = []
+    for key, value in changes.items():
+        if key not in allowed:
+            raise refuse(400, f"`{key}` cannot be changed here: choose among {', '.join(allowed)}")
+        written.append(_flag(allowed[key], value))
+    try:
+        load(file, written)
+    except ConfigError as error:
+        raise refuse(400, "; ".join(error.problems).replace("command line: --", "")) from None
+    return written
+
+
+def _flag(setting: FormField, value: Value) -> str:
+    fits = {
+        "choice": lambda: value in setting.options,
+        "flag": lambda: isinstance(value, bool),
+        "integer": lambda: isinstance(value, int) and not isinstance(value, bool),
+        "number": lambda: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+    }
+    if value is None and setting.optional:
+        return f"--no-{setting.key}"
+    if not fits[setting.kind]():
+        wanted = f"one of {', '.join(setting.options)}" if setting.options else f"a {setting.kind}"
+        raise refuse(400, f"`{setting.key}` must be {wanted}")
+    return f"--{setting.key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _fields(
+    above: str, section: type[BaseModel], given: Mapping[str, Any], only: tuple[str, ...] = (), of: str = ""
+) -> Iterator[FormField]:
+    for name, field in section.model_fields.items():
+        if name == "type" or (only and name not in only):
+            continue
+        spot = Spot.of_field(field)
+        options = list(get_args(spot.annotation)) if get_origin(spot.annotation) is Literal else []
+        kind = "choice" if options else KINDS.get(spot.annotation, "number")
+        value = given.get(name) if name in given or spot.optional else spot.default
+        yield FormField(
+            key=f"{above}.{name}",
+            kind=kind,
+            options=options,
+            optional=spot.optional,
+            value=value,
+            help=spot.help,
+            of=of,
+        )
+
+
+def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = table.get(key)
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,244 @@
+"""Runs replays, one child process at a time for each run, and keeps the last few results.
+
+Runs `paceline replay` in a child process, since the server itself imports no torch.
+
+    started -> its last line on stderr is what it does now -> done with a file of JSON, or failed with a sentence
+
+A thread of its own starts the process and stays until it ends: Linux kills it with that thread's process, however that
+dies.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from paceline.observe.record import RunFolder
+from paceline.observe.web.answers import refuse
+from paceline.observe.web.replay.result import ReplayResult, Value, flags, own_code
+from paceline.util.process_exit import WITH_PARENT
+
+LIMIT_SECONDS = 900.0
+MOST_BYTES = 256 << 20
+"""Of JSON: beyond it a page has no use for it, and the server no room."""
+LOOK_SECONDS = 0.1
+
+State = Literal["working", "done", "failed", "cancelled"]
+
+
+class ReplayProcess:
+    """One replay. `finished` is called with its output, on the child's thread, when it is done."""
+
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        flags: Sequence[str],
+        finished: Callable[[bytes], None],
+        limit: float = LIMIT_SECONDS,
+    ) -> None:
+        self.step, self.flags = step, tuple(flags)
+        self.state: State = "working"
+        self.failure = ""
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "paceline.commands",
+            "replay",
+            str(run),
+            str(step),
+            "--json",
+            *flags,
+        ]
+        self._finished, self._limit = finished, limit
+        self._stop = threading.Event()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        self._thread = threading.Thread(target=self._live, name="paceline-replay", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.began
+
+    def doing(self) -> str:
+        """Its last line."""
+        return _last_line(self._log) if self.state == "working" else ""
+
+    def cancel(self) -> None:
+        """Returns when the process is gone."""
+        self._stop.set()
+        self._thread.join(10)
+
+    # -- on its own thread ------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        with tempfile.TemporaryFile() as out:
+            state, failure = self._run(out.fileno())
+            if state == "done":
+                out.seek(0)
+                try:
+                    self._finished(out.read())
+                except ValueError as error:
+                    state, failure = "failed", f"what it printed cannot be read: {error}"
+        self.ended = time.monotonic()
+        self.failure, self.state = failure, state
+        self._log.close()
+
+    def _run(self, out: int) -> tuple[State, str]:
+        environment = os.environ | {WITH_PARENT: str(os.getpid()), "HF_HUB_OFFLINE": "1"}
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=self._log,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return "failed", f"the process cannot be started: {error}"
+        try:
+            return self._watch(process, out)
+        finally:
+            _kill(process)
+
+    def _watch(self, process: subprocess.Popen, out: int) -> tuple[State, str]:
+        while (code := process.poll()) is None:
+            if self._stop.wait(LOOK_SECONDS):
+                return "cancelled", ""
+            if self.seconds > self._limit:
+                return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
+            if os.fstat(out).st_size > MOST_BYTES:
+                return "failed", "the step is too large for a page: replay it in a terminal instead"
+        if code == 0:
+            return "done", ""
+        if code == -signal.SIGKILL:
+            return "failed", "the process was killed, most likely for want of memory"
+        return "failed", _last_line(self._log) or f"the process ended with code {code}"
+
+
+def _kill(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def _last_line(log: IO[bytes]) -> str:
+    """Without the command's name before it."""
+    try:
+        size = os.fstat(log.fileno()).st_size
+        text = os.pread(log.fileno(), 4096, max(0, size - 4096)).decode("utf-8", "replace")
+    except (OSError, ValueError):  # the child has just ended, and its log is closed
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("paceline: ") if lines else ""
+
+
+MOST = 6
+"""Results that are remembered, of all runs together."""
+
+
+class RecentResults:
+    """The last few results, by run and name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results: OrderedDict[tuple[Path, str], ReplayResult] = OrderedDict()
+
+    def put(self, path: Path, key: str, result: ReplayResult) -> None:
+        with self._lock:
+            self._results[path, key] = result
+            self._results.move_to_end((path, key))
+            while len(self._results) > MOST:
+                self._results.popitem(last=False)
+
+    def get(self, path: Path, key: str) -> ReplayResult | None:
+        with self._lock:
+            found = self._results.get((path, key))
+            if found is not None:
+                self._results.move_to_end((path, key))
+            return found
+
+    def of(self, path: Path) -> dict[str, ReplayResult]:
+        """Those of one run, the newest last."""
+        with self._lock:
+            return {key: result for (where, key), result in self._results.items() if where == path}
+
+
+class ReplayRunner:
+    """Lives as long as the app, and its children no longer than it."""
+
+    def __init__(self, limit: float = LIMIT_SECONDS) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._children: dict[Path, tuple[str, ReplayProcess]] = {}
+        self.kept = RecentResults()
+        self.close = weakref.finalize(self, _end, self._children)
+
+    def start(self, run: RunFolder, step: int, changes: dict[str, Value]) -> dict[str, Any]:
+        """Replay a step, with some settings changed; refused while another replay of the run goes on."""
+        config = run.config()
+        if not config:
+            raise refuse(409, "the run has no run file that can be read, so its model and loss are unknown")
+        if reason := own_code(config):
+            raise refuse(409, f"{reason}: paceline replay {run.path} {step}")
+        if step not in run.batches():
+            raise refuse(404, f"the samples of step {step} are not kept")
+        written = flags(run.path / "config.toml", config, changes)
+        key, path, kept = name_of(step, changes), run.path, self.kept  # a child must not hold on to the desk
+
+        def finished(data: bytes) -> None:
+            kept.put(path, key, ReplayResult(data, step, changes))
+
+        with self._lock:
+            _, before = self._children.get(run.path, ("", None))
+            if before is not None and before.state == "working":
+                raise refuse(409, "a step of this run is being replayed already: wait for it, or cancel it")
+            self._children[run.path] = key, ReplayProcess(run.path, step, written, finished, self._limit)
+        return self.job(run) or {}
+
+    def cancel(self, run: RunFolder) -> None:
+        _, child = self._children.get(run.path, ("", None))
+        if child is not None:
+            child.cancel()
+
+    def job(self, run: RunFolder) -> dict[str, Any] | None:
+        """The run's last replay: how it stands, and the name of what came of it."""
+        key, child = self._children.get(run.path, ("", None))
+        if child is None:
+            return None
+        return {
+            "key": key,
+            "step": child.step,
+            "state": child.state,
+            "doing": child.doing(),
+            "failure": child.failure,
+            "seconds": child.seconds,
+            "limit": self._limit,
+        }
+
+
+def name_of(step: int, changes: dict[str, Value]) -> str:
+    """The same for the same step and settings, so that an address can hold it."""
+    if not changes:
+        return str(step)
+    written = json.dumps(changes, sort_keys=True)
+    return f"{step}-{hashlib.sha256(written.encode()).hexdigest()[:10]}"
+
+
+def _end(children: dict[Path, tuple[str, ReplayProcess]]) -> None:
+    for _, child in list(children.values()):
+        child.cancel()

@@ -1,0 +1,211 @@
+"""Shows the rollouts of a group side by side, and where each departs from the first.
+
+Turns the filters of the rollouts page into a query, and builds its table lines and counts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import takewhile
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import Depends
+from fastapi import Query as Asked
+
+from paceline.observe.record import Gone, Query, Row, RunFolder, Told
+from paceline.observe.record.layout import DOMAINS
+from paceline.observe.record.rollouts import SORTS, Rollouts
+from paceline.observe.web.answers import refuse
+from paceline.observe.web.rollouts.episode import plain
+
+MOST_TRIES = 64
+"""Columns that a page can hold."""
+MOST_SAID = 20_000
+"""Characters of one message there; the rollout's own page has all of them."""
+
+Said = list[tuple[str, str]]
+"""Role and text of each message."""
+
+
+def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
+    """The messages that all tries begin with, and those of each from there on."""
+    rows = tries(rollouts, index)
+    told = [_read(rollouts, row.index) for row in rows[:MOST_TRIES]]
+    said = [_said(one) if one is not None else [] for one in told]
+    spoken = [one for one in said if one]
+    shared = _shared(spoken)
+    first = spoken[0] if spoken else []
+    return {
+        "begin": [{"role": role, "text": text[:MOST_SAID]} for role, text in first[:shared]],
+        "tries": [
+            {
+                "row": row,
+                "metrics": one.metrics if one else {},
+                "error": one.error if one else None,
+                "first": words is first,
+                "pieces": parted(first[shared:], words[shared:]),
+            }
+            for row, one, words in zip(rows, told, said, strict=False)
+        ],
+        "total": len(rows),
+    }
+
+
+def tries(rollouts: Rollouts, index: int) -> list[Row]:
+    """The rollouts that one is compared with, itself included: of one actor in one kind of episode, not a
+    buyer with a seller. Where an episode has several of them, such as solvers of one question, those."""
+    mine = rollouts.row(index)
+    rows = [rollouts.row(at) for at in rollouts.mates(index)]
+    alike = [row for row in rows if (row.actor, row.kind) == (mine.actor, mine.kind)]
+    here = [row for row in alike if row.member == mine.member]
+    return here if len(here) > 1 else sorted(alike, key=lambda row: row.member)
+
+
+def parted(first: Said, other: Said) -> list[dict[str, Any]]:
+    """Messages in pieces: what is as in the first, and from where they part on what is not."""
+    together = True
+    pieces = []
+    for at, (role, text) in enumerate(other):
+        same = 0
+        if together and at < len(first) and first[at][0] == role:
+            same = common(first[at][1], text)
+        together = together and at < len(first) and first[at] == (role, text)
+        rest = text[same:]
+        pieces.append(
+            {
+                "role": role,
+                "same": _end(text[:same]),
+                "rest": rest[:MOST_SAID],
+                "left_out": max(0, len(rest) - MOST_SAID),
+            }
+        )
+    return pieces
+
+
+def common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _read(rollouts: Rollouts, index: int) -> Told | None:
+    try:
+        return rollouts.get(index)
+    except Gone:
+        return None
+
+
+def _said(told: Told) -> Said:
+    if told.turns and told.turns[-1].messages is None:
+        return [("assistant", turn.text) for turn in told.turns]
+    return [(str(m.get("role", "")) if isinstance(m, dict) else "", plain(m)) for m in told.messages]
+
+
+def _shared(said: list[Said]) -> int:
+    """How many messages all begin with; the last one is always the tries' own."""
+    most = min((len(one) - 1 for one in said), default=0)
+    alike = takewhile(lambda at: all(one[at] == said[0][at] for one in said), range(most))
+    return sum(1 for _ in alike)
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= MOST_SAID else f"…{text[-MOST_SAID:]}"
+
+
+EXCERPT = 160
+"""Characters of what was said that a line of the table has room for."""
+Small = Annotated[int | None, Asked(ge=-(2**31), lt=2**31)]
+Large = Annotated[int | None, Asked(ge=-(2**62), lt=2**62)]
+Word = Annotated[str | None, Asked(max_length=1000)]
+
+
+def _query(
+    env: Annotated[list[str] | None, Asked()] = None,
+    actor: Word = None,
+    state: Word = None,
+    finish: Word = None,
+    error: Word = None,
+    domain: Word = None,
+    step_from: Small = None,
+    step_to: Small = None,
+    reward_from: float | None = None,
+    reward_to: float | None = None,
+    length_from: Small = None,
+    length_to: Small = None,
+    ticket: Large = None,
+    row: Large = None,
+    text: Annotated[str, Asked(max_length=1000)] = "",
+    sort: str = "-step",
+    offset: Annotated[int, Asked(ge=0, lt=2**62)] = 0,
+    limit: Annotated[int, Asked(ge=0, le=200)] = 50,
+) -> Query:
+    """`error` is `any`, `none` or a kind of failure; ranges include both ends."""
+    if sort.removeprefix("-") not in SORTS:
+        raise refuse(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
+    return Query(
+        env=env,
+        actor=actor,
+        state=state,
+        finish=finish,
+        error={"any": True, "none": False}.get(error, error) if error is not None else None,
+        domain=domain,
+        step=(step_from, step_to),
+        reward=(reward_from, reward_to),
+        length=(length_from, length_to),
+        ticket=ticket,
+        row=row,
+        text=text,
+        sort=sort,
+        offset=offset,
+        limit=limit,
+    )
+
+
+OneQuery = Annotated[Query, Depends(_query)]
+"""The filters of a request; those that are left out do not matter."""
+
+
+def counts(run: RunFolder) -> dict[str, dict[str, int]]:
+    """How many rollouts of the run have each value of the columns that can be chosen from."""
+    view = run.rollouts.view()
+    found = {}
+    for column in ("env", "actor", "state", "finish", "error"):
+        found[column] = _counted(view.rows[column], view.names)
+    found["domain"] = _counted(view.rows["domain"], DOMAINS)
+    found["error"].pop("", None)
+    return found
+
+
+def _counted(numbers: np.ndarray, names: Iterable[str]) -> dict[str, int]:
+    many = np.bincount(numbers)
+    return {name: int(count) for name, count in zip(names, many, strict=False) if count}
+
+
+def line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
+    """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
+    told = asdict(row)
+    if not row.whole:
+        return told
+    try:
+        rollout = run.rollouts.get(row.index)
+    except Gone:  # the run went back since the row was found
+        return told
+    said = [plain(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
+    return told | {"excerpt": _excerpt([*said, rollout.error or ""], text)}
+
+
+def _excerpt(said: list[str], text: str) -> str:
+    wanted = text.casefold()
+    for words in said if wanted else ():
+        if (at := words.casefold().find(wanted)) >= 0:
+            start = max(0, at - EXCERPT // 3)
+            return ("…" if start else "") + _flat(words[start : start + EXCERPT + len(text)])
+    last = next((words for words in reversed(said) if words.strip()), "")
+    return _flat(last[: 4 * EXCERPT])[:EXCERPT]
+
+
+def _flat(words: str) -> str:
+    return " ".join(words.split())

@@ -1,0 +1,275 @@
+"""Runs of a folder, by names that cannot lead out of it, each kept open while a page looks at it.
+
+Dependencies of the routes: all runs, and the one run that a request names.
+
+Live updates: finds what has changed in a run since a page last read it.
+
+A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
+that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Query, Request
+
+from paceline.errors import PacelineError
+from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.record import Changed, RunFolder, find_runs
+from paceline.observe.record.folder import Columns
+from paceline.observe.web.answers import refuse
+from paceline.observe.web.vitals import tags, vitals
+
+Signature = tuple[int, int, int]
+"""File, size and time of change; zeros where there is none."""
+
+
+class Opened(RunFolder):
+    """A run folder that keeps its metrics as columns, and adds only the lines that came since.
+
+    What it hands out is never changed afterwards: other threads read it while this one goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(RunDirectory(path))
+        self._reading = threading.Lock()
+        self._kept: Columns = {}
+        self._signature: Signature = (0, 0, 0)
+        self._changed: tuple[Signature, list[Changed]] | None = None
+
+    def changed(self) -> list[Changed]:
+        now = signature(self.path / "config.toml")
+        if self._changed is None or self._changed[0] != now:
+            self._changed = now, super().changed()
+        return self._changed[1]
+
+    def metrics(self, since: int = 0) -> Columns:
+        if since:
+            return super().metrics(since)
+        with self._reading:
+            now = signature(self.path / "metrics.jsonl")
+            if now != self._signature or not self._kept:
+                steps = self._kept.get("step", [])
+                goes_on = steps and now[0] == self._signature[0] and now[1] >= self._signature[1]
+                last = int(max(step or 0 for step in steps)) if goes_on else -1
+                self._kept = joined(self._kept, super().metrics(last + 1)) if goes_on else super().metrics()
+                self._signature = now
+            return self._kept
+
+
+def signature(path: Path) -> Signature:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def joined(columns: Columns, more: Columns) -> Columns:
+    """One behind the other; a metric that only one of them has is None in the other's lines."""
+    before, added = len(columns.get("step", [])), len(more.get("step", []))
+    names = dict.fromkeys([*columns, *more])
+    return {name: columns.get(name, [None] * before) + more.get(name, [None] * added) for name in names}
+
+
+SAYING = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
+"""Files that say how a run is."""
+
+
+ELSEWHERE = ("checkpoints", "export")
+
+
+@dataclass(frozen=True, slots=True)
+class _RunLine:
+    """The line of a run in the table."""
+
+    files: list[Signature]
+    """As they were then."""
+    whole: bool
+    """Whether its tickets were read, too."""
+    told: dict[str, Any]
+
+
+def link_out(run: Path) -> str | None:
+    """A file or folder of the run that is a link to somewhere else. Checkpoints and exports, of which no page shows a
+    file's text, may lie on another disk."""
+    with os.scandir(run) as entries:
+        links = [entry.name for entry in entries if entry.is_symlink() and entry.name not in ELSEWHERE]
+    return next((name for name in links if not (run / name).resolve().is_relative_to(run.resolve())), None)
+
+
+class Runs:
+    """Looks anew at each request: runs come and go while the page is open.
+
+    A name is looked up among those that were found, never joined to a path, so no name reaches another folder. A link
+    that leads out of the folder is no run of it either, nor is a run shown whose own files are such links.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._open: dict[Path, RunFolder] = {}
+        self._told: dict[Path, _RunLine] = {}
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+
+    def names(self) -> dict[str, Path]:
+        """Every run by its name. A folder that is a run itself holds that one alone."""
+        return {path.name: path for path in self._found() if link_out(path) is None}
+
+    def _found(self) -> list[Path]:
+        return [path for path in find_runs(self.folder) if path.resolve().is_relative_to(self.folder)]
+
+    def open(self, name: str) -> RunFolder:
+        """The run of this name, or a refusal that says what to do."""
+        path = self.names().get(name)
+        if path is None:
+            for found in self._found():
+                if found.name == name and (link := link_out(found)):
+                    raise refuse(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
+            raise refuse(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
+        return self.at(path)
+
+    def at(self, path: Path) -> RunFolder:
+        """The open run at a path that `names` gave; one object each, so that what was read once is kept."""
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = Opened(path)
+            return self._open[path]
+
+    def vitals(self, patient: bool) -> dict[str, dict[str, Any]]:
+        """Every run in a line, by its name. Only what may have changed is read again: files that did, and a run that
+        lives, since a process dies without writing. Journals of tickets take long to read and have little to say here,
+        so that each call with `patient` reads one more."""
+        names = self.names()
+        told = {name: self._vitals(name, path) for name, path in names.items()}
+        if patient:
+            with self._telling:
+                for name in [name for name, path in names.items() if not self._told[path].whole][:1]:
+                    told[name] = self._vitals(name, names[name], read=True)
+        return told
+
+    def read_ahead(self) -> None:
+        """Read what takes long the first time, of the newest run, before a page asks for it."""
+        with contextlib.suppress(OSError, PacelineError):
+            for path in list(self.names().values())[:1]:
+                self.at(path).problems()
+
+    def _vitals(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
+        files = [signature(path / file) for file in SAYING]
+        before = self._told.get(path)
+        if before is None or files != before.files or before.told["alive"] or read:
+            run, whole = self.at(path), read or (before is not None and before.whole)
+            told = vitals(name, run, run.problems(patient=read) if whole else run.brief_problems())
+            self._told[path] = before = _RunLine(files, whole, told)
+        return before.told
+
+
+def _runs(request: Request) -> Runs:
+    return request.app.state.runs
+
+
+AllRuns = Annotated[Runs, Depends(_runs)]
+
+
+def _run(runs: AllRuns, run: Annotated[str, Query(max_length=1000)]) -> RunFolder:
+    return runs.open(run)
+
+
+OneRun = Annotated[RunFolder, Depends(_run)]
+"""The run of `?run=NAME`; a sentence and status 404 where there is none. These functions are not `async`, so that
+reading a large file holds up a thread and not the server."""
+
+
+MOST_EVENTS = 500
+"""A run that notes something each second for a week has more than a page can hold."""
+
+
+def standing(run: RunFolder, patient: bool) -> dict[str, Any]:
+    """Status, staleness allowed, the last events and what could not be read; of a long journal only with `patient`."""
+    config, events = run.config(), run.events()
+    return {
+        "path": str(run.path),
+        "status": asdict(run.status()),
+        "staleness": config.get("staleness"),
+        "tags": tags(config),
+        "events": events[-MOST_EVENTS:],
+        "events_left_out": max(0, len(events) - MOST_EVENTS),
+        "problems": run.problems(patient),
+    }
+
+
+GROWING = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
+"""Files whose size a page is told, so that it can ask for what is new."""
+
+News = tuple[str, Any, str]
+"""The event's name, what it says, and the mark to go on from; empty where there is none."""
+
+
+def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
+    """The columns since a mark, whether they replace what was read before, and the new mark."""
+    file, _, lines = mark.partition(":")
+    here = str(signature(run.path / "metrics.jsonl")[0])
+    columns = run.metrics()
+    count = len(columns["step"])
+    start = int(lines) if file == here and lines.isdecimal() and int(lines) <= count else 0
+    return {
+        "columns": {name: values[start:] for name, values in columns.items()},
+        "fresh": start == 0,
+    }, f"{here}:{count}"
+
+
+class RunNews:
+    """Follows one run for one page."""
+
+    def __init__(self, run: RunFolder, mark: str) -> None:
+        self._run = run
+        self._mark = mark
+        self._seen: dict[str, Any] = {}
+
+    def look(self) -> Iterator[News]:
+        """The news. Reads only what has changed; the status always, since a process dies without writing. What takes
+        long waits for the second look: at the first the page is still being drawn."""
+        root, patient = self._run.path, bool(self._seen)
+        if not root.is_dir():
+            if self._changed("gone", True):
+                yield "gone", {}, ""
+            return
+        if self._changed("metrics", signature(root / "metrics.jsonl")):
+            told, mark = read_metrics(self._run, self._mark)
+            if mark != self._mark:
+                self._mark = mark
+                yield "metrics", told, mark
+        news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
+        if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
+            told = standing(self._run, patient)
+            self._seen |= {"status": told["status"], "problems": told["problems"]}
+            yield "standing", told, ""
+        elif self._changed("status", asdict(self._run.status())):
+            yield "status", self._seen["status"], ""
+        sizes = {name: signature(root / name)[1] for name in GROWING}
+        if self._changed("files", sizes):
+            yield "files", sizes, ""
+
+    def _changed(self, what: str, value: Any) -> bool:
+        before, self._seen[what] = self._seen.get(what), value
+        return before != value
+
+
+class FolderNews:
+    """Follows the table of runs for one page."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._told: dict[str, dict[str, Any]] = {}
+
+    def look(self) -> Iterator[News]:
+        """The runs that are new or have changed, and the names of those that went."""
+        before, self._told = self._told, self._runs.vitals(patient=bool(self._told))
+        changed = [told for name, told in self._told.items() if told != before.get(name)]
+        gone = [name for name in before if name not in self._told]
+        if changed or gone:
+            yield "runs", {"changed": changed, "gone": gone}, ""

@@ -1,0 +1,213 @@
+"""The life of one ticket, from the draw to the gradient, put together from the journal, the record and the metrics.
+
+The journal knows states and no times. Times come from what surrounds them: a version is published at a known moment, so
+what it sampled came after; a step's phases are lanes.
+
+Describes the fate of a group or rollout, and the rule that decided it, in sentences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline.observe.record import Query, Row, RunFolder
+from paceline.observe.web.tokens.credit import figure
+
+REASONS = {
+    "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",
+    "group_too_small": "fewer rollouts survived than the environment's min_group_size",
+    "stale": "its oldest trained token was more than `staleness` versions old when its batch was to ship",
+    "oversampled": "more groups were started than the batch needed, and the rest would be too old for the next one",
+    "shunned": "its draw broke a step in an earlier life of the run, so it was not played again",
+    "group_filter": "the function in filters.group did not keep it",
+    "failed": "the run ended while the group was being judged",
+    "environment": "the environment let this episode go: it answered with no outcome",
+    "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
+}
+STATES = {
+    "trained": "It trained.",
+    "replayed": "It trained once more: a replay under a ticket of its own.",
+    "skipped": "Its step was left out, since the gradient was bad.",
+    "evaluated": "Played to see how good the policy is; it never trains.",
+    "matched": "Played against the league to rate the policy; it never trains.",
+    "failed": "The episode failed, so it is outside the group's baseline and does not train.",
+}
+TRAINS = ("trained", "replayed")
+
+
+def fate(state: str) -> str:
+    """A rollout's state as a sentence."""
+    if state.startswith("dropped:"):
+        reason = state.removeprefix("dropped:")
+        return f"Dropped, so it did not train: {why(reason)}."
+    return STATES.get(state, state)
+
+
+def why(reason: str) -> str:
+    """A reason for a drop, in words."""
+    return REASONS.get(reason, reason)
+
+
+MOST = 400
+"""Rollouts of a ticket that are listed."""
+PHASES = ("score", "train", "publish")
+
+
+def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tickets of a page, each with how often it was played and why it was dropped."""
+    out = []
+    for ticket in rows:
+        life = run.tickets.life(ticket["number"], ticket["env"])
+        attempts = sum(line["state"] == "in flight" for line in life)
+        told = {"attempts": attempts, "why": why(ticket["reason"]) if "reason" in ticket else ""}
+        first = next((line["replays"] for line in life if "replays" in line), None)
+        out.append(ticket | told | ({} if first is None else {"replays": first}))
+    return out
+
+
+def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
+    """All that is known of a ticket; None where no file has heard of it."""
+    journal = run.tickets.life(number)
+    found = run.rollouts.find(Query(ticket=number, domain="training", sort="step", limit=MOST))
+    if not journal and not found.total:
+        return None
+    last = journal[-1] if journal else {}
+    first = next((line["replays"] for line in journal if "replays" in line), None)
+    return {
+        "number": number,
+        "state": last.get("state", ""),
+        "stages": [
+            *(_drawn(journal, first) if journal else []),
+            *_sampled(run, found.rows, journal, first),
+            *_scored(found.rows),
+            *_judged(journal, found.rows),
+            *_trained(run, last),
+            *_replays(run, number, last),
+        ],
+        "journal": journal,
+        "rollouts": [asdict(row) for row in found.rows],
+        "rollouts_total": found.total,
+        "kept": run.rollouts.kept,
+    }
+
+
+def _drawn(journal: Sequence[dict[str, Any]], first: int | None) -> list[dict[str, Any]]:
+    line = journal[0]
+    place = f"row {line['row']} of `{line['env']}`: draw {line['draw']}, epoch {line['epoch']}"
+    if first is not None:
+        return [
+            {"name": "replayed", "text": f"The group of ticket {first} entered once more ({place}).", "ticket": first}
+        ]
+    return [{"name": "drawn", "text": f"Drawn from the data: {place}."}]
+
+
+def _sampled(
+    run: RunFolder, rows: Sequence[Row], journal: Sequence[dict[str, Any]], first: int | None
+) -> list[dict[str, Any]]:
+    flights = sum(line["state"] == "in flight" for line in journal)
+    if not rows:
+        last = journal[-1]["state"] if journal else ""
+        texts = {"in flight": "It is being played, or was when the run stopped.", "dropped": "It left no rollout."}
+        return [{"name": "sampled", "text": texts.get(last, "Its rollouts are not in the record (yet).")}]
+    versions = [row.version_min for row in rows if row.version_min >= 0] + [row.version_max for row in rows]
+    low, high = min(versions), max(versions)
+    tokens = sum(row.tokens for row in rows)
+    text = f"{_many(len(rows), 'rollout')}, {tokens:,} tokens sampled"
+    if high >= 0:
+        text += f" by version {low}" + (f" to {high}: new weights came while it played" if high > low else "")
+    if flights > 1:
+        text += f"; played in {flights} attempts, since the run stopped in between"
+    stage: dict[str, Any] = {"name": "sampled", "text": f"{text}.", "versions": [low, high]}
+    if first is not None:
+        stage["text"] = f"Sampled for ticket {first}: {stage['text']}"
+    elif high >= 0 and (since := _published(run, high)) is not None:
+        stage |= {"after": since}
+    return [stage]
+
+
+def _scored(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    paid = [row.reward for row in rows if row.reward is not None and not row.error]
+    failed = [row for row in rows if row.error]
+    if not rows:
+        return []
+    told = []
+    if paid:
+        told.append(f"Rewards from {figure(min(paid))} to {figure(max(paid))}, mean {figure(sum(paid) / len(paid))}")
+    if failed:
+        told.append(f"{_many(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
+    return [{"name": "scored", "text": "; ".join(told) + "." if told else "No reward was given."}]
+
+
+def _judged(journal: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    credit = [row.advantage for row in rows if row.advantage is not None]
+    spread = f" Advantages from {figure(min(credit))} to {figure(max(credit))}." if credit else ""
+    stages = []
+    if any(line["state"] == "buffered" for line in journal):
+        stages.append({"name": "accepted", "text": f"Judged worth training and kept for a batch.{spread}"})
+    if journal and journal[-1]["state"] == "dropped":
+        reason = journal[-1].get("reason", "")
+        told = f"Dropped (`{reason}`): {why(reason)}."
+        stage = {"name": "dropped", "text": told + ("" if stages else spread), "reason": reason}
+        stages.append(stage | ({"step": rows[0].step, "by": rows[0].time} if rows else {}))
+    return stages
+
+
+def _trained(run: RunFolder, last: dict[str, Any]) -> list[dict[str, Any]]:
+    step = last.get("step")
+    if last.get("state") != "trained" or step is None:
+        return []
+    measured = _measured(run, step)
+    loss = [f"{name} {figure(measured[name])}" for name in ("loss", "grad_norm", "lr") if name in measured]
+    text = f"Shipped and trained in step {step}" + (f" ({', '.join(loss)})" if loss else "") + "."
+    phases = _phases(run, step)
+    trained: dict[str, Any] = {"name": "trained", "text": text, "step": step, "phases": phases}
+    published: dict[str, Any] = {"name": "published", "text": f"The weights it helped to make are version {step}."}
+    ends = {phase["name"]: phase["end"] for phase in phases}
+    for stage, kind in ((trained, "train"), (published, "publish")):
+        stage["time"] = ends.get(kind)
+    return [trained, published]
+
+
+def _replays(run: RunFolder, number: int, last: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tickets under which the group trained again: same environment, row and draw, and the journal says of whom."""
+    if last.get("state") != "trained":
+        return []
+    query = Query(env=last["env"], row=last["row"], state="replayed", domain="training", sort="step", limit=MOST)
+    again = dict.fromkeys((row.ticket, row.step) for row in run.rollouts.find(query).rows)
+    found = []
+    for ticket, step in again:
+        if any(line.get("replays") == number for line in run.tickets.life(ticket)):
+            told = f"Trained once more in step {step}, as ticket {ticket}."
+            found.append({"name": "replayed", "text": told, "ticket": ticket, "step": step})
+    return found
+
+
+def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:
+    """The phases of a step's batch, with their times. The step's line was written when all of it was over."""
+    measured = _measured(run, step)
+    if "time" not in measured:
+        return []
+    took = sum(value for name, value in measured.items() if name.startswith("time/"))
+    spans = run.lanes(measured["time"] - took - 60, measured["time"] + 1)
+    mine = [span for span in spans if span.lane == "run" and span.step == step and span.kind in PHASES]
+    return [{"name": span.kind, "start": span.start, "end": span.end} for span in mine]
+
+
+def _published(run: RunFolder, version: int) -> float | None:
+    """When a version began to sample; the first is there when the run begins."""
+    if version == 0:
+        return run.status().began
+    return next((phase["end"] for phase in _phases(run, version) if phase["name"] == "publish"), None)
+
+
+def _measured(run: RunFolder, step: int) -> dict[str, float]:
+    columns = run.metrics()
+    steps = columns.get("step", [])
+    place = next((place for place in range(len(steps) - 1, -1, -1) if steps[place] == step), None)
+    if place is None:
+        return {}
+    return {name: value for name, values in columns.items() if (value := values[place]) is not None}
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,289 @@
+"""One token sequence of a rollout with its streams: a sample as it shipped, or a turn that no sample was made of.
+
+Maps token ids to text, byte for byte, by the `tokenizer.json` of the run's model. Needs no tokenizer library: a
+vocabulary is a table.
+"""
+
+import importlib.resources
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from paceline.config import RunConfig
+from paceline.config.model import QUICKSTART
+from paceline.data import Sample
+from paceline.observe.record import Query, RunFolder, Told, ToldTurn
+from paceline.observe.web.answers import refuse
+from paceline.observe.web.tickets import TRAINS, fate
+from paceline.observe.web.tokens.credit import place_of
+
+LARGEST = 256 << 20
+"""Bytes of a tokenizer.json that is read."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that GPT-2's vocabulary writes bytes with: printable ones stand for themselves, the rest follow."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+
+
+_LETTERS = _byte_letters()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """The text of each token; None where its bytes are no whole characters, which `parts` then tells of."""
+
+    texts: list[str | None]
+    parts: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By place: the token's `bytes`, and the text they are part `of`, if it is known."""
+
+
+class VocabularyIndex:
+    """A vocabulary, the other way round."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        vocabulary = spec["model"]["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], n) for n, e in enumerate(vocabulary))
+        self._tokens = {number: token for token, number in pairs}
+        self._added = {token["id"]: token["content"] for token in spec.get("added_tokens") or ()}
+        kinds = set(_kinds([spec.get("decoder"), spec.get("pre_tokenizer")]))
+        self._bytewise = "ByteLevel" in kinds
+        self._spaced = bool(kinds & {"Metaspace", "Replace"})
+
+    def read(self, ids: Sequence[int]) -> TokenTexts:
+        said = [self.bytes_of(number) for number in ids]
+        texts = [None if one is None else _whole(one) for one in said]
+        parts: dict[int, dict[str, str]] = {}
+        for first, last in _gaps(texts):
+            run = said[first:last]
+            of = b"".join(one or b"" for one in run).decode(errors="replace")
+            for place, one in enumerate(run, first):
+                if one is not None:
+                    parts[place] = {"bytes": one.hex(" ").upper(), "of": of}
+        return TokenTexts(texts, parts)
+
+    def bytes_of(self, number: int) -> bytes | None:
+        """None where the vocabulary does not have it."""
+        if (added := self._added.get(number)) is not None:
+            return added.encode(errors="replace")
+        token = self._tokens.get(number)
+        if token is None:
+            return None
+        if self._bytewise:
+            return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode(errors="replace") for c in token)
+        if found := _BYTE.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        return (token.replace(_SPACE, " ") if self._spaced else token).encode(errors="replace")
+
+
+def lexicon_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
+    """The vocabulary of the run's model, and where it was found or why it was not."""
+    looked = []
+    for path in _places(run):
+        looked.append(str(path))
+        try:
+            status = path.stat()
+            if status.st_size <= LARGEST:
+                return _opened(path, status.st_mtime_ns, status.st_size), str(path)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+    where = ", ".join(looked) or "nowhere, since config.toml names no model"
+    return None, f"Token ids are shown, since no tokenizer.json that can be read was found (looked at {where})."
+
+
+def _places(run: RunFolder) -> Iterator[Path]:
+    """Paths where the tokenizer may be: with the model, in the hub's cache, or in what the run exported."""
+    model = run.config().get("model")
+    name = (model.get("tokenizer") or model.get("name")) if isinstance(model, dict) else None
+    if name == QUICKSTART:
+        yield Path(str(importlib.resources.files("paceline") / "quickstart" / "tokenizer.json"))
+    elif isinstance(name, str) and name:
+        yield Path(name).expanduser() / "tokenizer.json"
+        if (cached := _cached(name)) is not None:
+            yield cached
+    yield run.path / "export" / "tokenizer.json"
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache  # a second to import, and seldom needed
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "tokenizer.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path, changed: int, size: int) -> VocabularyIndex:
+    return VocabularyIndex(orjson.loads(path.read_bytes()))
+
+
+def _kinds(parts: Any) -> Iterator[str]:
+    """The types that a tokenizer's stages have, however deep they are nested."""
+    if isinstance(parts, list):
+        for part in parts:
+            yield from _kinds(part)
+    elif isinstance(parts, dict):
+        yield str(parts.get("type"))
+        yield from _kinds(parts.get("decoders"))
+        yield from _kinds(parts.get("pretokenizers"))
+
+
+def _whole(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _gaps(texts: Sequence[str | None]) -> Iterator[tuple[int, int]]:
+    """Stretches of None."""
+    first = None
+    for place, text in enumerate([*texts, ""]):
+        if text is None and first is None:
+            first = place
+        elif text is not None and first is not None:
+            yield first, place
+            first = None
+
+
+BARE = "No tokens were kept of this rollout, only what its row says."
+READABLE = "This run keeps readable conversations alone (record.all = false): there are no tokens to look at."
+
+CREDIT = {"trainer", "env", "algo", "length", "filters", "staleness", "on_stale", "batch_size", "group_size"}
+"""Keys of the run file that say how a token trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The token sequence that the page shows."""
+
+    kind: str
+    """`sample` or `turn`."""
+    number: int
+    ids: NDArray
+    streams: dict[str, NDArray]
+    spans: list[tuple[int, int]]
+    """The ranges that the policy sampled, turn by turn."""
+    ended: str
+    weights: dict[int, str] = field(default_factory=dict)
+    """The fingerprint of each version's weights, where the engine told it."""
+    sample: Sample | None = None
+
+
+def strip_of(told: Told, sample: int | None, turn: int | None) -> Strip | None:
+    """The sequence that is asked for; where none is, the first sample, or else the first turn, if there is one."""
+    prints = {version: mark for one in told.turns for version, mark in one.weights.items()}
+    if turn is None and (told.samples or sample is not None):
+        number = sample or 0
+        _within(number, len(told.samples), "sample")
+        one = told.samples[number]
+        streams = {name: stream for name, stream in one.streams().items() if name != "token_ids"}
+        return Strip("sample", number, one.token_ids, streams, list(one.spans), one.ended, prints, one)
+    if not told.turns and turn is None:
+        return None
+    number = turn or 0
+    _within(number, len(told.turns), "turn")
+    return _turn(told.turns[number], number, prints)
+
+
+def _turn(turn: ToldTurn, number: int, prints: dict[int, str]) -> Strip:
+    start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+    streams = {
+        "loss_mask": np.arange(end) >= start,
+        "versions": _after(start, turn.versions, -1, np.int32),
+        "logprobs": _after(start, turn.logprobs, 0.0, np.float32),
+        "temperatures": np.full(end, turn.temperature, np.float32),
+    }
+    if turn.log_z is not None:
+        streams["log_z"] = _after(start, turn.log_z, 0.0, np.float32)
+    whole = {name: stream for name, stream in streams.items() if len(stream) == end}
+    return Strip("turn", number, turn.full_ids, whole, [(start, end)], turn.finish, prints)
+
+
+def _after(start: int, values: NDArray, before: float, dtype: type) -> NDArray:
+    return np.concatenate([np.full(start, before, dtype), np.asarray(values, dtype)])
+
+
+def _within(number: int, count: int, what: str) -> None:
+    if not 0 <= number < count:
+        raise refuse(404, f"there is no {what} {number}: the rollout has {count}, counted from 0")
+
+
+def trained_by(strip: Strip) -> dict[str, NDArray]:
+    """The weight of each loss component on each token of a sample; empty for a turn."""
+    sample = strip.sample
+    if sample is None:
+        return {}
+    nothing = np.zeros(len(sample), np.float32)
+    ce = nothing if sample.ce_weights is None else sample.ce_weights
+    pull = nothing if sample.ref_kl_weights is None else np.where(sample.loss_mask, sample.ref_kl_weights, 0)
+    return {"rl": sample.rl, "ce": ce, "ref_kl": pull}
+
+
+def newest(run: RunFolder) -> int | None:
+    """The rollout to begin with: the last that trained, or else the last of all."""
+    for query in (Query(state=TRAINS, limit=1), Query(limit=1)):
+        if rows := run.rollouts.find(query).rows:
+            return rows[0].index
+    return None
+
+
+def settings_of(run: RunFolder) -> RunConfig | None:
+    """The run file, if this version understands what credit and loss are made of. Other sections may be another
+    version's; but what is missing is not filled in with defaults."""
+    known = {key: value for key, value in run.config().items() if key in CREDIT}
+    if not {"trainer", "env"} <= known.keys():
+        return None
+    try:
+        return RunConfig.model_validate(known)
+    except ValueError:
+        return None
+
+
+def page_of(run: RunFolder, told: Told, strip: Strip | None) -> dict[str, Any]:
+    """Everything that the page shows before a token is chosen."""
+    row = told.row
+    mates = [asdict(run.rollouts.row(index)) for index in run.rollouts.mates(row.index)]
+    head = {
+        "rollout": asdict(row) | {"fate": fate(row.state), "error_text": told.error},
+        "count": run.rollouts.count,
+        "mates": [{key: one[key] for key in _MATE} for one in mates],
+        "samples": len(told.samples),
+        "turns": len(told.turns),
+    }
+    if strip is None:
+        return head | {"nothing": BARE if run.rollouts.kept else READABLE}
+    lexicon, source = lexicon_of(run)
+    spoken = lexicon.read(strip.ids.tolist()) if lexicon is not None else None
+    return head | {
+        "kind": strip.kind,
+        "number": strip.number,
+        "ended": strip.ended,
+        "spans": strip.spans,
+        "weights": {str(version): mark for version, mark in strip.weights.items()},
+        "ids": strip.ids,
+        "texts": spoken.texts if spoken else None,
+        "parts": {str(place): part for place, part in spoken.parts.items()} if spoken else {},
+        "tokenizer": source,
+        "streams": strip.streams,
+        "trained": trained_by(strip) if row.domain == "training" else {},
+        "trains": row.state in TRAINS,
+        "place": place_of(run, told, strip.number) if strip.kind == "sample" else None,
+    }
+
+
+_MATE = ("index", "member", "actor", "reward", "advantage", "tokens", "state", "error")

@@ -1,5 +1,0 @@
-"""One HTML file about a run: `paceline report RUN`. Imports neither torch nor transformers."""
-
-from paceline.report.page import write_report
-
-__all__ = ["write_report"]

@@ -1,0 +1,179 @@
+"""Sets up the model of episodes that do not train: the run's in this process, or an endpoint's."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from paceline.clients import HttpEngine, Pool
+from paceline.config import RunConfig
+from paceline.config.apple import on_mlx
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import ModelConfig
+from paceline.config.secret import in_address
+from paceline.engine import Engine
+from paceline.errors import EngineError, PacelineError
+from paceline.model import load_tokenizer
+from paceline.model.source import resolve
+from paceline.rollout import RecordingServer, SamplingClient, SessionMap
+from paceline.rollout.endpoint import Endpoint, EndpointTable
+from paceline.rollout.seat import Guests
+from paceline.runtime.local import renderer_of
+from paceline.runtime.model_backends import checkpoint_compute_dtype, with_settled_dtype
+from paceline.runtime.serving import embedded
+from paceline.trainer.files import is_checkpoint as is_checkpoint
+from paceline.trainer.files import read_state
+from paceline.weights.update import Adapter, WeightUpdate
+
+ASK_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRuntime:
+    """Makes the seats of episodes."""
+
+    table: Callable[[Sequence[int], Sequence[str], Guests], SessionMap]
+    """Seats for some actors, with some noise; guests speak for themselves."""
+    lodge: RecordingServer
+    """Gives a guest's seat its address."""
+    close: Callable[[], Coroutine[Any, Any, None]]
+    spell: Callable[[Sequence[int]], str]
+    """A prompt that was given as tokens, for people."""
+    voice: SamplingClient | None = None
+    """The sampling client of the seats, where their tokens are exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIServer:
+    """An OpenAI-compatible server."""
+
+    url: str
+    model: str | None = None
+    """The model's name there; the first it lists when left out."""
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """The address is in every sentence about the server; a secret must not be."""
+        if told := in_address(self.url):
+            raise PacelineError(
+                f"the address has {told}, where others may read it: give the key with --api-key instead"
+            )
+
+
+@contextmanager
+def open_house(
+    config: RunConfig,
+    sampling: SamplingConfig,
+    address: OpenAIServer | None,
+    concurrency: int,
+    checkpoint: Path | None = None,
+) -> Generator[EpisodeRuntime]:
+    """Tokens are exact with the model in this process, and with a `paceline serve` of that very model. Any other
+    endpoint is asked in words. The model in this process may speak with the weights of one of the run's checkpoints."""
+    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
+    config = with_settled_dtype(config, checkpoint)
+    if address is None:
+        room = config.engine.model_copy(update={"max_running": min(config.engine.max_running, concurrency)})
+        with embedded(config.model_copy(update={"engine": room})) as (engine, ends):
+            if checkpoint is not None:
+                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, on_mlx(config.backend))))
+            yield _exact(engine, load_tokenizer(config.model), ends, config.model, sampling, recorder)
+    elif serves(address, config.model.name):
+        engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
+        engine.start()
+        yield _exact(engine, tokenizer, _ends(tokenizer, config), config.model, sampling, recorder)
+    else:
+        endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, lodge=recorder)
+
+        def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
+            return EndpointTable(endpoint, actors, guests)
+
+        yield EpisodeRuntime(table, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
+
+
+def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> WeightUpdate:
+    """The update that a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
+    version = read_state(folder)["version"]
+    dtype = checkpoint_compute_dtype(folder) if model.dtype == "auto" else model.dtype
+    own = "float32" if mlx and model.lora else dtype  # mlx's adapters are float32 whatever the base is
+    tensors = _mlx_masters(folder, own) if mlx else _torch_masters(folder, own)
+    if model.lora is None:
+        return WeightUpdate(version, tensors)
+    # peft names the one adapter it trains; an update's names do not.
+    adapter = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+    return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
+
+
+def _torch_masters(folder: Path, dtype: str) -> dict[str, Any]:
+    import torch
+
+    from paceline.trainer.checkpoint import masters
+
+    return {name: master.to(getattr(torch, dtype)) for name, master in masters(folder).items()}
+
+
+def _mlx_masters(folder: Path, dtype: str) -> dict[str, Any]:
+    import mlx.core as mx
+
+    from paceline.trainer.mlx.trainer import masters
+    from paceline.weights.mlx_arrays import settled
+
+    return settled({name: master.astype(getattr(mx, dtype)) for name, master in masters(folder).items()})
+
+
+def serves(address: OpenAIServer, name: str) -> bool:
+    """Whether the endpoint is a `paceline serve` of the model of this name, so that tokens can be exchanged."""
+    if address.model not in (None, name):
+        return False
+    base = address.url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=ASK_SECONDS) as client:
+            if client.get("/limits").status_code != 200:
+                return False
+            return client.get("/v1/models").json()["data"][0]["id"] == name
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineError(f"{address.url} does not answer: {str(error) or type(error).__name__}") from error
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def _exact(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    recorder: RecordingServer,
+) -> EpisodeRuntime:
+    stops = frozenset((*ends, *sampling.stop_token_ids))
+    voice = SamplingClient(Pool([engine]), renderer_of(tokenizer, ends, model, "warn"), sampling, stops, recorder)
+
+    async def close() -> None:
+        await voice.close()
+        if isinstance(engine, HttpEngine):
+            await engine.aclose()
+
+    def spell(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
+        return SessionMap(voice, noise, 0, actors, guests)
+
+    return EpisodeRuntime(table, recorder, close, spell, voice)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> list[int]:
+    """Tokens that end a turn, without loading the model for them."""
+    try:
+        configured = GenerationConfig.from_pretrained(resolve(config.model.name)).eos_token_id
+    except OSError:  # a model without generation settings of its own
+        configured = None
+    extra = [configured] if isinstance(configured, int) else configured or []
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return list(dict.fromkeys((*own, *extra)))

@@ -1,0 +1,40 @@
+"""Reads and draws the standings of a run's leagues, from its newest checkpoint."""
+
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.observe.monitor import RunDirectory
+from paceline.orchestrator import Checkpoints
+from paceline.selfplay import Payoff
+from paceline.selfplay.payoff import draw_league
+
+
+def leagues(run: Path) -> dict[str, Payoff]:
+    """Each environment's games between versions, where any were played."""
+    if not run.is_dir():
+        raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/tic-tac-toe")
+    folder = RunDirectory(run).checkpoints
+    checkpoints = Checkpoints(folder, keep=1)
+    if not checkpoints.all():
+        raise PacelineError(f"{run} has no checkpoint yet: its league is kept there")
+    _, state = checkpoints.find("latest")
+    found = {name: Payoff() for name in state.get("leagues", ())}
+    for name, payoff in found.items():
+        payoff.load(state["environments"][name]["league"]["payoff"])
+    return {name: payoff for name, payoff in found.items() if payoff.counts}
+
+
+def picture(run: Path, name: str, payoff: Payoff) -> Path:
+    """Draw a league into the run's directory."""
+    path = run / f"league-{name.replace('/', '-')}.png"
+    draw_league(payoff, path, f"{run.name}: {name}")
+    return path
+
+
+def standings(run: Path) -> list[str]:
+    """A line for each league, strongest first, with the picture that shows it."""
+    lines = []
+    for name, payoff in leagues(run).items():
+        ratings = ", ".join(f"{r.player} {r.points:+.0f} ({r.low:+.0f} to {r.high:+.0f})" for r in payoff.ratings())
+        lines.append(f"league {name}: {ratings}; picture {picture(run, name, payoff)}")
+    return lines

@@ -1,0 +1,335 @@
+"""Chat with a model from Python: a run's policy, an export, a checkpoint, an adapter, or any model.
+
+Defines the result of a run: its outcome, its curve, and the trained policy.
+"""
+
+import asyncio
+import base64
+import html
+import json
+import secrets
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients import Pool
+from paceline.config import ConfigError, EvalConfig, RunConfig, load
+from paceline.config.apple import on_mlx
+from paceline.config.errors import explain_values
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig
+from paceline.errors import PacelineError
+from paceline.model import load_tokenizer
+from paceline.observe.monitor import RunDirectory, RunOutcome
+from paceline.observe.monitor.plot import reward_picture
+from paceline.observe.monitor.summary import Curve, MetricHistory
+from paceline.observe.monitor.text import amount, one_line, score
+from paceline.orchestrator import Checkpoints
+from paceline.rollout import Message, Reply, SamplingClient, Seat
+from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
+from paceline.runtime.local import renderer_of
+from paceline.runtime.serving import embedded
+from paceline.weights.update import Adapter, WeightUpdate
+
+ADAPTER = "adapter_config.json"
+AT_ONCE = 16
+"""Requests decoded together: calls from several threads at most."""
+Speak = Callable[[Seat, PreTrainedTokenizerBase], Awaitable[Reply]]
+Weights = Callable[[], WeightUpdate]
+
+
+class PolicyReply(str):
+    """The text of a reply, with what else is known of it."""
+
+    message: Message
+    """To append to the conversation."""
+    truncated: bool
+    """The reply reached `max_tokens` before its end."""
+    tokens: int
+
+    @classmethod
+    def of(cls, reply: Reply) -> Self:
+        text = cls(reply.text)
+        text.message, text.truncated, text.tokens = reply.message, reply.truncated, reply.tokens
+        return text
+
+
+class Policy:
+    """A model in this process, behind two plain methods. The first call loads it, `close` frees it.
+
+        policy = paceline.Policy("runs/sums")
+        policy.chat("2 + 3 =")
+
+    `source` is a run directory (its export, or a checkpoint if that is newer), an export, a checkpoint, a folder with a
+    peft adapter, or the folder or name of a model. `settings` are keys of the run file, such as `device="cpu"`; for an
+    adapter whose files do not name their base, `model="BASE"`. Calls may come from any thread, also from one that runs
+    an event loop.
+    """
+
+    def __init__(self, source: str | Path, **settings: Any) -> None:
+        self.source = str(source)
+        self._config, weights = _find(self.source, settings)
+        self._worker = _EngineThread(self._config, weights)
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    def chat(self, messages: str | Sequence[Message], *, seed: int | None = None, **sampling: Any) -> PolicyReply:
+        """The model's next message in a conversation; a text stands for one user message.
+
+        `sampling` takes the keys of the run file's [sampling], such as `temperature=0`, and changes them for this call.
+        """
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        return self._ask(lambda seat, tokenizer: seat.chat(conversation), seed, sampling)
+
+    def generate(self, prompt: str | Sequence[int], *, seed: int | None = None, **sampling: Any) -> PolicyReply:
+        """The continuation of a text, or of token ids, without a chat template."""
+
+        def speak(seat: Seat, tokenizer: PreTrainedTokenizerBase) -> Awaitable[Reply]:
+            return seat.complete(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+        return self._ask(speak, seed, sampling)
+
+    def close(self) -> None:
+        """Free the model and end its thread; a later call loads it again."""
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Policy({self.source!r})"
+
+    def _ask(self, speak: Speak, seed: int | None, changes: Mapping[str, Any]) -> PolicyReply:
+        sampling = _sampling(self._config.sampling, changes)
+        return self._worker.ask(speak, sampling, secrets.randbits(62) if seed is None else seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """A loaded model, and how another thread reaches it."""
+
+    loop: asyncio.AbstractEventLoop
+    stop: asyncio.Event
+    tokenizer: PreTrainedTokenizerBase
+    voice: Callable[[SamplingConfig], SamplingClient]
+
+    async def speak(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
+        return PolicyReply.of(await speak(Seat(self.voice(sampling), (seed,), 0), self.tokenizer))
+
+
+class _EngineThread:
+    """An engine with an event loop and a thread of its own, so that callers need neither."""
+
+    def __init__(self, config: RunConfig, weights: Weights | None) -> None:
+        self._config, self._weights = config, weights
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ready: Future[_Serving] = Future()
+
+    def ask(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
+        serving = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
+        answer = asyncio.run_coroutine_threadsafe(serving.speak(speak, sampling, seed), serving.loop)
+        try:
+            return answer.result()  # bounded: by max_tokens
+        except BaseException:
+            answer.cancel()  # Ctrl-C: the engine need not finish it
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            serving = self._ready.result()  # bounded: by the loading of the model
+        except Exception:  # it never came up, and its thread is at its end
+            return
+        serving.loop.call_soon_threadsafe(serving.stop.set)
+        thread.join()  # bounded: the engine's close is
+
+    def _start(self) -> "Future[_Serving]":
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._ready = Future()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._ready,), name="paceline policy", daemon=True
+                )
+                self._thread.start()
+            return self._ready
+
+    def _run(self, ready: "Future[_Serving]") -> None:
+        try:
+            with embedded(self._config) as (engine, ends), asyncio.Runner() as runner:
+                tokenizer = load_tokenizer(self._config.model)
+                renderer, pool = renderer_of(tokenizer, ends, self._config.model), Pool([engine])
+
+                def voice(sampling: SamplingConfig) -> SamplingClient:
+                    return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)))
+
+                async def serve() -> None:
+                    if self._weights is not None:
+                        await engine.load_weights(self._weights())
+                    stop = asyncio.Event()
+                    ready.set_result(_Serving(asyncio.get_running_loop(), stop, tokenizer, voice))
+                    await stop.wait()  # unbounded: until `close`
+
+                runner.run(serve())
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+
+def _sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
+    table = {"sampling": sampling.model_dump() | dict(changes)}
+    try:
+        changed = EvalConfig.model_validate(table).sampling  # where greedy sampling is allowed
+    except ValidationError as error:
+        raise ConfigError(explain_values(error, table, EvalConfig, "Policy")) from None
+    assert changed is not None
+    return changed
+
+
+def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights | None]:
+    """The config that loads a model, and the weights to put on top of it, if these lie in a file of their own."""
+    folder = Path(source).expanduser()
+    if RunDirectory(folder).config_file.is_file():
+        folder = _newest(RunDirectory(folder))
+    if is_checkpoint(folder):
+        return _checkpoint(folder.resolve(), settings)
+    if (folder / ADAPTER).is_file():
+        return _adapter(folder, settings)
+    run = RunDirectory(folder.resolve().parent)
+    if folder.is_dir() and run.export == folder.resolve() and run.config_file.is_file():
+        config = _configured(run, settings)
+        whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
+        return _small(config.model_copy(update={"model": config.model.model_copy(update=whole)})), None
+    return _small(load(None, settings={**settings, "model": _model(source, settings)}).config), None
+
+
+def _newest(run: RunDirectory) -> Path:
+    checkpoint = next(reversed(Checkpoints(run.checkpoints, 1).all()), None)
+    export = run.export if run.export.is_dir() else None
+    if checkpoint is None and export is None:
+        raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
+    if export is None or (checkpoint is not None and checkpoint.stat().st_mtime > export.stat().st_mtime):
+        assert checkpoint is not None
+        return checkpoint
+    return export
+
+
+def _checkpoint(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
+    run = RunDirectory(folder.parent.parent)
+    if not run.config_file.is_file():
+        raise PacelineError(f"checkpoint {folder} lies in no run directory: there is no {run.config_file} to read")
+    config = _small(_configured(run, settings))
+    return config, lambda: saved_weights(folder, config.model, on_mlx(config.backend))
+
+
+def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
+    from paceline.model.adapters import adapter_scale, read_adapter
+
+    adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    adapter_scale(adapter)  # or say what is wrong with it
+    run = RunDirectory(folder.resolve().parent.parent)
+    section = _model("", settings)
+    base = section["name"] or adapter.get("base_model_name_or_path")
+    if not base and run.config_file.is_file():
+        base = load(run.config_file).config.model.name
+    if not base:
+        raise PacelineError(
+            f"adapter {folder} does not name the model it belongs to: give it, as in Policy(..., model='BASE')"
+        )
+    config = load(None, settings={**settings, "model": {**section, "name": base}}).config
+    lora = LoRAConfig(rank=adapter["r"], alpha=float(adapter["lora_alpha"]))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+
+    def weights() -> WeightUpdate:
+        tensors, scale = read_adapter(folder)
+        return WeightUpdate(1, tensors, Adapter("", scale))
+
+    return _small(config), weights
+
+
+def _configured(run: RunDirectory, settings: Mapping[str, Any]) -> RunConfig:
+    """A run's own config, with the caller's changes."""
+    changes = dict(settings)
+    if isinstance(changes.get("model"), str):
+        changes["model"] = {"name": changes["model"]}
+    return load(run.config_file, settings=changes).config
+
+
+def _model(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] section of the settings, where a text is its name."""
+    section = settings.get("model", {})
+    return {"name": section} if isinstance(section, str) else {"name": name, **section}
+
+
+def _small(config: RunConfig) -> RunConfig:
+    """Without the room that a batch of training needs."""
+    small = {"max_running": min(config.engine.max_running, AT_ONCE)}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=small)})
+
+
+PICTURE_DPI = 90
+"""Of the curve in a notebook, which is as wide as a page."""
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """The result of a run. In a notebook it shows its curve."""
+
+    outcome: RunOutcome
+    directory: Path
+    metrics: list[dict[str, Any]]
+    """One entry per step, as in `metrics.jsonl`."""
+    summary: list[str]
+    error: Exception | None = None
+
+    @cached_property
+    def policy(self) -> "Policy":
+        """The trained model, to chat with: `result.policy.chat("2 + 3 =")`. It is loaded when it is first used."""
+        from paceline.runtime.policy import Policy
+
+        return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
+
+    def __repr__(self) -> str:
+        rewards = [f"{key}: {_course(curve)}" for key, curve in self._rewards().items() if curve]
+        parts = [f"{self.directory.name}: {self.outcome.status} after {amount(self.outcome.step, 'step')}"]
+        parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
+        parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
+        return f"RunResult({', '.join([*parts, str(self.directory)])})"
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<div>{html.escape(line)}</div>" for line in self.summary)
+        if not any(self._rewards().values()):
+            return f"<div>{lines}</div>"
+        picture = base64.b64encode(reward_picture(self.metrics, self.directory.name, PICTURE_DPI)).decode()
+        name = html.escape(repr(self), quote=True)
+        return f'<div>{lines}<img alt="{name}" src="data:image/png;base64,{picture}"></div>'
+
+    def _rewards(self) -> dict[str, Curve]:
+        return MetricHistory.of(self.metrics).rewards
+
+
+class RunFailed(PacelineError):
+    """A run that ended because of an error. `result` is what it left behind up to there."""
+
+    def __init__(self, result: RunResult) -> None:
+        super().__init__(result.outcome.message)
+        self.result = result
+
+
+def _course(curve: Curve) -> str:
+    return f"{score(curve[0][1])} → {score(curve[-1][1])}"

@@ -1,0 +1,349 @@
+"""Finds what would end a run at its start, from its files alone: no weights are loaded and nothing is downloaded.
+
+`paceline check` and `train` ask the same questions, so a run file that `check` calls valid does not fail for these
+reasons later. A run file from elsewhere is safe to check: user code that it names is parsed and never imported.
+
+Checks environments by their user code, which is parsed, and by their first rows.
+
+Checks models and tokenizers by their files: which family, which weights, which chat template.
+
+Collects preflight findings: problems that stop a run, and notes on what could not be checked.
+"""
+
+import ast
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from pydantic import BaseModel
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from paceline.algorithms import credit_for
+from paceline.config import RunConfig
+from paceline.config.apple import on_mlx, refused
+from paceline.config.base import Hook
+from paceline.config.cluster import references, scored_here
+from paceline.config.env import (
+    ArenaEnvConfig,
+    BaseEnvConfig,
+    CustomEnvConfig,
+    ModuleEnvConfig,
+    RetrievalConfig,
+    TextArenaConfig,
+    TokenInConfig,
+    VerifiersConfig,
+)
+from paceline.config.model import ModelConfig
+from paceline.data import Row, parse_address, part_problem
+from paceline.data.sources import hub_name
+from paceline.envs import EnvError, build_environment, module, token_in
+from paceline.envs.base import dataset_rows, first_rows
+from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS
+from paceline.envs.search.corpus import load_corpus
+from paceline.errors import PacelineError
+from paceline.model.source import (
+    ModelError,
+    config_problems,
+    folder_problem,
+    has_code,
+    read_config,
+    resolve,
+    tokenizer_problem,
+    unloadable,
+    weight_problems,
+)
+from paceline.model.tokenizer import load_tokenizer
+from paceline.observe.monitor import exporter
+from paceline.runtime.local import renderer_of
+from paceline.util.importing import check_import
+
+
+class PreflightError(PacelineError):
+    """A run that would fail at its start. The message has one line per problem."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(slots=True)
+class Preflight:
+    """The findings, one sentence each."""
+
+    problems: list[str] = field(default_factory=list)
+    """Why `train` would refuse the run."""
+    notes: list[str] = field(default_factory=list)
+    """Things that cannot be checked from here."""
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`; None where it raised a `PacelineError`, which becomes a problem."""
+        try:
+            return work()
+        except PacelineError as error:
+            self.add(str(error).splitlines())
+            return None
+
+    def add(self, problems: Iterable[str]) -> None:
+        self.problems += [problem for problem in problems if problem not in self.problems]
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def check_policy(config: RunConfig, found: Preflight) -> None:
+    """The model that is trained, its tokenizer, and how conversations become tokens."""
+    model = config.model
+    check_model(model, found, mlx=on_mlx(config.backend))
+    source = found.attempt(lambda: resolve(model.tokenizer or model.name))
+    folder = None if source is None else _folder(source)
+    if folder is None or (not Path(source).is_dir() and tokenizer_problem(folder)):
+        return  # it will be fetched from the hub
+    if model.trust_remote_code and found.attempt(lambda: has_code(folder)):
+        return
+    local = model.model_copy(update={"tokenizer": str(folder)})
+    if (tokenizer := found.attempt(lambda: load_tokenizer(local))) is not None:
+        found.attempt(lambda: _check_renderer(tokenizer, model))
+
+
+def _check_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Raise a sentence unless the tokenizer can write conversations: by a chat template, or known to `renderers`."""
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    renderer_of(tokenizer, ends, model)
+
+
+def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
+    """A model's files and its family."""
+    if (source := found.attempt(lambda: resolve(model.name))) is None:
+        return
+    if (folder := _folder(source)) is None:
+        found.note(
+            f"model `{model.name}` is neither a folder here nor in the hub's local cache: its files are checked when "
+            "the run downloads them"
+        )
+        return
+    if problem := folder_problem(folder):
+        found.add([problem])
+        return
+    known = False
+    if (config := found.attempt(lambda: read_config(folder))) is not None:
+        problems = list(config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx))
+        found.add(problems)
+        if model.trust_remote_code and found.attempt(lambda: has_code(folder)):
+            found.note(
+                f"model `{model.name}` has Python code of its own, which is not run here: `train` checks the rest"
+            )
+        elif not problems and not mlx:
+            known = _check_family(folder, model, found)
+    if Path(source).is_dir():  # of a hub's model, what is not in the cache will be fetched
+        damaged = list(weight_problems(folder, mlx))
+        found.add(damaged)
+        if known and not damaged:
+            from paceline.model.soundness import header_problems
+
+            found.add(header_problems(folder, model.name))
+
+
+def _check_family(folder: Path, model: ModelConfig, found: Preflight) -> bool:
+    """Whether transformers knows the family and Paceline trains it; if not, the reason is among the findings."""
+    if importlib.util.find_spec("torch") is None:
+        found.note(f"torch is not installed here: the layers of `{model.name}` are checked when the run loads it")
+        return False
+    from paceline.model.support import check_family, refusals_name
+
+    def check() -> bool:
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelError(unloadable("model", model.name, error)) from error
+        with refusals_name(model.name):
+            check_family(config)
+        return True
+
+    return bool(found.attempt(check))
+
+
+def _folder(source: str) -> Path | None:
+    """Where a model's files are on this machine: its folder, or the hub's cache; None where they are in neither."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        cached = try_to_load_from_cache(source, "config.json")
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+ROWS = 32
+"""Rows of each dataset whose fields are looked at."""
+SIZES = ("size", "eval_size", "train_examples", "eval_examples")
+"""Keys that say how many rows an environment makes itself."""
+
+
+def hooks(*values: object) -> Iterator[str]:
+    """Import paths of the user code that sections of a run file name."""
+    for value in values:
+        if isinstance(value, Hook):
+            yield value.import_path
+        if isinstance(value, BaseModel):
+            yield from hooks(*(part for _, part in value))
+        elif isinstance(value, list):
+            yield from hooks(*value)
+
+
+def check_environment(env: BaseEnvConfig, found: Preflight, given: bool) -> None:
+    """The user code an environment names, then its rows."""
+    paths = list(hooks(env.algo, env.seats) if given else hooks(env))
+    if isinstance(env, ModuleEnvConfig) and not given:
+        paths.append(f"{env.module}:reward_fn")
+    if isinstance(env, TextArenaConfig) and not given and env.opponent not in ("self", "random"):
+        paths.append(env.opponent)
+    before = len(found.problems)
+    for path in paths:
+        found.attempt(lambda path=path: check_import(path))
+    if not given and len(found.problems) == before:
+        found.attempt(lambda: _try_environment(env, found))
+
+
+def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
+    """Raise a sentence where the environment cannot be made, or its first rows are none that it can play."""
+    if isinstance(env, VerifiersConfig):
+        if importlib.util.find_spec("verifiers") is None:
+            build_environment(env)  # which says so
+        if env.id.endswith(".py") and not Path(env.id).is_file():
+            raise EnvError(f"environment `{env.name}`: no such file `{env.id}`")
+        return
+    if isinstance(env, CustomEnvConfig):
+        _check_function(env)
+    sizes = {key: min(ROWS, size) for key in SIZES if isinstance(size := getattr(env, key, None), int)}
+    sources = {key: _here(getattr(env, key), found) for key in ("dataset", "eval_dataset") if hasattr(env, key)}
+    away = any(value is None and getattr(env, key) is not None for key, value in sources.items())
+    small = env.model_copy(update=sizes | sources)
+    with first_rows(ROWS):
+        rows, held_out = _examples(small)
+    if not rows and not away and _rows_are_known(env):
+        raise EnvError(f"environment `{env.name}` has no training rows")
+    if not isinstance(env, CustomEnvConfig):  # a user's function may read the rows' images itself
+        _check_messages(env, "training", rows)
+        _check_messages(env, "held-out", held_out)
+
+
+def _rows_are_known(env: BaseEnvConfig) -> bool:
+    """Whether the rows are the run file's; a user's class makes its own."""
+    return not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
+
+
+def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The first rows of both splits. Of an environment with user code they are read without it."""
+    if isinstance(env, ArenaEnvConfig):
+        return [], []
+    if isinstance(env, CustomEnvConfig):
+        return dataset_rows(env, "train", prompted=False), dataset_rows(env, "eval", prompted=False)
+    if isinstance(env, ModuleEnvConfig) or (isinstance(env, TokenInConfig) and env.scorer is not None):
+        require = module.REQUIRED if isinstance(env, ModuleEnvConfig) else token_in.REQUIRED
+        return dataset_rows(env, "train", require=require), dataset_rows(env, "eval", require=require)
+    if isinstance(env, TextArenaConfig) and env.opponent != "self":
+        env = env.model_copy(update={"opponent": "random"})
+    if isinstance(env, RetrievalConfig) and env.corpus is not None:
+        if not Path(env.corpus).is_file():
+            load_corpus(env.corpus)
+        env = env.model_copy(update={"corpus": None})  # an index of all documents takes long
+    environment = build_environment(env)
+    if not any(hooks(env.algo, env.seats)):
+        environment = credit_for(env, environment.actors).stage(environment)
+    return environment.examples("train"), environment.examples("eval")
+
+
+def _check_function(env: CustomEnvConfig) -> None:
+    """A function must be async and needs rows, which its definition tells; a class has its own."""
+    defined = check_import(env.import_path)
+    if isinstance(defined, ast.FunctionDef):
+        raise EnvError(ASYNC_ONLY.format(env.import_path))
+    if isinstance(defined, ast.AsyncFunctionDef) and env.dataset is None:
+        raise EnvError(NEEDS_ROWS.format(env.name))
+
+
+def _check_messages(env: BaseEnvConfig, split: str, rows: Sequence[Row]) -> None:
+    """Raise a sentence if rows show the policy something that is no text."""
+    for number, row in enumerate(rows[:ROWS]):
+        for place, message in enumerate(row.get("messages") or ()):
+            if problem := part_problem(message.get("content")):
+                raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
+
+
+def _here(source: Any, found: Preflight) -> Any:
+    """The part of a dataset that is on this machine; None where nothing is left."""
+    names = [source] if isinstance(source, str) else list(source or ())
+    for name in names:
+        address = parse_address(name)
+        if address is not None and address.scheme == "verifiers":  # whose tasksets are code
+            where = "of a verifiers environment"
+        elif (hub := hub_name(name)) and not Path(hub).is_dir():
+            where = "on the hub"
+        else:
+            continue
+        found.note(f"dataset {name} is {where}: its rows are checked when the run loads them")
+        names = [other for other in names if other != name]
+    if isinstance(source, dict):
+        return {name: source[name] for name in names} or None
+    return source if isinstance(source, str) and names else names or None
+
+
+__all__ = ["NEEDS_RAY", "Preflight", "PreflightError", "preflight", "refuse_unready"]
+
+NEEDS_RAY = 'placement = "ray" needs Ray: pip install "paceline[ray]"'
+
+
+def refuse_unready(config: RunConfig, given: Collection[str] = ()) -> None:
+    """Raise all problems at once; `given` names the environments that come as objects instead of from the run file."""
+    if problems := preflight(config, given).problems:
+        raise PreflightError(problems)
+
+
+def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool = False) -> Preflight:
+    """Everything that can be found out before weights are loaded. `elsewhere`: the run is planned for another machine,
+    so that what this one lacks is only noted."""
+    found, machine = Preflight(), Preflight()
+    _check_machine(config, machine)
+    if elsewhere:
+        found.notes += [f"on this machine: {problem}" for problem in machine.problems]
+    else:
+        found.add(machine.problems)
+    check_policy(config, found)
+    for name in scored_here(config):
+        check_model(config.model.model_copy(update={"name": name}), found, mlx=False)
+    for path in hooks(config.model_copy(update={"env": []})):
+        found.attempt(lambda path=path: check_import(path))
+    for env in config.env:
+        check_environment(env, found, env.name in given)
+    return found
+
+
+def _check_machine(config: RunConfig, found: Preflight) -> None:
+    """Packages, devices and keys that the run file asks for."""
+    if on_mlx(config.backend):
+        from paceline.runtime.mlx_kit import require_mlx
+
+        found.add(refused(config))
+        found.attempt(require_mlx)
+    elif config.placement != "ray" and config.device == "cuda":
+        from paceline.runtime.torch_kit import pick_device
+
+        found.attempt(lambda: pick_device(config.device))
+    if config.placement == "ray" and importlib.util.find_spec("ray") is None:
+        found.add([NEEDS_RAY])
+    for kind in config.record.exporters:
+        found.attempt(lambda kind=kind: exporter(kind, config.record.project))
+    launch = config.engine.launch
+    if launch is not None and shutil.which(launch.python) is None:
+        found.add([f"engine.launch.python: there is no interpreter `{launch.python}`: name the one that vLLM is in"])
+    keys = [("engine.api_key_env", config.engine.api_key_env)]
+    keys += [(f"{where}: teacher.api_key_env", ref.api_key_env) for where, _, ref in references(config)]
+    for where, variable in keys:
+        if variable is not None and not os.environ.get(variable):
+            found.add([f"{where}: the environment variable {variable} is not set: put the key there"])

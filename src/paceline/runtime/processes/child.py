@@ -1,0 +1,160 @@
+"""Entry point of the server, trainer and orchestrator processes.
+
+python -m paceline.runtime.processes.child server | trainer | orchestrator
+
+Connects the orchestrator to an engine and a trainer in other processes.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from paceline.clients import HttpEngine, Pool
+from paceline.clients.pool import LeaguePool
+from paceline.config import RunConfig
+from paceline.config.env.base import ArenaEnvConfig as Arena
+from paceline.config.inference import SamplingConfig
+from paceline.config.serve import ServeConfig
+from paceline.engine import EmbeddedEngine
+from paceline.errors import EngineError, PacelineError
+from paceline.model import end_tokens, load_model, load_tokenizer, small_products
+from paceline.observe.monitor import Monitors, watching
+from paceline.observe.monitor.plain import PlainLines
+from paceline.orchestrator import lay_out
+from paceline.orchestrator.league_checkpoints import members
+from paceline.rollout import RecordingServer, SamplingClient
+from paceline.runtime.local import Placed, make_room_for_adapters, renderer_of, share_cores
+from paceline.runtime.processes.frames import RpcHello
+from paceline.runtime.processes.host import TrainerHost, life
+from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport, read_brief
+from paceline.runtime.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
+from paceline.runtime.serving import serve_model
+from paceline.runtime.session import conduct
+from paceline.runtime.torch_kit import build_trainer, engine_for, pick_device
+from paceline.util.process_exit import exit_process
+
+
+def server(brief: LaunchSpec) -> int:
+    """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
+    config = make_room_for_adapters(brief.run, _past(brief.run))
+    settings = ServeConfig(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
+    try:
+        serve_model(config, settings)
+    except EngineError as error:  # the engine is lost: another may live
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def trainer(brief: LaunchSpec) -> int:
+    """One trainer, asked over a socket."""
+    config = brief.run
+    built = build_trainer(config)
+    address = Path(brief.socket)
+    address.unlink(missing_ok=True)
+    tokenizer = load_tokenizer(config.model)
+    hello = RpcHello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
+    host = TrainerHost(built.trainer, tokenizer, brief.weights, hello, config.weights.path)
+    with small_products(built.model.dtype):
+        asyncio.run(host.serve(address))
+    return 0
+
+
+def orchestrator(brief: LaunchSpec) -> int:
+    """The training loop, with server and trainer at the addresses of `brief`."""
+    from paceline.runtime.processes.child import connected
+
+    result = conduct(
+        brief.run,
+        lambda config, dumps, phase, given: connected(config, brief, phase),
+        overwrite=brief.overwrite,
+        screen=sys.stdout if brief.screen else None,
+    )
+    os.write(brief.report, msgspec.json.encode(RunEndReport.of(result.outcome)))
+    return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
+
+
+def _past(config: RunConfig) -> int:
+    """Versions of the past that leagues keep in the server."""
+    leagues = [env.league for env in config.env if isinstance(env, Arena)]
+    return sum(league.size for league in leagues if league is not None)
+
+
+def main(role: str) -> int:
+    brief = read_brief()
+    try:
+        if role == "orchestrator":  # which watches over itself
+            return orchestrator(brief)
+        with watching(Monitors(PlainLines(sys.stderr)), Path(brief.folder).parent, 0, part=role):
+            return {"server": server, "trainer": trainer}[role](brief)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return FATAL
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1]))
+
+
+LOOK_SECONDS = 0.25
+log = logging.getLogger("paceline.server")
+
+
+@asynccontextmanager
+async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+    """Wait for server and trainer, and let go of them at the end."""
+    phase("preparing environments")
+    courses = lay_out(config)
+    tokenizer = load_tokenizer(config.model)
+    phase(f"waiting for a server and a trainer of {config.model.name}")
+    trainer = RemoteTrainer(Path(brief.trainer))
+    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
+    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
+    past = sum(member.league.size for member in members(courses))
+    try:
+        hello = await trainer.meet()
+        await _up(engine)
+        config = share_cores(config, hello.parameters)
+
+        def twin() -> EmbeddedEngine:
+            """An engine of this process, for a past version that is a whole model."""
+            model = load_model(config.model, pick_device(config.device))
+            return engine_for(model.requires_grad_(False), config)
+
+        with_past = LeaguePool([engine], twin) if past else None
+        pool = with_past or Pool([engine])
+        renderer = renderer_of(tokenizer, hello.ends, config.model)
+
+        def voice(sampling: SamplingConfig) -> SamplingClient:
+            stops = frozenset((*hello.ends, *sampling.stop_token_ids))
+            return SamplingClient(pool, renderer, sampling, stops, recorder)
+
+        try:
+            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)
+        finally:
+            pool.close()
+    finally:
+        await engine.aclose()
+        trainer.close()
+
+
+async def _up(engine: HttpEngine) -> None:
+    began, told = time.monotonic(), 0.0
+    while True:
+        try:
+            return await asyncio.to_thread(engine.start)
+        except EngineError as error:
+            waited = time.monotonic() - began
+            if waited > RETURN_SECONDS:
+                raise
+            if waited - told > WORD_SECONDS:
+                told = waited
+                log.warning("waiting for the server for %.0f s: %s", waited, error)
+        await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS

@@ -1,0 +1,189 @@
+"""Calls a trainer in another process as if it were in this one: the orchestrator's side."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients.frames import HEAD
+from paceline.data import Sample, encode
+from paceline.runtime.processes.frames import (
+    Alive,
+    RpcCall,
+    RpcFailure,
+    RpcHello,
+    RpcResult,
+    What,
+    decode_answer,
+    framed,
+)
+from paceline.trainer import StepReport, TrainerLost
+from paceline.util.deadlines import beat
+from paceline.weights.update import WeightUpdate
+from paceline.weights.weight_store import StoredTensors, open_delta
+
+SILENT_SECONDS = 60.0
+"""A trainer at work sends `Alive` every few seconds; after this long without a message it counts as lost."""
+RETURN_SECONDS = 900.0
+"""How long a trainer or a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
+WORD_SECONDS = 20.0
+"""How often a warning is logged while waiting for one."""
+FIRST_DELAY, MOST_DELAY = 0.05, 1.0
+LARGEST = 1 << 36
+log = logging.getLogger("paceline.trainer")
+
+
+class Garbled(ConnectionError):
+    """The reply is no valid answer."""
+
+
+class RemoteTrainer:
+    """Speaks the `Trainer` protocol over a socket.
+
+    A connection that breaks is opened again and the question asked again: the other side does nothing twice. If the one
+    who answers then is another trainer, what the old one knew is gone, and `load` is the only way on.
+    """
+
+    def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
+        self.version = 0
+        self.hello: RpcHello | None = None
+        """The trainer's greeting."""
+        self._address, self._silent = address, silent
+        self._name = uuid.uuid4().hex
+        self._numbers = count(1)
+        self._life = ""
+        self._used = False
+        """Whether this trainer process holds state that a restarted one would not."""
+        self._speaking: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._fed: dict[int, tuple[int, Sample]] = {}
+        """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
+
+    async def meet(self) -> RpcHello:
+        """Wait until it is up."""
+        await self._connect()
+        assert self.hello is not None
+        return self.hello
+
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        self._used = True
+        await self._call("feed", data=encode(samples))
+        self._fed |= {id(sample): (len(self._fed) + i, sample) for i, sample in enumerate(samples)}
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        known = [self._fed.get(id(sample), (-1, sample))[0] for sample in batch]
+        new = [sample for sample, at in zip(batch, known, strict=True) if at < 0]
+        self._fed, self._used = {}, True
+        done = await self._call("step", data=encode(new), order=known)
+        assert done.report is not None
+        return done.report
+
+    async def weights(self) -> WeightUpdate:
+        sent = (await self._call("weights")).sent
+        assert sent is not None
+        tensors = StoredTensors([Path(sent.file)], [Path(file) for file in sent.deltas])
+        delta = await asyncio.to_thread(open_delta, Path(sent.delta)) if sent.delta else None
+        return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary, delta)
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", path=folder)
+
+    async def load(self, folder: Path) -> None:
+        self._hang_up()
+        self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
+        await self._call("load", path=folder)
+        self._used = True
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """The other side has a tokenizer of its own."""
+        await self._call("export", path=folder)
+
+    def close(self) -> None:
+        self._hang_up()
+
+    # -- the wire -----------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, what: What, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
+    ) -> RpcResult:
+        where = "" if path is None else str(path.resolve())
+        call = RpcCall(self._name, next(self._numbers), what, where, data, list(order))
+        while True:
+            try:
+                answer = await self._ask(call)
+                break
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                self._hang_up()
+                log.warning("the connection to the trainer broke (%s): asking again", error or type(error).__name__)
+            except BaseException:
+                self._hang_up()  # cancelled or failed in the middle: its answer must not meet the next question
+                raise
+        if isinstance(answer, RpcResult):
+            self.version = answer.version
+            return answer
+        raise answer.error()
+
+    async def _ask(self, call: RpcCall) -> RpcResult | RpcFailure:
+        reader, writer = self._speaking or await self._connect()
+        writer.write(framed(call))
+        async with asyncio.timeout(self._silent * 10):
+            await writer.drain()
+        while True:
+            answer = await self._word(reader)
+            beat()  # a trainer at work is progress of the run
+            if isinstance(answer, RpcResult | RpcFailure) and answer.number == call.number:
+                return answer
+            if not isinstance(answer, Alive):
+                raise Garbled(f"{type(answer).__name__} came for an answer")
+
+    async def _word(self, reader: asyncio.StreamReader) -> RpcHello | Alive | RpcResult | RpcFailure:
+        try:
+            async with asyncio.timeout(self._silent):
+                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                if length > LARGEST:
+                    raise Garbled(f"a frame of {length} bytes was announced")
+                return decode_answer(await reader.readexactly(length))
+        except TimeoutError:
+            raise TrainerLost(
+                f"the trainer has not said a word for {self._silent:g} s: look at its log, then add --resume latest"
+            ) from None
+        except msgspec.DecodeError as error:
+            raise Garbled(f"the answer cannot be read: {error}") from error
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        began, told, delay = time.monotonic(), 0.0, FIRST_DELAY
+        cause = "it does not listen"
+        while (waited := time.monotonic() - began) < RETURN_SECONDS:
+            try:
+                async with asyncio.timeout(self._silent):
+                    reader, writer = await asyncio.open_unix_connection(str(self._address))
+                self._speaking = reader, writer
+                hello = await self._word(reader)
+                if not isinstance(hello, RpcHello):
+                    raise Garbled(f"{type(hello).__name__} came for a greeting")
+                break
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self._hang_up()
+                cause = str(error) or type(error).__name__
+            if waited - told > WORD_SECONDS:
+                told = waited
+                log.warning("waiting for the trainer for %.0f s: %s", waited, cause)
+            await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
+            delay = min(MOST_DELAY, 2 * delay)
+        else:
+            raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}")
+        if self._used and self._life and self._life != hello.life:
+            self._hang_up()
+            raise TrainerLost("the trainer's process ended and was started again")
+        self._life, self.hello = hello.life, hello
+        return reader, writer
+
+    def _hang_up(self) -> None:
+        if self._speaking is not None:
+            self._speaking[1].close()
+            self._speaking = None

@@ -1,0 +1,374 @@
+"""Starts the three processes of a run, and restarts any that dies."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+import msgspec
+
+from paceline.config import RunConfig
+from paceline.errors import PacelineError
+from paceline.model import ModelError, resolve
+from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome, RunRecorder, read_sound
+from paceline.observe.monitor.waitgraph import chain
+from paceline.observe.monitor.watchdog import waits_file
+from paceline.orchestrator import Checkpoints
+from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport
+from paceline.runtime.session import RunResult, result_of
+from paceline.runtime.signals import Signals
+from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
+
+MOST_DEATHS = 10
+"""Deaths of one process in a row, without a trained step between them, before the run stops."""
+LOOK_SECONDS = 0.1
+CLOSE_SECONDS = 10.0
+STOP_SECONDS = 4.8
+"""Time an orchestrator gets to end after a second signal; it ends itself earlier, if it can."""
+SOCKET = "trainer.sock"
+SOCKET_BYTES = len(f"/.{PREFIX}12345678/{SOCKET}")
+ROLES = ("server", "trainer", "orchestrator")
+ENDINGS = (0, 1, FATAL, 130)
+"""Exit codes by which the orchestrator says that the run is over."""
+
+
+@dataclass(slots=True)
+class ManagedProcess:
+    """One of the three processes, across its restarts."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    heard: int = 0
+    """Length of its log when it was last started."""
+    lives: int = 1
+    deaths: int = 0
+    """In a row."""
+    step: int = 0
+    """The run's, when it last died."""
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """The processes of one run.
+
+    `reach` gives the addresses under which the orchestrator finds server and trainer, where these are not the ones they
+    listen on: a proxy between them, say.
+    """
+
+    config: RunConfig
+    overwrite: bool = False
+    screen: TextIO | None = None
+    reach: Callable[[str], str] = lambda address: address
+    children: dict[str, ManagedProcess] = field(default_factory=dict)
+    signals: list[int] = field(default_factory=list)
+    _stop_by: float = math.inf
+    """When the orchestrator is killed, after a second signal."""
+    _found: tuple[int, int] | None = None
+    """The run file that lay in the directory before."""
+    _ending: IO[bytes] | None = None
+    """The pipe on which the orchestrator reports how the run ended."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.config.runs) / self.config.name)
+
+    def run(self) -> RunResult:
+        """Supervise until the orchestrator reports the end of the run, or a process dies too often."""
+        path = self.directory.root
+        RunDirectory.claim(path, bool(self.config.resume), self.overwrite).release()  # or say at once why not
+        self._found = _stamp(self.directory.config_file)
+        try:
+            resolve(self.config.model.name)  # before three processes are started that cannot find it
+        except ModelError as error:
+            return self._failed(str(error))
+        with ExitStack() as stack:
+            brief = stack.enter_context(self._briefed())
+            stack.enter_context(self._listening())
+            stack.callback(self._end_all)
+            if self.screen is not None:  # it takes them a while to say something themselves
+                print("... starting server, trainer and orchestrator", file=self.screen, flush=True)
+            for role in ROLES:
+                log = self.directory.live / f"{role}.log"
+                log.write_bytes(b"")
+                self.children[role] = ManagedProcess(role, self._start(role, brief), log)
+            while True:
+                if time.monotonic() > self._stop_by:  # native code may keep it from hearing anything
+                    self.children["orchestrator"].process.kill()
+                for child in self.children.values():
+                    if (code := child.process.poll()) is None:
+                        continue
+                    if child.role == "orchestrator" and (code in ENDINGS or self.signals):
+                        self._end_all()
+                        for role in ROLES:  # no process waits any more
+                            (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
+                        return result_of(self.directory, self._report(child, code))
+                    if cause := self._hopeless(child, code):
+                        return self._failed(cause)
+                    brief = self._after_a_death(child, brief)
+                    _end(child.process)
+                    child.heard = child.log.stat().st_size
+                    child.process = self._start(child.role, brief)
+                    child.lives += 1
+                time.sleep(LOOK_SECONDS)  # unbounded: watching is its job
+
+    # -- lives and deaths ---------------------------------------------------------------------------------------------
+
+    def _start(self, role: str, brief: LaunchSpec) -> subprocess.Popen[bytes]:
+        spoken = role == "orchestrator"
+        reader, writer = os.pipe() if spoken else (-1, -1)
+        if spoken:
+            brief = msgspec.structs.replace(brief, report=writer)
+            self._ending = os.fdopen(reader, "rb")
+        log = (Path(brief.folder) / f"{role}.log").open("ab")
+        out: Any = self._screen_of() if spoken else log
+        with log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "paceline.runtime.processes.child", role],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is ours to hear, and to hand on to the orchestrator alone
+                pass_fds=[writer] if spoken else [],
+            )
+        if spoken:
+            os.close(writer)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(brief.line())
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # dead already: the next poll will see it
+        if process.stdout is not None:
+            threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
+        return process
+
+    def _hopeless(self, child: ManagedProcess, code: int) -> str:
+        """Why starting it again would not help; empty if it may."""
+        said = self._last_word(child)
+        if code == FATAL and child.lives == 1:
+            return f"the {child.role} cannot start: {said}"
+        step = self._step()
+        child.deaths = 1 if step > child.step else child.deaths + 1
+        child.step = max(step, child.step)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if child.deaths >= MOST_DEATHS:
+            last = f": {said}" if said else ""
+            return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
+        self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {said})" if code > 0 else ""))
+        return ""
+
+    def _after_a_death(self, child: ManagedProcess, brief: LaunchSpec) -> LaunchSpec:
+        """An orchestrator that comes back goes on from where its run directory stands."""
+        if child.role != "orchestrator" or not self._begun:
+            return brief
+        if Checkpoints(self.directory.checkpoints, 1).all():
+            resumed = self.config.model_copy(update={"resume": "latest"})
+            return msgspec.structs.replace(brief, config=resumed.model_dump_json(), overwrite=False)
+        # It began, and died before it had kept anything: it begins again, or resumes again from elsewhere.
+        fresh = self.config.model_copy(update={"resume": None}) if self.config.resume == "latest" else self.config
+        return msgspec.structs.replace(brief, config=fresh.model_dump_json(), overwrite=not fresh.resume)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether the run's directory is this run's by now, and not an older one's."""
+        return _stamp(self.directory.config_file) != self._found
+
+    def _failed(self, cause: str) -> RunResult:
+        """End all processes and report the cause, which the orchestrator no longer can."""
+        self._end_all()
+        directory = self.directory
+        if not self._begun:  # what lies there is an older run's
+            return RunResult(RunOutcome("failed", 0, cause), directory.root, [], [], PacelineError(cause))
+        saved = next(reversed(Checkpoints(directory.checkpoints, 1).all()), None)
+        outcome = RunOutcome("failed", self._step(), cause, saved)
+        with contextlib.suppress(OSError):
+            RunRecorder(directory.root).end(outcome)
+        return result_of(directory, outcome)
+
+    def _report(self, child: ManagedProcess, code: int) -> RunOutcome:
+        """The outcome that the orchestrator reported; one that was told to stop at once reports nothing."""
+        assert self._ending is not None
+        os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
+        with self._ending as pipe:
+            said = pipe.read()
+        if said:
+            return msgspec.json.decode(said, type=RunEndReport).outcome()
+        saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
+        if self.signals:
+            return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
+        return RunOutcome("failed", self._step(), f"the orchestrator failed: {self._last_word(child)}", saved)
+
+    def _end_all(self) -> None:
+        for child in self.children.values():
+            _end(child.process)
+
+    # -- surroundings -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _briefed(self) -> Generator[LaunchSpec]:
+        """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
+        live = self.directory.live
+        weights = live / "weights"
+        live.mkdir(parents=True, exist_ok=True)
+        with (
+            _locked(live / "supervisor.lock"),
+            PrivateFolder(socket_parent(SOCKET_BYTES)) as private,
+            socket.socket() as door,
+        ):
+            shutil.rmtree(weights, ignore_errors=True)
+            weights.mkdir(parents=True)
+            door.bind(("127.0.0.1", 0))
+            port, address = door.getsockname()[1], f"{private}/{SOCKET}"
+            door.close()
+            try:
+                yield LaunchSpec(
+                    config=self.config.model_dump_json(),
+                    folder=str(live.resolve()),
+                    port=port,
+                    key=secrets.token_urlsafe(24),
+                    socket=address,
+                    url=self.reach(f"http://127.0.0.1:{port}"),
+                    trainer=self.reach(address),
+                    overwrite=self.overwrite,
+                    screen=self.screen is not None,
+                )
+            finally:
+                shutil.rmtree(weights, ignore_errors=True)
+
+    @contextmanager
+    def _listening(self) -> Generator[None]:
+        """Signals are handed on to the orchestrator, which ends the run in good order; the others end with it."""
+
+        def heard(number: int, frame: Any) -> None:
+            self.interrupt(number)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Hand a signal on to the orchestrator."""
+        self.signals.append(number)
+        if len(self.signals) == 2:
+            self._stop_by = time.monotonic() + STOP_SECONDS
+        child = self.children.get("orchestrator")
+        if child is not None:
+            child.process.send_signal(number)
+
+    def _screen_of(self) -> TextIO | int:
+        """Where the orchestrator prints: the very screen if it is a file, else a pipe to it."""
+        if self.screen is None:
+            return subprocess.DEVNULL
+        try:
+            self.screen.fileno()
+        except (OSError, ValueError, AttributeError):
+            return subprocess.PIPE
+        return self.screen
+
+    def _copy(self, pipe: Any) -> None:
+        assert self.screen is not None
+        for line in pipe:
+            with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
+                self.screen.write(line.decode(errors="replace"))
+
+    def _tell(self, text: str) -> None:
+        if self.screen is not None:
+            print(f"note: {text}", file=self.screen, flush=True)
+        with contextlib.suppress(OSError), (self.directory.live / "supervisor.log").open("a") as log:
+            print(time.strftime("%H:%M:%S"), text, file=log)
+
+    def _step(self) -> int:
+        lines, _ = read_sound(self.directory.metrics_file, {"step": int})
+        return max((line["step"] for line in lines), default=0)
+
+    def _last_word(self, child: ManagedProcess) -> str:
+        """A child's last message since its start: a sentence for the user, or its last line and where the rest is."""
+        if not child.log.exists():
+            return self._last_wait(child) or "nothing"
+        with child.log.open("rb") as log:
+            log.seek(child.heard)
+            lines = log.read().decode(errors="replace").splitlines()
+        spoken = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
+        said = next((line for line in reversed(spoken) if not line.startswith(("serving ", "stopped"))), "")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if said or last:
+            return said or f"{last} (all of it is in {child.log})"
+        return self._last_wait(child) or f"nothing (all of it is in {child.log})"
+
+    def _last_wait(self, child: ManagedProcess) -> str:
+        """What a child that died silently was doing, by the watchdog's last snapshot. Only the orchestrator runs
+        environments, so that an episode in it points to user code."""
+        part = "" if child.role == "orchestrator" else child.role
+        try:
+            state = json.loads(waits_file(self.directory.root, part).read_text())
+            doing = chain(state["waits"]) if state["pid"] == child.process.pid else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        hint = "; user code that ends the process, by os._exit or a crash in native code, ends the run"
+        return f"nothing. It was last seen at: {doing}{hint if child.role == 'orchestrator' else ''}" if doing else ""
+
+
+@contextmanager
+def _locked(file: Path) -> Generator[None]:
+    """Hold a lock: between two lives of the orchestrator the run directory's own lock is free."""
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            root = file.parent.parent
+            raise PacelineError(f"{root} is in use by another run: wait for it, or choose another --name") from None
+        yield
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def supervised(
+    config: RunConfig, overwrite: bool, screen: TextIO | Monitor | None, signals: Signals | None = None
+) -> RunResult:
+    """Run a run file with `placement = "processes"` to its end. Another process shows its progress, so that a monitor
+    of this one has nothing to show, and the lines go to standard output."""
+    supervisor = Supervisor(config, overwrite, sys.stdout if isinstance(screen, Monitor) else screen)
+    if signals is not None:
+        signals.on_interrupt(supervisor.interrupt)
+    return supervisor.run()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSE_SECONDS)
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):  # what it never read
+            process.stdin.close()

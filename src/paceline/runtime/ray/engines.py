@@ -1,0 +1,341 @@
+"""Runs an engine as a Ray actor, with the orchestrator's handle on it.
+
+A safetensors file that lies in memory as a row of bytes, for torch.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import ObjectLostError, RayActorError, RayError
+from safetensors.torch import save
+from torch import Tensor
+
+from paceline.clients.frames import (
+    Answer,
+    Ask,
+    CompletionFrame,
+    EngineMessage,
+    FailureFrame,
+    FromEngine,
+    Generate,
+    Load,
+    Question,
+    ScoreFrame,
+    Scores,
+    ToEngine,
+    as_floats,
+    decode_from_engine,
+    decode_to_engine,
+    ints,
+)
+from paceline.clients.host import EngineRpcHandler, unpacked
+from paceline.config import RunConfig
+from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
+from paceline.engine.engine import DecodingEngine
+from paceline.errors import RequestError, Unreachable, UpdateLost
+from paceline.runtime.ray.cluster import CONTROL, RayActor
+from paceline.runtime.ray.collective import Receiving, Round, WeightsGroup, row_of
+from paceline.runtime.scorer import Scorer
+from paceline.runtime.serving import Ends, embedded, leave, watch
+from paceline.trainer import TrainerLost
+from paceline.weights.update import ServedPolicy, WeightUpdate
+
+KINDS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Types by the names a safetensors file has for them."""
+
+
+def tensors_in(row: Tensor) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that lies in memory as a row of bytes: views of it, nothing is copied."""
+    try:
+        start = 8 + int.from_bytes(bytes(row[:8].tolist()), "little")
+        header = json.loads(bytes(row[8:start].numpy()))
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                low, high = entry["data_offsets"]
+                raw = row[start + low : start + high]
+                kind = KINDS[entry["dtype"]]
+                raw = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()  # numbers begin at their own width
+                found[name] = raw.view(kind).view(entry["shape"])
+        return found
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise RequestError(f"these {len(row)} bytes are no safetensors file: {error}") from error
+
+
+EACH_TURN = 8
+"""Calls between two turns of the event loop. Handing one to Ray takes 0.1 to 0.5 ms, during which nothing else runs."""
+
+
+class Pace:
+    """Lets so many callers through in each turn of the event loop, first come first served.
+
+    New weights go to every engine at once, and a batch that ships makes room for hundreds of requests in one moment:
+    256 calls in a row kept the event loop from all else for 140 ms.
+    """
+
+    def __init__(self, each_turn: int = EACH_TURN) -> None:
+        self._each_turn = each_turn
+        self._left = each_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def turn(self) -> None:
+        """Wait for one's turn, which for the first few of a crowd is now."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the last one may have ended with calls waiting
+            self._loop, self._left = loop, self._each_turn
+            self._waiting.clear()
+        if self._left == self._each_turn:
+            loop.call_soon(self._next)
+        if self._left:
+            self._left -= 1
+            return
+        mine = loop.create_future()
+        self._waiting.append(mine)
+        await mine  # bounded: by those before, each of whom takes one turn
+
+    def _next(self) -> None:
+        self._left = self._each_turn
+        while self._waiting and self._left:
+            one = self._waiting.popleft()
+            if not one.done():  # unless it was cancelled meanwhile
+                one.set_result(None)
+                self._left -= 1
+        if self._left < self._each_turn:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
+PACE = Pace()
+"""Of all calls of this process."""
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class WeightsLost(UpdateLost, TrainerLost):
+    """The object store lost the newest weights, and with them what was trained since the newest checkpoint."""
+
+
+class EngineActor(Receiving, RayActor):
+    """One embedded engine. Started again after a death it holds the weights it began with, and says so: the roster then
+    gives it the current ones before it serves. One whose thread has failed ends itself, so that Ray starts it again.
+
+    Control calls have places of their own beside those of requests: a full engine must still take new weights.
+    """
+
+    serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[DecodingEngine | Scorer, Ends]]]] = embedded
+
+    def __init__(self, config: str, name: str, live: str) -> None:
+        super().__init__(config, name, live)
+        self._stack = contextlib.ExitStack()
+        self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
+        watch(self._engine, leave)
+        self._desk = EngineRpcHandler(self._engine)
+
+    async def answer(self, question: bytes) -> bytes:
+        (message,) = decode_to_engine(question).messages
+        return self._framed(await self._desk.answer(message))
+
+    @ray.method(concurrency_group=CONTROL)
+    async def order(self, question: bytes) -> bytes:
+        """A control call, which a full engine answers too."""
+        return await self.answer(question)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def load(self, head: bytes, weights: NDArray) -> bytes:
+        """Weights that lie in the object store; Ray has brought them to this machine."""
+        (message,) = decode_to_engine(head).messages
+        assert isinstance(message, Load)
+        return await self._apply(message, row_of(weights))
+
+    @ray.method(concurrency_group=CONTROL)
+    async def receive_row(self, head: bytes, size: int) -> bytes:
+        """Weights that the first rank broadcasts now."""
+        (message,) = decode_to_engine(head).messages
+        assert isinstance(message, Load)
+        return await self._apply(message, await self.received(size))
+
+    async def _apply(self, message: Load, row: Tensor) -> bytes:
+        try:
+            tensors = tensors_in(row)
+            update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
+            answer: EngineMessage = Answer(message.id, seconds=await self._engine.load_weights(update))
+        except Exception as error:
+            answer = FailureFrame.of(message.id, error)
+        return self._framed(answer)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def end_tokens(self) -> tuple[int, ...]:
+        return self.ends
+
+    def _framed(self, answer: Any) -> bytes:
+        return _encode(FromEngine([answer], self._engine.busy_seconds))
+
+
+class RayEngine:
+    """Speaks the `Engine` protocol to an actor. Ray restarts a dead actor; meanwhile requests fail as unreachable, and
+    the pool sends them elsewhere."""
+
+    def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
+        self.actor, self.name, self._group = actor, name, group
+        self._numbers = count(1)
+        self._busy = 0.0
+
+    async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
+        """One completion. A listener hears it as one piece, when it is whole."""
+        done: CompletionFrame = await self._ask(Generate(next(self._numbers), request, False))
+        completion = done.completion()
+        if listener is not None:
+            listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
+        return completion
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        question = ScoreFrame(next(self._numbers), [ints(ids) for ids in sequences], temperature, model)
+        scores: Scores = await self._ask(question)
+        return [as_floats(score) for score in scores.logprobs]
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        tensors = (await self.keep(update)).tensors
+        assert isinstance(tensors, ObjectTensors)
+        head = Load(next(self._numbers), update.version, b"", update.adapter, update.expected, update.canary)
+        framed = _encode(ToEngine([head]))
+        if self._group is not None and update.adapter is None:
+            said = await self._group.deliver(self, framed, tensors)
+            if said is not None:
+                return self._answer(said).seconds
+        await PACE.turn()
+        answer: Answer = await self._heard(self.actor.load.remote(framed, tensors.reference))
+        return answer.seconds
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        """The update with its tensors in the object store, from where any node can have them."""
+        if isinstance(update.tensors, ObjectTensors):
+            return update
+        return dataclasses.replace(update, tensors=await asyncio.to_thread(ObjectTensors.put, update.tensors))
+
+    async def policy(self) -> ServedPolicy:
+        return _given((await self._question("policy")).policy)
+
+    async def limits(self) -> EngineLimits:
+        return _given((await self._question("limits")).limits)
+
+    async def stats(self) -> EngineStats:
+        return _given((await self._question("stats")).stats)
+
+    async def pause(self) -> None:
+        await self._question("pause")
+
+    async def resume(self) -> None:
+        await self._question("resume")
+
+    async def sleep(self) -> None:
+        await self._question("sleep")
+
+    async def wake(self) -> None:
+        await self._question("wake")
+
+    @property
+    def busy_seconds(self) -> float:
+        """As of its last answer."""
+        return self._busy
+
+    def start(self) -> None:
+        """Actors start by themselves."""
+
+    def close(self) -> None:
+        ray.kill(self.actor)
+
+    async def _question(self, what: Question) -> Answer:
+        await PACE.turn()
+        message = Ask(next(self._numbers), what)
+        return await self._heard(self.actor.order.remote(_encode(ToEngine([message]))))
+
+    async def _ask(self, message: Any) -> Any:
+        await PACE.turn()
+        return await self._heard(self.actor.answer.remote(_encode(ToEngine([message]))))
+
+    async def _heard(self, reference: Any) -> Any:
+        try:
+            said = await reference  # bounded: by the pool's deadline, and by the actor's life
+        except asyncio.CancelledError:
+            ray.cancel(reference)  # which takes the request out of the engine
+            raise
+        except ObjectLostError as error:
+            raise WeightsLost(f"the weights were lost with the machine that held them: {_brief(error)}") from error
+        except RayActorError as error:
+            raise Unreachable(f"{self.name} does not answer: {_brief(error)}") from None
+        except RayError as error:
+            if isinstance(getattr(error, "cause", None), ObjectLostError):
+                raise WeightsLost(f"{self.name} cannot fetch the weights: {_brief(error)}") from error
+            raise Unreachable(f"{self.name}: {_brief(error)}") from error
+        return self._answer(said)
+
+    def _answer(self, said: bytes) -> Any:
+        batch = decode_from_engine(said)
+        self._busy = batch.busy_seconds
+        (answer,) = batch.messages
+        if isinstance(answer, FailureFrame):
+            raise answer.error()
+        return answer
+
+
+class ObjectTensors(Mapping[str, Tensor]):
+    """Tensors in Ray's object store, as the bytes of one safetensors file; read here only on access."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+        self.round: Round | None = None
+        """The broadcast of these, where there was one."""
+        self._tensors: dict[str, Tensor] | None = None
+
+    @classmethod
+    def put(cls, tensors: Mapping[str, Tensor]) -> "ObjectTensors":
+        return cls(ray.put(packed(tensors)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def _read(self) -> dict[str, Tensor]:
+        if self._tensors is None:
+            self._tensors = unpacked(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
+        return self._tensors
+
+
+FETCH_SECONDS = 900.0
+
+
+def packed(tensors: Mapping[str, Tensor]) -> NDArray:
+    """Safetensors bytes as an array, which Ray keeps and maps without copying."""
+    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _brief(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _given(value: Any) -> Any:
+    assert value is not None
+    return value

@@ -1,0 +1,224 @@
+"""Runs trainer ranks as Ray actors, and all of them together as one trainer.
+
+Runs reward and tool code on other machines, each call still in a process that can be killed.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util import get_node_ip_address
+
+from paceline.config import RunConfig
+from paceline.data.balance import Cost
+from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
+from paceline.model import end_tokens, load_tokenizer
+from paceline.runtime.processes.frames import FromTrainer, RpcCall, RpcFailure, RpcHello, RpcResult, Sent, decode_call
+from paceline.runtime.processes.host import life
+from paceline.runtime.rank_group import RankGroup, RankRpcHandler, cost_of
+from paceline.runtime.ray.cluster import RayActor
+from paceline.runtime.ray.collective import Sending
+from paceline.runtime.ray.engines import ObjectTensors, packed
+from paceline.runtime.torch_kit import build_trainer, pick_device
+from paceline.trainer import TrainerError, TrainerLost
+from paceline.trainer.world import join
+from paceline.weights.update import WeightUpdate
+
+START_SECONDS = 1800.0
+"""For all ranks to be placed, to load the model and to meet."""
+_encode = msgspec.msgpack.Encoder().encode
+_answer = msgspec.msgpack.Decoder(FromTrainer).decode
+_sent = msgspec.msgpack.Decoder(Sent).decode
+
+
+class RankActor(Sending, RayActor):
+    """One rank: its share of the model, of each batch, and of each checkpoint."""
+
+    async def meeting_place(self) -> tuple[str, int]:
+        """Host and port at which the ranks meet, if this is the first of them."""
+        with socket.socket() as door:
+            door.bind(("", 0))
+            return get_node_ip_address(), door.getsockname()[1]
+
+    async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
+        """Meet the others and load the model; answers with a greeting, and with what a token and a pair of tokens cost
+        to train."""
+        return await asyncio.to_thread(self._join, f"{host}:{port}", rank, world)
+
+    def _join(self, address: str, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
+        backend = None if pick_device(self.config.device) == "cuda" else "gloo"
+        group = join(rank, world, address, backend) if world > 1 else None
+        built = build_trainer(self.config, group)
+        tokenizer = load_tokenizer(self.config.model)
+        self._desk = RankRpcHandler(built.trainer, tokenizer)
+        ends = end_tokens(tokenizer, built.model)
+        cost = cost_of(built.model.config)
+        return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
+
+    async def do(self, call: bytes) -> bytes:
+        """Step, save, load or export, with all the others."""
+        return _encode(await self._desk.answer(decode_call(call)))
+
+    async def weights(self) -> tuple[bytes, NDArray]:
+        """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
+        update = await self._desk.trainer.weights()
+        expected = await asyncio.to_thread(update.fingerprint)
+        data = await asyncio.to_thread(packed, update.tensors)
+        return _encode(Sent(update.version, "", update.adapter, expected, update.canary)), data
+
+
+class RayTrainer(RankGroup):
+    """All ranks as one trainer. What a lost rank knew is gone, and `load` starts new ones."""
+
+    def __init__(self, config: RunConfig, start: Callable[[], Sequence[Any]]) -> None:
+        super().__init__(config)
+        self._start = start
+        self._ranks: list[Any] = []
+
+    async def meet(self) -> RpcHello:
+        """Start the ranks and wait until they have met."""
+        self._ranks = list(self._start())
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
+                world = len(self._ranks)
+                joined = [rank.join.remote(host, port, i, world) for i, rank in enumerate(self._ranks)]
+                (greeting, cost), *_ = await self._together(joined)
+        except TimeoutError:
+            raise TrainerError(
+                f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
+                "`paceline status`, then add --resume latest"
+            ) from None
+        hello, self._cost = _answer(greeting), Cost(*cost)
+        assert isinstance(hello, RpcHello)
+        self.hello, self.version = hello, 0
+        return hello
+
+    def first(self) -> Any:
+        """The rank that has the whole weights."""
+        self._there()
+        return self._ranks[0]
+
+    async def weights(self) -> WeightUpdate:
+        self._there()
+        answers = [rank.weights.options(num_returns=2).remote() for rank in self._ranks]
+        heads = await self._together([head for head, _ in answers])
+        sent = _sent(heads[0])
+        tensors = ObjectTensors(answers[0][1])
+        return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary)
+
+    async def load(self, folder: Path) -> None:
+        if not self._ranks:
+            await self.meet()
+        await super().load(folder)
+
+    def close(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            with contextlib.suppress(RayError):
+                ray.kill(rank)
+
+    @property
+    def _size(self) -> int:
+        return len(self._ranks)
+
+    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
+        answer = _answer(await self._ranks[rank].do.remote(_encode(call)))
+        assert isinstance(answer, RpcResult | RpcFailure)
+        return answer
+
+    def _there(self) -> None:
+        if not self._ranks:
+            raise TrainerLost("the trainer's ranks are gone")
+
+    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+            return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {_first_line(error)}")
+        return None
+
+    def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
+        cause = super()._cause(ended)
+        return TrainerError(_last_line(cause)) if isinstance(cause, RayTaskError) else cause
+
+
+def _last_line(error: BaseException) -> str:
+    """The last line of a remote traceback."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+AGAIN_SECONDS = 0.5
+
+
+class WorkerActor(RayActor):
+    """Runs calls in processes of its machine."""
+
+    def __init__(self, config: str, name: str, live: str) -> None:
+        super().__init__(config, name, live)
+        self._workers: dict[WorkerLimits, Workers] = {}
+
+    async def call(
+        self, function: str, args: Sequence[Any], timeout: float, limits: tuple[int, int | None, int]
+    ) -> dict[str, Any]:
+        """The function's value, or how it failed."""
+        workers = self._workers.setdefault(WorkerLimits(*limits), Workers(*limits))
+        try:
+            return {"value": await workers.call(function, args, timeout)}
+        except WorkerFailed as failed:
+            return {"kind": failed.kind, "reason": str(failed)}
+
+
+class RayWorkers:
+    """Sends each call to the least busy actor. One whose machine dies under it is made once more, elsewhere."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._busy = dict.fromkeys(range(len(actors)), 0)
+        self._actors = list(actors)
+
+    async def call(self, function: str, args: Sequence[Any], timeout: float, limits: WorkerLimits) -> Any:
+        lost: list[int] = []
+        waited = 0.0
+        while len(lost) < ATTEMPTS:
+            chosen = min(self._busy, key=lambda at: (at in lost, self._busy[at]))
+            self._busy[chosen] += 1
+            reference = self._actors[chosen].call.remote(
+                function, list(args), timeout, (limits.count, limits.memory_mb, limits.answer_bytes)
+            )
+            try:
+                answer = await reference  # bounded: the actor ends the call at its timeout
+            except asyncio.CancelledError:
+                ray.cancel(reference)  # its process is killed, as it would be here
+                raise
+            except RayTaskError:
+                raise  # a bug over there: no worker was lost
+            except ActorUnavailableError:
+                # It is being started again, which is no verdict on the call.
+                if waited > LOAD_SECONDS:
+                    lost.append(chosen)
+                waited += AGAIN_SECONDS
+                await asyncio.sleep(AGAIN_SECONDS)  # bounded: by LOAD_SECONDS
+                continue
+            except RayError:
+                lost.append(chosen)
+                continue
+            finally:
+                self._busy[chosen] -= 1
+            if "value" in answer:
+                return answer["value"]
+            kind: Failure = answer["kind"]
+            raise WorkerFailed(kind, answer["reason"])
+        raise WorkerFailed("exited", f"{len(lost)} workers were lost under it")
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)

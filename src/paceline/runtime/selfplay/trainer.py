@@ -1,0 +1,201 @@
+"""Defines a trainer that takes samples and steps once it has enough of them.
+
+Loads the model to train, and connects to the server it is sampled from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients import HttpEngine, Pool
+from paceline.config import trainer as sections
+from paceline.config.apple import on_mlx
+from paceline.config.inference import SamplingConfig
+from paceline.config.model import LoRAConfig, ModelConfig
+from paceline.data import Sample
+from paceline.errors import PacelineError
+from paceline.model import end_tokens, load_tokenizer
+from paceline.orchestrator.gate import fresh_enough
+from paceline.rollout import Group, Renderer, SamplingClient
+from paceline.runtime.model_backends import trainer_of
+from paceline.trainer import StepReport
+
+ADAPTER = LoRAConfig()
+
+
+def load(
+    name: str, lora: LoRAConfig | None = ADAPTER, seed: int = 0, backend: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A model ready to train, of torch or of mlx, with its tokenizer; `lora = None` trains all of it."""
+    config = ModelConfig(name=name, lora=lora)
+    if on_mlx(backend):
+        from paceline.model.mlx import loading
+        from paceline.model.mlx import lora as adapters
+
+        return adapters.attach_lora(loading.load_model(config), lora, seed), load_tokenizer(config)
+    from paceline.model import attach_lora, load_model
+
+    return attach_lora(load_model(config), config, seed), load_tokenizer(config)
+
+
+class Client:
+    """A pool of engines that actors are sampled from."""
+
+    def __init__(self, pool: Pool, sampling: SamplingConfig | None = None) -> None:
+        self.pool = pool
+        self._sampling = sampling or SamplingConfig()
+        self._voice: SamplingClient | None = None
+
+    def connect(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """From now on speak in this model's template. A `Trainer` does this for its client."""
+        ends = end_tokens(tokenizer, model)
+        self._voice = SamplingClient(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))
+
+    @property
+    def voice(self) -> SamplingClient:
+        if self._voice is None:
+            raise PacelineError("this client does not know the model's template yet: make the SelfPlayTrainer first")
+        return self._voice
+
+
+class OpenAIClient(Client):
+    """A running `paceline serve`. Adapters are sent to it over HTTP; full weights as a file in `folder`, which it must
+    `--allow`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        folder: Path | None = None,
+        sampling: SamplingConfig | None = None,
+    ) -> None:
+        self._engine = HttpEngine(base_url, api_key=api_key, folder=folder)
+        super().__init__(Pool([self._engine]), sampling)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        self.pool.close()
+        await self._engine.aclose()
+
+
+def Adam(learning_rate: float = 1e-5) -> sections.OptimizerConfig:
+    """Adam with float32 masters."""
+    return sections.OptimizerConfig(lr=learning_rate)
+
+
+optim = SimpleNamespace(Adam=Adam)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfPlayTrainerConfig:
+    """Settings of a `SelfPlayTrainer`."""
+
+    micro_batch_tokens: int = 4096
+    min_samples_per_step: int = 16
+    """Fresh samples that make an optimizer step."""
+    loss_type: Literal["token", "sample"] = "token"
+    ppo_clip_min: float = 0.8
+    ppo_clip_max: float = 1.2
+    staleness_limit: int = 3
+    """Versions a sample's oldest token may be behind; older ones are left out and counted."""
+    kl_coef: float = 0.1
+    use_kl_penalty: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_kl_penalty:
+            raise PacelineError("use_kl_penalty = True: the trainer has no KL reference yet, so leave it at False")
+
+    def section(self, optimizer: sections.OptimizerConfig) -> sections.TrainerConfig:
+        return sections.TrainerConfig(
+            optimizer=optimizer,
+            loss=sections.PPOConfig(clip_low=1 - self.ppo_clip_min, clip_high=self.ppo_clip_max - 1),
+            normalise=self.loss_type,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """One draw of the arena, played and credited."""
+
+    records: list[Sample]
+    """Samples to train on. Groups in which all did equally well carry no signal and are left out."""
+    groups: list[Group]
+
+    def rewards(self) -> dict[str, float]:
+        """Mean reward of each actor."""
+        played: dict[str, list[float]] = {}
+        for rollout in (rollout for group in self.groups for rollout in group.rollouts):
+            played.setdefault(rollout.actor, []).append(rollout.reward or 0.0)
+        return {actor: sum(rewards) / len(rewards) for actor, rewards in played.items()}
+
+
+class SelfPlayTrainer:
+    """Takes samples, steps when there are enough, and publishes each new version to its client."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: sections.OptimizerConfig,
+        config: SelfPlayTrainerConfig,
+        client: Client,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config, self.client = config, client
+        self.stale = 0
+        """Samples left out because they were too old."""
+        self.tickets = count()
+        """Numbers what is drawn, so that no two draws of this trainer share their noise."""
+        self.reports: list[StepReport] = []
+        self._trainer = trainer_of(model, config.section(optimizer))
+        self._waiting: list[Sample] = []
+        client.connect(model, tokenizer or load_tokenizer(ModelConfig(name=str(model.name_or_path))))
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    async def accumulate(self, records: Sequence[Sample]) -> StepReport | None:
+        """Take samples in; a step when `min_samples_per_step` fresh ones are there, else None.
+
+        They wait as samples, not as gradients: the step's normaliser counts all of its tokens, and what grew stale
+        while it waited can still be left out.
+        """
+        self._waiting = self._fresh([*self._waiting, *records])
+        if len(self._waiting) < self.config.min_samples_per_step:
+            return None
+        return await self._step()
+
+    async def train_step(self, batch: TrainingBatch) -> StepReport | None:
+        """Exactly one step on this batch and whatever waits; None if nothing fresh is there."""
+        self._waiting = self._fresh([*self._waiting, *batch.records])
+        return await self._step() if self._waiting else None
+
+    async def publish_weights(self) -> None:
+        """Publish the current version to the client's engines."""
+        await self.client.pool.load_weights(await self._trainer.weights())
+
+    async def flush(self) -> StepReport | None:
+        """Train what is left over, however little it is."""
+        return await self.train_step(TrainingBatch([], []))
+
+    def close(self) -> None:
+        self._trainer.close()
+
+    def _fresh(self, records: Sequence[Sample]) -> list[Sample]:
+        aged = [fresh_enough(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
+        self.stale += aged.count(None)
+        return [sample for sample in aged if sample is not None]
+
+    async def _step(self) -> StepReport:
+        batch, self._waiting = self._waiting, []
+        report = await self._trainer.step(batch)
+        self.reports.append(report)
+        await self.publish_weights()
+        return report

@@ -1,0 +1,249 @@
+"""Builds model and engine for `paceline serve`: in this process, or in one of their own.
+
+Ends a process whose engine has failed for good, so that its supervisor restarts it.
+
+The thread that computes is gone by then, and with it perhaps the device: nothing in this process can bring it back. A
+process that lived on would refuse every request, for ever.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients.frames import EngineHello, FromEngine, frame
+from paceline.clients.host import EngineHost
+from paceline.clients.link import EngineLink
+from paceline.config import RunConfig
+from paceline.config.apple import on_mlx
+from paceline.config.serve import ServeConfig
+from paceline.engine.base import Grammar
+from paceline.engine.engine import DecodingEngine
+from paceline.engine.sequence import Guide
+from paceline.errors import EngineError, PacelineError
+from paceline.model import end_tokens, load_tokenizer, quick_handover
+from paceline.model.tokenizer import find_tokenizer
+from paceline.runtime.local import SMALL_MODEL
+from paceline.runtime.model_backends import kit_of
+from paceline.server import build_app, listen, quick_loop, serve
+from paceline.util.gc_tuning import rarely_collected
+
+if TYPE_CHECKING:
+    from paceline.runtime.scorer import Scorer
+
+
+FAREWELL_SECONDS = 1.0
+"""For answers that are under way when the engine fails: every waiting request has just been failed."""
+MOST_SECONDS = 30.0
+"""For those that are still not sent by then: a busy machine is slow."""
+
+
+class Mortal(Protocol):
+    """An engine whose thread may fail."""
+
+    def outlive(self) -> BaseException | None: ...
+
+
+def watch(engine: Mortal, then: Callable[[BaseException], None]) -> None:
+    """Call `then`, on a thread of its own, once the engine has failed; never if it is only closed."""
+
+    def wait() -> None:
+        if (cause := engine.outlive()) is not None:
+            then(cause)
+
+    threading.Thread(target=wait, name="paceline-survivor", daemon=True).start()
+
+
+def lost(engine: Mortal) -> Callable[[], Awaitable[EngineError]]:
+    """Waits in an event loop for the failure of an engine."""
+
+    async def failed() -> EngineError:
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[BaseException] = loop.create_future()
+
+        def tell(cause: BaseException) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
+
+        watch(engine, tell)
+        cause = await end  # unbounded: as long as the engine serves
+        return EngineError(f"the engine stopped: {cause}")
+
+    return failed
+
+
+def leave(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
+    """End this process, after a moment for the last answers, and longer while a client `waits` for one. Nothing is
+    unwound: threads of a broken device may hang."""
+    end = time.monotonic() + MOST_SECONDS
+    time.sleep(FAREWELL_SECONDS)
+    while waits() and time.monotonic() < end:
+        time.sleep(0.05)  # bounded: by MOST_SECONDS
+    print(f"paceline: the engine stopped: {type(cause).__name__}: {cause}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+CLOSE_SECONDS = 30.0
+SCORED_AT_ONCE = 32_768
+"""Tokens of a scorer's micro-batch where the trainer would find out its own."""
+Ends = tuple[int, ...]
+"""The tokens that end a turn."""
+
+
+def serve_model(config: RunConfig, settings: ServeConfig) -> None:
+    """Serve until a signal comes, or until the engine is lost."""
+    door = listen(settings.host, settings.port)
+    name = settings.name or config.model.name
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"http://{host}:{door.getsockname()[1]}/v1"
+    alone = settings.isolate if settings.isolate is not None else _on_gpu(config)
+    how = scoring if settings.scores_only else isolated if alone else embedded
+    with door, how(config) as (engine, ends):
+        app = build_app(
+            engine,
+            load_tokenizer(config.model),
+            ends,
+            name=name,
+            api_key=settings.api_key,
+            allowed=[Path(folder) for folder in settings.allow],
+            peers=settings.peers,
+            max_body_bytes=settings.max_body_bytes,
+        )
+        gone = engine.lost if isinstance(engine, EngineLink) else lost(engine)
+        ready = f"paceline: serving {name} at {address}"
+        with asyncio.Runner(loop_factory=quick_loop()) as runner, rarely_collected():
+            runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), gone))
+    print("paceline: stopped", file=sys.stderr)
+
+
+@contextmanager
+def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
+    """An engine in this process."""
+    find_tokenizer(config.model)  # a missing one is found before weights are read
+    kit = kit_of(config)
+    tokenizer = load_tokenizer(config.model)
+    ends = kit.ends(tokenizer)
+    lora = config.model.lora
+    changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}
+    if lora is not None and not config.engine.adapters:
+        changes |= {"adapters": 1, "adapter_rank": lora.rank}
+    served = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
+    engine = kit.engine(served, _grammars(tokenizer, ends), alone=True)
+    try:
+        with kit.at_work(), quick_handover(kit.device):
+            engine.start()
+            yield engine, ends
+    finally:
+        engine.close()
+
+
+@contextmanager
+def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
+    """A scorer in this process: no cache, no decode loop."""
+    if on_mlx(config.backend):
+        raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
+    from paceline.model import load_model, small_products
+    from paceline.runtime.scorer import Scorer
+    from paceline.runtime.torch_kit import pick_device
+
+    model = load_model(config.model, pick_device(config.device))
+    ends = end_tokens(load_tokenizer(config.model), model)
+    threads = config.engine.threads or _threads(sum(parameter.numel() for parameter in model.parameters()))
+    budget = config.trainer.micro_batch_tokens
+    scorer = Scorer(
+        model, budget if isinstance(budget, int) else SCORED_AT_ONCE, fp32_head=config.model.fp32_head, threads=threads
+    )
+    try:
+        with small_products(model.dtype), quick_handover(model.device.type):
+            scorer.start()
+            yield scorer, ends
+    finally:
+        scorer.close()
+
+
+@contextmanager
+def isolated(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
+    """An engine in a process of its own, so that HTTP and JSON never hold the lock of the decode loop."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "paceline.runtime.serving", str(theirs.fileno())]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+    theirs.close()
+    assert child.stdin is not None
+    with child.stdin as pipe:
+        pipe.write(config.model_dump_json().encode())
+    link = EngineLink(ours, cause=lambda: _cause(child))
+    try:
+        link.start()
+        yield link, link.end_tokens
+    finally:
+        link.close()
+        try:
+            child.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even a killed one back
+                child.wait(CLOSE_SECONDS)
+
+
+def host_engine(descriptor: int, config: RunConfig) -> None:
+    """The life of the engine's process: ends when the other side of its socket does."""
+    # Ctrl-C reaches the whole group; the server decides when it is time, and then closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    door = socket.socket(fileno=descriptor)
+    try:
+        with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
+            host = EngineHost(engine, ends)
+            watch(engine, lambda cause: leave(cause, lambda: host.waited_for))
+            runner.run(host.serve(door))
+    except PacelineError as error:
+        door.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
+
+
+def _cause(child: subprocess.Popen) -> str:
+    try:
+        code = child.wait(10.0)
+    except subprocess.TimeoutExpired:
+        return "it closed the connection"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    """Whether the engine computes on a GPU, where a process of its own pays off."""
+    if on_mlx(config.backend):
+        return False
+    from paceline.runtime.torch_kit import pick_device
+
+    return pick_device(config.device) == "cuda"
+
+
+def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], Guide] | None:
+    """The grammar compiler, where the packages it needs are installed."""
+    if importlib.util.find_spec("torch") is None:  # which xgrammar needs
+        return None
+    from paceline.engine.grammar import grammars
+
+    return grammars(tokenizer, ends)
+
+
+def _threads(parameters: int) -> int:
+    """All cores but the one that speaks HTTP; a small model's products are too short to share at all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if parameters < SMALL_MODEL else max(1, cores - 1)
+
+
+if __name__ == "__main__":
+    host_engine(int(sys.argv[1]), RunConfig.model_validate_json(sys.stdin.buffer.read()))

@@ -1,0 +1,285 @@
+"""Builds engine and trainer with torch.
+
+Builds the trainer of a process that runs nothing else.
+"""
+
+import copy
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paceline.clients.external_engine import ForeignEngine
+from paceline.clients.launched import LaunchedVllm, VllmProcess, lora_rank
+from paceline.clients.sglang import SglangEngine
+from paceline.clients.vllm import VllmEngine
+from paceline.config import RunConfig
+from paceline.engine import EmbeddedEngine
+from paceline.engine.base import Engine, Grammar
+from paceline.engine.sequence import Guide
+from paceline.errors import PacelineError
+from paceline.model import attach_lora, end_tokens, engine_twin, load_model, small_products
+from paceline.model.background_compile import BackgroundCompile, has_cached_code
+from paceline.model.dtypes import dtype_name
+from paceline.model.source import resolve
+from paceline.model.varlen import can_varlen
+from paceline.runtime.local import share_cores
+from paceline.trainer import TorchTrainer
+from paceline.weights.tensors import write_tensors
+
+ADAPTERS = 4
+"""Versions of an adapter that vLLM computes side by side: the newest, and those that requests still end with."""
+CPU_CACHE_GIB = 2
+
+
+def foreign(
+    config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, root: Path
+) -> ForeignEngine | None:
+    """The engine that `engine.backend` names; None for Paceline's own. `model` is the policy before any adapter."""
+    engine = config.engine
+    if engine.backend == "paceline":
+        return None
+    folder = Path(engine.folder) if engine.folder else root / "weights"
+    shared: dict[str, Any] = {
+        "folder": folder,
+        "verify": engine.verify_weights,
+        "capacity": engine.max_running,
+        "vocabulary": int(model.config.get_text_config().vocab_size),
+    }
+    if engine.launch is not None:
+        shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
+        apart = shared["tied"] and model.device.type == "cpu" and config.model.lora is None
+        source = _untied(model, tokenizer, folder / "served") if apart else resolve(config.model.name)
+        return LaunchedVllm(_process(config, source, model, root), **shared)
+    assert engine.base_url is not None
+    key = _key(engine.api_key_env)
+    if engine.backend == "sglang":
+        return SglangEngine(engine.base_url, api_key=key, **shared)
+    shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
+    return VllmEngine(engine.base_url, api_key=key, **shared)
+
+
+def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:
+    engine, launch, lora = config.engine, config.engine.launch, config.model.lora
+    assert launch is not None
+    arguments = ["--model", source, "--served-model-name", "policy", "--dtype", dtype_name(model.dtype)]
+    arguments += ["--max-num-seqs", str(engine.max_running), "--logprobs-mode", "processed_logprobs"]
+    arguments += ["--enable-scale-out", "--scheduling-policy", "priority", "--generation-config", "vllm"]
+    arguments += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if config.model.tokenizer:
+        arguments += ["--tokenizer", resolve(config.model.tokenizer)]
+    if engine.max_context is not None:
+        arguments += ["--max-model-len", str(engine.max_context)]
+    if config.model.trust_remote_code:
+        arguments += ["--trust-remote-code"]
+    if lora is not None:
+        rank = lora_rank(max(lora.rank, engine.adapter_rank))
+        arguments += ["--enable-lora", "--max-loras", str(ADAPTERS), "--max-lora-rank", str(rank)]
+        # With room for an adapter at its output layer, vLLM 0.32 on a CPU fails when it scores beside other requests.
+        arguments += ["--lora-target-modules", *_targets(model, lora.targets)]
+    settings: dict[str, str] = {}
+    if model.device.type == "cpu":
+        # Bound to cores, vLLM's threads would hold those the trainer computes on.
+        threads = str(engine.threads or 1)
+        settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(engine.cache_gib or CPU_CACHE_GIB)))
+    return VllmProcess(
+        python=os.path.abspath(launch.python),  # noqa: PTH100 - a link to the interpreter is what makes an environment
+        arguments=[*arguments, *launch.args],
+        log=root / "vllm.log",
+        settings={**settings, **launch.env},
+        seconds=launch.seconds,
+    )
+
+
+def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
+    """The modules that get an adapter, by the last part of their names."""
+    if not isinstance(targets, str):
+        return sorted({name.rsplit(".", 1)[-1] for name in targets})
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
+
+
+def _tied(model: PreTrainedModel) -> str | None:
+    """The name of the embedding where it is the output layer too."""
+    output = model.get_output_embeddings()
+    weight = None if output is None else output.weight
+    return next((name for name, p in model.named_parameters() if p is weight and "lm_head" not in name), None)
+
+
+def _untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """The model with an output layer of its own: vLLM 0.32 on a CPU keeps a packed copy of a tied one, which a reload
+    leaves as it was."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    state = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    head = {"lm_head.weight": model.get_output_embeddings().weight.detach().cpu().clone()}
+    write_tensors(state | head, folder / "model.safetensors", {"format": "pt"})
+    return str(folder.resolve())
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise PacelineError(f"engine.api_key_env: the environment variable {variable} is not set: put the key there")
+    return key
+
+
+class TorchKit:
+    """A Hugging Face model on a CPU or a GPU."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.device = pick_device(config.device)
+        if self.device == "cuda":
+            threading.Thread(target=_prepare_kernels, daemon=True).start()
+        self.model = load_model(config.model, self.device)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        return end_tokens(tokenizer, self.model)
+
+    def engine(
+        self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
+    ) -> EmbeddedEngine:
+        model = self.model.requires_grad_(False) if alone else engine_twin(self.model, config.model)
+        steps = None if alone else config.steps
+        return engine_for(model, config, grammars=grammars, steps=steps)
+
+    def foreign(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+        return foreign(config, self.model, tokenizer, root)
+
+    def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
+        model = self.model if config.model.lora is None else engine_twin(self.model, config.model)
+        return TorchTrainer(
+            attach_lora(model, config.model, config.seed),
+            config.trainer,
+            total_steps=config.steps,
+            fp32_head=config.model.fp32_head,
+            dumps=dumps,
+            background=background_compile("trainer", config, model),
+        )
+
+    def at_work(self) -> AbstractContextManager[object]:
+        return small_products(self.model.dtype)
+
+
+def _prepare_kernels() -> None:
+    """Seconds of work for the first kernels, done while weights are read: Triton compiles its driver where its cache is
+    empty, and code that an earlier run compiled needs the compiler's modules."""
+    from triton.runtime import driver
+
+    driver.active.get_current_target()
+    if has_cached_code():
+        import_module("torch._inductor.compile_fx")
+
+
+def engine_for(
+    model: PreTrainedModel,
+    config: RunConfig,
+    kind: type[EmbeddedEngine] = EmbeddedEngine,
+    grammars: Callable[[Grammar], Guide] | None = None,
+    steps: int | None = None,
+) -> EmbeddedEngine:
+    """An engine of this process that serves the run's model, for so many weight updates if that is known."""
+    return kind(
+        model,
+        config.engine,
+        deterministic=config.deterministic,
+        fp32_head=config.model.fp32_head,
+        lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
+        grammars=grammars,
+        background=background_compile("engine", config, model),
+        steps=steps,
+    )
+
+
+GAINS = {"engine": 0.4, "trainer": 0.2}
+"""Share of its time that compiled code saves each part, measured on an H200 at 0.5B."""
+COMPILED_IN = {
+    "engine": {"adapters", "adapter_rank", "max_running", "prefill_tokens"},
+    "trainer": {"stream", "gradient_checkpointing", "kl", "proximal", "entropy_coef"},
+}
+"""Settings that change what is compiled."""
+
+
+def background_compile(part: str, config: RunConfig, model: PreTrainedModel) -> BackgroundCompile | None:
+    """A background compiler for a part whose `compile` is "auto"; None where that part stays uncompiled.
+
+    A deterministic run must not change its arithmetic on the way, and code that came with the model is not at hand in
+    another process.
+    """
+    settings = config.engine if part == "engine" else config.trainer
+    if settings.compile != "auto" or model.device.type != "cuda":
+        return None
+    if config.deterministic or config.model.trust_remote_code:
+        return None
+    if part == "trainer" and not can_varlen(model, model.device):
+        return None  # padded attention is compiled anew for every cut of a batch
+    shape = json.loads(model.config.to_json_string(use_diff=False))
+    spec = {
+        "part": part,
+        "device": model.device.index or 0,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": {key: value for key, value in shape.items() if key != "_name_or_path"},
+        "lora": None if config.model.lora is None else config.model.lora.model_dump(),
+        "fp32_head": config.model.fp32_head,
+        "settings": settings.model_dump(mode="json", include=COMPILED_IN[part]),
+    }
+    command = [sys.executable, "-P", "-m", "paceline.runtime.compile_worker"]
+    return BackgroundCompile(part, command, spec, GAINS[part])
+
+
+def pick_device(wanted: str) -> str:
+    """`auto` takes the GPU if there is one."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise PacelineError('device = "cuda", but torch sees no GPU here: set device = "cpu" or "auto"')
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A trainer with its model."""
+
+    trainer: TorchTrainer
+    model: PreTrainedModel
+    parameters: int
+    device: str
+
+
+def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Built:
+    """Load the run's model and a trainer for it; with a group, one rank of several. A model that is to be cut up waits
+    in its file, mapped into memory, and comes to the device layer by layer: whole it might not fit there."""
+    device, parallel = pick_device(config.device), config.trainer.parallel
+    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
+    model = attach_lora(load_model(config.model, "cpu" if in_parts else device), config.model, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    config = share_cores(config, parameters)
+    dumps = Path(config.runs) / config.name / "dumps"
+    trainer = TorchTrainer(
+        model,
+        config.trainer,
+        total_steps=config.steps,
+        fp32_head=config.model.fp32_head,
+        dumps=dumps,
+        group=group,
+        device=torch.empty(0, device=device).device,  # with its number, which every thread must know
+        background=background_compile("trainer", config, model) if group is None else None,
+    )
+    return Built(trainer, model, parameters, device)

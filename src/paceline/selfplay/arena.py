@@ -1,0 +1,292 @@
+"""Defines the arena: actors, the episodes they meet in, and the stores kept between them.
+
+Stores artifacts that an arena keeps from one episode to the next.
+"""
+
+import copy
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from paceline.clients import NoEngineLeft
+from paceline.envs import JudgeFailed, Split
+from paceline.errors import EngineError, Mismatch, RequestError
+from paceline.rollout import Message, Reply, Seat, SessionMap
+from paceline.selfplay.episode import Episode
+from paceline.selfplay.state import (
+    Actor,
+    ArenaError,
+    Artifact,
+    EpisodeRequest,
+    EpisodeResult,
+    EpisodeState,
+    Seating,
+    Step,
+)
+
+
+class ArtifactStore:
+    """Artifacts in the order they came; when it is full the oldest makes room.
+
+    >>> store = ArtifactStore(max_size=2)
+    >>> for question in ("1+1", "1+2", "1+3"):
+    ...     store.add(Artifact(question))
+    >>> [artifact.data for artifact in store]
+    ['1+2', '1+3']
+    """
+
+    def __init__(self, max_size: int) -> None:
+        if max_size < 1:
+            raise ArenaError(f"a store of {max_size} artifacts can hold nothing: give max_size of at least 1")
+        self._kept: deque[Artifact] = deque(maxlen=max_size)
+
+    def add(self, artifact: Artifact) -> None:
+        self._kept.append(artifact)
+
+    def sample(self, k: int, rng: random.Random) -> list[Artifact]:
+        """Up to `k` different entries; fewer if the store holds fewer. `rng` is the arena's, so that runs repeat."""
+        return rng.sample(list(self._kept), min(k, len(self._kept)))
+
+    def count(self) -> int:
+        return len(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Artifact]:
+        return iter(tuple(self._kept))
+
+    def copy(self) -> "ArtifactStore":
+        """A store of its own with the same entries."""
+        assert self._kept.maxlen is not None
+        clone = ArtifactStore(self._kept.maxlen)
+        clone._kept.extend(self._kept)
+        return clone
+
+    def state(self) -> list[dict[str, Any]]:
+        """State for the checkpoint, as JSON; the artifacts' data must be JSON too."""
+        return [{"id": artifact.id, "data": artifact.data} for artifact in self._kept]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Back to a checkpoint's entries."""
+        self._kept.clear()
+        self._kept.extend(Artifact(entry["data"], entry["id"]) for entry in state)
+
+
+T = TypeVar("T")
+VERDICTS = 3
+"""How often a judge is asked for one that can be read."""
+
+
+class Arena:
+    """Register actors, episodes and stores, then say what is to be played.
+
+    `requests(split)` lists episodes known beforehand; `get_batch()` draws new ones as training goes on, from the stores
+    if it likes. An arena fills in at least one of them. `client` and `credit_assigner` are for `training_loop` and are
+    left out in a run file.
+    """
+
+    def __init__(self, client: Any = None, credit_assigner: Any = None, seed: int = 0) -> None:
+        self.client, self.credit_assigner = client, credit_assigner
+        self.actors: dict[str, Actor] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.stores: dict[str, ArtifactStore] = {}
+        self.rng = random.Random(seed)
+        """Draw from this and no other, and a resumed run draws what an unbroken one would."""
+        self._drawn: deque[EpisodeRequest] = deque()
+        self._given: dict[int, EpisodeRequest] = {}
+        """The requests of draws that may be played again after a restart."""
+
+    # -- what a user fills in ---------------------------------------------------------------------------------------
+
+    def get_batch(self) -> Sequence[EpisodeRequest]:
+        """The next episodes to train on. Requests of one type and artifact are tries of one thing."""
+        return []
+
+    def requests(self, split: Split) -> Sequence[EpisodeRequest]:
+        """Episodes known beforehand, in a fixed order; those of `eval` are played for evaluation only."""
+        return []
+
+    def matches(self) -> Sequence[EpisodeRequest]:
+        """Episodes in which versions of the policy meet for a league's ratings; those of training when left out."""
+        return self.requests("train") or _distinct(self.aside().get_batch())
+
+    # -- registries -------------------------------------------------------------------------------------------------
+
+    def add_actor(self, actor: Actor) -> None:
+        _add(self.actors, actor.id, actor, "actor")
+
+    def add_episode(self, episode: Episode) -> None:
+        _add(self.episodes, episode.episode_type, episode, "episode type")
+
+    def add_store(self, name: str, store: ArtifactStore) -> None:
+        _add(self.stores, name, store, "store")
+
+    def actor(self, id: str) -> Actor:
+        return _find(self.actors, id, "actor", "add_actor")
+
+    def episode(self, episode_type: str) -> Episode:
+        return _find(self.episodes, episode_type, "episode type", "add_episode")
+
+    def store(self, name: str) -> ArtifactStore:
+        return _find(self.stores, name, "store", "add_store")
+
+    def check(self, request: EpisodeRequest) -> None:
+        """Raise unless every actor that a request names is registered."""
+        for name in (*self.episode(request.episode_type).actors, *request.models):
+            self.actor(name)
+
+    # -- playing ----------------------------------------------------------------------------------------------------
+
+    def draw(self, number: int) -> EpisodeRequest:
+        """The request of draw `number`: the next of `get_batch`, or the one it got before, if it is played again."""
+        if number not in self._given:
+            self._given[number] = self._next()
+        return self._given[number]
+
+    def forget(self, before: int) -> None:
+        """Draws before this one are not played again."""
+        self._given = {number: request for number, request in self._given.items() if number >= before}
+
+    def _next(self) -> EpisodeRequest:
+        """Several tries of one thing are drawn once, since a group repeats it."""
+        if not self._drawn:
+            self._drawn.extend(_distinct(self.get_batch()))
+        if not self._drawn:
+            raise ArenaError(f"{type(self).__name__} has nothing to play: its get_batch() gave no request")
+        request = self._drawn.popleft()
+        try:
+            json.dumps(_written(request))
+        except (TypeError, ValueError) as error:
+            raise ArenaError(
+                f"{type(self).__name__}.get_batch() gave {request}, which a checkpoint cannot keep ({error}): "
+                "let its artifact and meta be JSON"
+            ) from error
+        return request
+
+    def seat(self, request: EpisodeRequest, table: SessionMap, above: Seating | None = None) -> Seating:
+        """Take seats for an episode: a root takes those the table came with, a child opens its own."""
+        self.check(request)
+        names = self.episode(request.episode_type).actors or tuple(self.actors)
+        parent = above.home if above else ""
+        trained = request.is_trainable and (above is None or above.trained)
+        models = {**(above.models if above else {}), **request.models}
+        kind, seats = request.episode_type, {}
+        for name in names:
+            model = models.get(name, "")
+            trains = trained and not model
+            free = not above and not model and name in table and not table[name].turns
+            at = name if free else table.open(name, parent=parent, model=model)
+            _settle(table[at], self.actor(name), kind, trains)
+            seats[name] = at
+        return Seating(table, seats, kind, parent, trained, models)
+
+    async def play(self, request: EpisodeRequest, seating: Seating) -> EpisodeResult:
+        """One episode in seats that were taken for it."""
+        return await self.episode(request.episode_type).play(self, request, seating)
+
+    async def run_episode(self, request: EpisodeRequest, table: SessionMap) -> EpisodeResult:
+        """One episode at a fresh table."""
+        return await self.play(request, self.seat(request, table))
+
+    async def call_model(
+        self, state: EpisodeState, messages: Sequence[Message], actor: str | None = None, model: str = ""
+    ) -> Reply:
+        """An actor's reply to these messages. Without an actor it is a judge who answers, and is never trained;
+        `model` then names a served adapter, the policy when left out."""
+        if actor is None:
+            return await _judged(state.seating.judge(model), messages)
+        seat = state.seating.seat(self.actor(actor).id)
+        messages = list(messages)
+        reply = await seat.chat(messages)
+        state.steps.append(Step(actor, tuple(messages), reply.text, reply.truncated))
+        return reply
+
+    async def ask_judge(
+        self, state: EpisodeState, messages: Sequence[Message], read: Callable[[str], T], model: str = ""
+    ) -> T:
+        """The verdict `read` finds in a judge's words. Where it raises `ValueError` the judge is asked anew, with noise
+        of its own; a judge who never makes sense is a `JudgeFailed` that quotes its first words."""
+        nonsense: list[str] = []
+        while len(nonsense) < VERDICTS:
+            reply = await self.call_model(state, messages, model=model)
+            try:
+                return read(reply.text)
+            except ValueError as error:
+                nonsense.append(f"{reply.text[:80]!r} ({error})")
+        raise JudgeFailed(f"the judge gave no verdict that can be read in {VERDICTS} answers; the first: {nonsense[0]}")
+
+    def aside(self) -> Self:
+        """A copy whose stores and draws are its own: what is played there leaves no trace here."""
+        other = copy.copy(self)
+        other.stores = {name: store.copy() for name, store in self.stores.items()}
+        other.rng = random.Random()
+        other.rng.setstate(self.rng.getstate())
+        other._drawn, other._given = self._drawn.copy(), self._given.copy()
+        return other
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """State for the checkpoint, as JSON: the stores, the random numbers, requests drawn but not yet given out, and
+        those given out but perhaps not played to their end."""
+        version, numbers, gauss = self.rng.getstate()
+        return {
+            "stores": {name: store.state() for name, store in self.stores.items()},
+            "rng": [version, list(numbers), gauss],
+            "drawn": [_written(request) for request in self._drawn],
+            "given": [[number, _written(request)] for number, request in self._given.items()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Back to a checkpoint's state."""
+        for name, entries in state["stores"].items():
+            self.store(name).load(entries)
+        version, numbers, gauss = state["rng"]
+        self.rng.setstate((version, tuple(numbers), gauss))
+        self._drawn = deque(_read(written) for written in state["drawn"])
+        self._given = {number: _read(written) for number, written in state["given"]}
+
+
+def _distinct(requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
+    return list({request.key: request for request in requests}.values())
+
+
+def _written(request: EpisodeRequest) -> list[Any]:
+    artifact = {"id": request.artifact.id, "data": request.artifact.data}
+    return [request.episode_type, artifact, request.meta, request.is_trainable, dict(request.models)]
+
+
+def _read(written: Sequence[Any]) -> EpisodeRequest:
+    kind, artifact, meta, trains, models = written
+    return EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
+
+
+def _settle(seat: Seat, actor: Actor, kind: str, trained: bool) -> None:
+    seat.kind, seat.trained, seat.max_tokens = kind, trained, actor.max_tokens
+
+
+def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
+    if not name:
+        raise ArenaError(f"{what} {value!r} has no name: give it one")
+    if name in registry:
+        raise ArenaError(f"{what} `{name}` is registered already: each needs a name of its own")
+    registry[name] = value
+
+
+async def _judged(seat: Seat, messages: Sequence[Message]) -> Reply:
+    try:
+        return await seat.chat(messages)
+    except (RequestError, NoEngineLeft, Mismatch):
+        raise  # asking again changes nothing
+    except EngineError as error:
+        raise JudgeFailed(f"the judge could not answer: {error}") from error
+
+
+def _find(registry: Mapping[str, T], name: str, what: str, how: str) -> T:
+    if name not in registry:
+        known = ", ".join(f"`{other}`" for other in registry) or "none"
+        raise ArenaError(f"{what} `{name}` is not registered in this arena: registered are {known}; add it with {how}")
+    return registry[name]

@@ -1,0 +1,210 @@
+"""Defines episodes: turns between actors, in hooks that a game fills in.
+
+initial actor -> [ what they hear -> their words -> environment's response -> done? -> next actor ] -> rubric
+
+Scores a finished episode by a weighted sum of functions.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.envs.base import number
+from paceline.envs.offloop import run_user_code
+from paceline.rollout import Message, Reply
+from paceline.selfplay.state import ArenaError, Artifact, EpisodeRequest, EpisodeResult, EpisodeState, Event, Seating
+from paceline.util.deadlines import together
+
+if TYPE_CHECKING:
+    from paceline.selfplay.arena import Arena
+if TYPE_CHECKING:
+    from paceline.selfplay.arena import Arena
+    from paceline.selfplay.state import EpisodeState
+
+
+Scores = Mapping[str, float]
+RubricFunction = Callable[["EpisodeState", "Arena"], Scores | Awaitable[Scores]]
+
+
+class Rubric:
+    """Each function scores some actors, `fn(state, arena) -> {actor: number}`; an actor's reward is the weighted sum.
+
+    Async functions may ask a judge (`arena.call_model`). Sync ones run off the event loop, so that a slow check holds
+    up no other episode. An actor no function mentions earns 0.
+    """
+
+    def __init__(self, funcs: Sequence[RubricFunction] = (), weights: Sequence[float] | None = None) -> None:
+        self._funcs = list(funcs)
+        self._weights = [1.0] * len(self._funcs) if weights is None else [float(weight) for weight in weights]
+        if len(self._weights) != len(self._funcs):
+            raise ArenaError(
+                f"a rubric has {len(self._funcs)} functions but {len(self._weights)} weights: "
+                "give one weight for each function, or leave weights out"
+            )
+        if not all(map(math.isfinite, self._weights)):
+            raise ArenaError(f"a rubric has weights {self._weights}: every weight must be a finite number")
+
+    async def score(self, state: "EpisodeState", arena: "Arena") -> tuple[dict[str, float], dict[str, float]]:
+        """Each actor's reward, and each function's own scores as metrics."""
+        rewards = dict.fromkeys(state.actors, 0.0)
+        metrics: dict[str, float] = {}
+        answers = await together([run_user_code(func, state, arena) for func in self._funcs])
+        for func, weight, scores in zip(self._funcs, self._weights, answers, strict=True):
+            for actor, value in _checked(func, scores, state).items():
+                rewards[actor] += weight * value
+                metrics[_name(func) if len(state.actors) == 1 else f"{_name(func)}/{actor}"] = value
+        return rewards, metrics
+
+
+def _checked(func: RubricFunction, scores: object, state: "EpisodeState") -> dict[str, float]:
+    where = f"rubric function `{_name(func)}` of episode `{state.request.episode_type}`"
+    if not isinstance(scores, Mapping):
+        raise ArenaError(f"{where} returned {scores!r}: return a dict of actor and number")
+    for actor in scores:
+        if actor not in state.actors:
+            raise ArenaError(f"{where} scores `{actor}`, but the actors of this episode are {_listed(state.actors)}")
+    return {str(actor): number(value, where) for actor, value in scores.items()}
+
+
+def _name(func: RubricFunction) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+class Episode(ABC):
+    """One kind of episode. The object is shared by all that are played at once: what belongs to one is in its state."""
+
+    actors: Sequence[str] = ()
+    """Its actors, in order; all actors of the arena when left empty."""
+
+    @property
+    @abstractmethod
+    def episode_type(self) -> str:
+        """The name requests choose it by."""
+
+    @property
+    @abstractmethod
+    def rubric(self) -> Rubric:
+        """The rubric that scores it."""
+
+    @abstractmethod
+    async def rollout(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+        """Play it, speaking through `call_model`."""
+
+    def init_state(self, state: EpisodeState, artifact: Artifact) -> None:  # noqa: B027 - optional by design
+        """Prepare `state.data` before the first turn."""
+
+    def get_metrics(self, state: EpisodeState) -> dict[str, float]:
+        """Numbers to report beside the rubric's."""
+        return {}
+
+    async def call_model(self, state: EpisodeState, actor: str, messages: Sequence[Message]) -> Reply:
+        """An actor's reply to these messages; recorded and trained."""
+        return await state.arena.call_model(state, messages, actor)
+
+    async def spawn(self, state: EpisodeState, request: EpisodeRequest) -> EpisodeResult:
+        """Play another episode as a child of this one."""
+        (result,) = await self.spawn_all(state, [request])
+        return result
+
+    async def spawn_all(self, state: EpisodeState, requests: Sequence[EpisodeRequest]) -> list[EpisodeResult]:
+        """Play several children at once."""
+        arena, above = state.arena, state.seating
+        # Seats are taken before the first turn: their noise follows their place, which must not depend on who is quick.
+        seatings = [arena.seat(request, above.table, above) for request in requests]
+        plays = [arena.play(request, seating) for request, seating in zip(requests, seatings, strict=True)]
+        results = await together(plays)
+        state.children += results
+        return results
+
+    async def play(self, arena: "Arena", request: EpisodeRequest, seating: Seating) -> EpisodeResult:
+        """One episode from its request to its rewards, with its continuations."""
+        state = EpisodeState(arena, request, seating)
+        self.init_state(state, request.artifact)
+        await self.rollout(arena, request.artifact, state)
+        rewards, metrics = await self.rubric.score(state, arena)
+        result = EpisodeResult(
+            request=request,
+            seats=seating.seats,
+            rewards=rewards,
+            metrics=metrics | self.get_metrics(state),
+            steps=state.steps,
+            data=state.data,
+            children=state.children,
+        )
+        return result if state.then is None else result.followed_by(await arena.play(state.then, seating))
+
+
+class MultiTurnEpisode(Episode):
+    """Actors speak in turns. Each hears, as one message, what happened since their own last turn.
+
+    Everything said is heard by all, as `describe` tells it; what `get_observation` answers reaches only the actor
+    whose turn it is. The environment responds to every turn, also the last one, before `is_done` is asked.
+    """
+
+    max_turns: int = 32
+    """Turns of all actors together; -1 for no end but `is_done`."""
+
+    @abstractmethod
+    def get_initial_prompt(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> str:
+        """The text `state.current_actor` hears on their first turn."""
+
+    def get_initial_actor(self, artifact: Artifact, state: EpisodeState) -> str:
+        """The actor that begins."""
+        return state.actors[0]
+
+    def get_observation(self, state: EpisodeState, arena: "Arena", artifact: Artifact) -> str | None:
+        """Text that only `state.current_actor` sees at this moment."""
+        return None
+
+    async def env_response(self, state: EpisodeState, arena: "Arena", artifact: Artifact) -> str | None:
+        """Act on what was just said (`state.last_text`); the answer is heard by all. Set `state.done` to end it."""
+        return None
+
+    def is_done(self, state: EpisodeState, artifact: Artifact) -> bool:
+        return False
+
+    def get_next_actor(self, state: EpisodeState, artifact: Artifact) -> str:
+        """Whose turn is next; in order when left out."""
+        return state.actors[(state.actors.index(state.current_actor) + 1) % len(state.actors)]
+
+    def describe(self, event: Event, listener: str) -> str | None:
+        """How another actor hears of an event; None keeps it from them."""
+        return f"{event.speaker}: {event.text}" if event.speaker else event.text
+
+    def compose(self, state: EpisodeState, opening: str | None, told: Sequence[str], observation: str | None) -> str:
+        """The message `state.current_actor` hears: their initial prompt if it is their first turn, what others said and
+        did since their last one, and what they alone observe."""
+        return "\n\n".join(part for part in (opening, *told, observation) if part)
+
+    async def rollout(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+        state.current_actor = self.get_initial_actor(artifact, state)
+        while True:
+            await self._turn(arena, artifact, state)
+            if response := await self.env_response(state, arena, artifact):
+                state.events.append(Event("", response))
+            if state.done or state.turn == self.max_turns or self.is_done(state, artifact):
+                return
+            state.current_actor = self.get_next_actor(state, artifact)
+
+    async def _turn(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+        actor = arena.actor(state.current_actor)
+        opening = None if state.began(actor.id) else self.get_initial_prompt(arena, artifact, state)
+        observation = self.get_observation(state, arena, artifact)
+        described = (self.describe(event, actor.id) for event in state.news(actor.id))
+        told = [text for text in described if text is not None]
+        conversation = state.conversation(actor)
+        conversation.append({"role": "user", "content": self.compose(state, opening, told, observation)})
+        reply = await self.call_model(state, actor.id, conversation)
+        conversation.append(reply.message)
+        state.events.append(Event(actor.id, reply.text))
+
+
+class SingleTurnEpisode(MultiTurnEpisode):
+    """One actor, one reply."""
+
+    max_turns = 1

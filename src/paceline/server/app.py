@@ -1,0 +1,316 @@
+"""Builds the application: its routes, and an OpenAPI document that matches them.
+
+Runs the server process: listens, reports that it is ready, and shuts down gracefully.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from transformers import PreTrainedTokenizerBase
+
+from paceline.engine.base import Engine
+from paceline.errors import EngineError, PacelineError
+from paceline.server import answers, bodies, control, responses
+from paceline.server.chat import chat
+from paceline.server.completions import complete
+from paceline.server.errors import ErrorAnswer, install_error_handlers, name_ignored
+from paceline.server.generation import ThreadToLoopQueue
+from paceline.server.guard import Meter, ServerGuard
+from paceline.server.responses import respond
+from paceline.server.service import Models, Service
+from paceline.server.tokenizer import ServerTokenizer
+from paceline.util.connections import BoundedProtocol
+from paceline.weights.transports import UPDATE_HEADER
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+SCHEMAS = "#/components/schemas/"
+SERVER_SENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+"""One event of a stream: JSON text, or [DONE]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path, what it takes, what it answers, and how it may refuse."""
+
+    path: str
+    endpoint: Endpoint
+    answer: type[BaseModel] | str
+    """A model for JSON, or the media type of anything else."""
+    body: type[BaseModel] | None = None
+    method: str = "GET"
+    refusals: tuple[int, ...] = (401, 403, 503)
+    streams: bool = False
+    raw: bool = False
+    """Bytes are the body; what `body` describes is in the header `Paceline-Update`."""
+    control: bool = False
+    """Changes what is served: for the holder of the key, also on loopback."""
+
+
+POST_REFUSALS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
+
+
+def _control(
+    path: str,
+    endpoint: Endpoint,
+    answer: type[BaseModel] = answers.StatusAnswer,
+    body: type[BaseModel] | None = None,
+    raw: bool = False,
+) -> Route:
+    refusals = (401, 403, 503) if body is None else (*POST_REFUSALS, 409) if raw else POST_REFUSALS
+    return Route(path, endpoint, answer, body, "POST", refusals, raw=raw, control=True)
+
+
+ROUTES = (
+    Route("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, "POST", POST_REFUSALS, streams=True),
+    Route(
+        "/v1/completions",
+        complete,
+        answers.CompletionAnswer,
+        bodies.CompletionBody,
+        "POST",
+        POST_REFUSALS,
+        streams=True,
+    ),
+    Route(
+        "/v1/responses", respond, responses.ResponseAnswer, responses.ResponseBody, "POST", POST_REFUSALS, streams=True
+    ),
+    Route("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody, "POST", POST_REFUSALS),
+    Route("/tokenize", control.tokenize, answers.TokenizeAnswer, bodies.TokenizeBody, "POST", POST_REFUSALS),
+    Route("/v1/models", control.models, answers.ModelList),
+    Route("/health", control.health, answers.StatusAnswer, refusals=(403, 503)),
+    Route("/metrics", control.metrics, "text/plain"),
+    Route("/policy", control.policy, answers.PolicyAnswer),
+    Route("/limits", control.limits, answers.LimitsAnswer),
+    Route("/stats", control.stats, answers.StatsAnswer),
+    Route("/adapters/version", control.adapter_versions, answers.AdapterVersions),
+    _control("/adapters/load", control.load_adapter, answers.UpdateAnswer, bodies.AdapterBody),
+    _control("/weights/load", control.load_weights, answers.UpdateAnswer, bodies.WeightsBody),
+    _control("/weights/upload", control.upload, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
+    _control("/weights/delta", control.delta, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
+    _control("/weights/group", control.join, answers.StatusAnswer, bodies.GroupBody),
+    _control("/weights/receive", control.receive, answers.UpdateAnswer, bodies.ReceiveBody),
+    _control("/pause", control.lever(lambda e: e.pause(), "Stop between two steps; requests wait.")),
+    _control("/resume", control.lever(lambda e: e.resume(), "Go on after a pause.")),
+    _control("/sleep", control.lever(lambda e: e.sleep(), "Pause and give memory back.")),
+    _control("/wake", control.lever(lambda e: e.wake(), "Go on after sleep.")),
+)
+MEANINGS = {
+    400: "The request is wrong.",
+    401: "The API key is missing or wrong.",
+    403: "Not for this caller, or not from this folder.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    409: "The engine holds other weights than the delta builds on.",
+    413: "The body is too large.",
+    415: "The body is not of the right type.",
+    429: "Too many requests are waiting; try again later.",
+    503: "The engine does not answer.",
+}
+
+
+def build_app(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
+    *,
+    name: str,
+    api_key: str | None = None,
+    allowed: Sequence[Path] = (),
+    peers: Collection[str] = (),
+    max_body_bytes: int,
+) -> FastAPI:
+    """The server's application around an engine that has been started."""
+    meter = Meter()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        limits = await engine.limits()
+        scribe = ServerTokenizer(tokenizer, end_tokens, limits.max_context)
+        models = Models(engine, name, limits, has_key=bool(api_key))
+        folders = tuple(folder.resolve() for folder in allowed)
+        service = app.state.service = Service(
+            engine, scribe, models, ThreadToLoopQueue(), meter, folders, frozenset(peers)
+        )
+        yield
+        service.spool.close()
+        if service.receiver is not None:
+            service.receiver.close()
+
+    app = FastAPI(title="Paceline", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.max_body_bytes = max_body_bytes
+    for route in ROUTES:
+        _add(app, route)
+    install_error_handlers(app)
+    app.add_middleware(
+        ServerGuard,
+        meter=meter,
+        routes=[route.path for route in ROUTES],
+        control=[route.path for route in ROUTES if route.control],
+        api_key=api_key,
+    )
+    app.openapi = lambda: _document(app)
+    return app
+
+
+def _add(app: FastAPI, route: Route) -> None:
+    text = route.answer if isinstance(route.answer, str) else None
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorAnswer, "description": MEANINGS[status]} for status in route.refusals
+    }
+    responses[200] = {"content": {text: {"schema": {"type": "string"}}}} if text else {"model": route.answer}
+    if route.streams:
+        responses[200]["content"] = {"text/event-stream": {"schema": SERVER_SENT}}
+    app.add_api_route(
+        route.path,
+        _naming_ignored(route.endpoint),
+        methods=[route.method],
+        responses=responses,
+        response_class=Response,
+        response_model=None,
+        summary=(route.endpoint.__doc__ or "").strip(),
+        openapi_extra=_takes(route.body, route.raw) if route.body else None,
+    )
+
+
+def _naming_ignored(endpoint: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        return name_ignored(request, await endpoint(request))
+
+    return answer
+
+
+def _takes(body: type[BaseModel], raw: bool) -> dict[str, Any]:
+    if raw:
+        about = f"JSON of the form {body.__name__}"
+        head = {"name": UPDATE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
+        content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        return {"parameters": [head | {"description": about}], "requestBody": {"required": True, "content": content}}
+    content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{body.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document plus the bodies, which the endpoints read themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version="1", routes=app.routes)
+        schemas = document["components"]["schemas"]
+        for body in {route.body for route in ROUTES if route.body}:
+            described = body.model_json_schema(ref_template=SCHEMAS + "{model}")
+            schemas |= described.pop("$defs", {})
+            schemas[body.__name__] = described
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+BACKLOG = 4096
+"""Connections the system may hold for us: a thousand clients arrive at once."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections taken in one turn of the event loop. uvloop takes one from each socket that it listens on, so it is given
+ours so often: else the last of hundreds waits until all before it have begun their requests."""
+MOST_FILES = 10_240
+"""The most that macOS allows; plenty elsewhere."""
+
+
+class Gentle(uvicorn.Server):
+    """Uvicorn, but a signal ends it with our own exit code, and any second one ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 picks a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    door = socket.socket(family)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        door.bind((host, port))
+    except OSError as error:
+        door.close()
+        raise PacelineError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    door.listen(BACKLOG)
+    return door
+
+
+def quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Event loop factory: uvloop's where it is installed, else None for asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def allow_many_connections() -> None:
+    """Take as many file descriptors as the system lets us: the usual first limit is 1024, or 256 on a Mac."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def serve(
+    app: FastAPI,
+    door: socket.socket,
+    grace: float,
+    ready: Callable[[], None],
+    lost: Callable[[], Awaitable[EngineError]] | None = None,
+) -> None:
+    """Serve until a signal comes. Requests under way get `grace` seconds to finish, then they are cancelled.
+
+    `lost` waits for the end of an engine that may end by itself; its cause then ends the server too.
+    """
+    allow_many_connections()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    config = uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",  # ours, below: uvicorn abandons it with a complaint when a second signal comes
+        timeout_graceful_shutdown=max(0, round(grace)),
+        timeout_keep_alive=60,
+        backlog=BACKLOG,
+    )
+    server = Gentle(config, ready)
+    watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
+    async with app.router.lifespan_context(app):
+        doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
+        await server.serve(sockets=doors)  # unbounded: serving is its job
+    if watching is not None:
+        if watching.done():
+            raise watching.result()  # bounded: it is done
+        watching.cancel()
+
+
+async def _watch(server: uvicorn.Server, lost: Callable[[], Awaitable[EngineError]]) -> EngineError:
+    cause = await lost()
+    server.should_exit = True
+    return cause

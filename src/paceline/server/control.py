@@ -1,0 +1,324 @@
+"""Endpoints beside generation: scores, tokens, what is served, health, metrics, and engine control.
+
+New weights over HTTP: adapters in the request, whole models from allowed folders. Safetensors only.
+
+Endpoints for new weights without a shared folder: raw bodies, deltas, or broadcast in a group.
+"""
+
+import asyncio
+import base64
+import binascii
+import dataclasses
+import json
+import struct
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from paceline.clients.link import EngineLink
+from paceline.engine.base import Engine
+from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError
+from paceline.model.adapter_names import canonical
+from paceline.server.bodies import (
+    AdapterBody,
+    CanaryBody,
+    GroupBody,
+    ReceiveBody,
+    ScoreBody,
+    TokenizeBody,
+    UpdateHead,
+    WeightsBody,
+)
+from paceline.server.errors import MISMATCH, OTHER_BASE, Refusal, bad, invalid_body
+from paceline.server.http import CONTROL_BYTES, FastJsonResponse, read_body, unless_gone
+from paceline.server.plan import check_vocabulary
+from paceline.server.service import Service, service_of
+from paceline.weights.tensors import unpacked
+from paceline.weights.transports import UPDATE_HEADER
+from paceline.weights.update import Adapter, Canary, WeightUpdate
+from paceline.weights.weight_store import StoredTensors, read_delta
+
+
+async def score(request: Request) -> Response:
+    """Log probability of every token given those before it; 0.0 for the first."""
+    service = service_of(request)
+    body = await read_body(request, ScoreBody)
+    model = await service.models.resolve(body.model)
+    for sequence in body.token_ids:
+        if len(sequence) > service.models.limits.max_context:
+            raise bad(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
+        check_vocabulary(sequence, service.models, "token_ids")
+    logprobs = await unless_gone(request.receive, _score(service.engine, body, model))
+    return FastJsonResponse({"logprobs": logprobs})
+
+
+async def _score(engine: Engine, body: ScoreBody, model: str) -> list[list[float]]:
+    return await engine.score(body.token_ids, body.temperature, model)
+
+
+async def tokenize(request: Request) -> Response:
+    """How the model splits a text, its special tokens included."""
+    service = service_of(request)
+    body = await read_body(request, TokenizeBody)
+    tokens = list(await service.scribe.encode(body.prompt, special=True))
+    return FastJsonResponse({"tokens": tokens, "count": len(tokens)})
+
+
+async def models(request: Request) -> Response:
+    """The served model and its adapters."""
+    service = service_of(request)
+    await service.models.refresh()
+    return FastJsonResponse({"object": "list", "data": [_model(service, name) for name in service.models.names()]})
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.started, "owned_by": "paceline"}
+
+
+async def health(request: Request) -> Response:
+    """200 while the engine lives."""
+    await service_of(request).check_alive()
+    return FastJsonResponse({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    service = service_of(request)
+    text = service.meter.exposition(await service.engine.stats())
+    return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def policy(request: Request) -> Response:
+    """Version and fingerprint of the weights really served."""
+    return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.policy()))
+
+
+async def adapter_versions(request: Request) -> Response:
+    """The policy's version, and each adapter's."""
+    service = service_of(request)
+    await service.models.refresh()
+    served = await service.engine.policy()
+    return FastJsonResponse({"version": served.version, "adapters": dict(service.models.limits.adapters)})
+
+
+async def limits(request: Request) -> Response:
+    """The engine's limits."""
+    service = service_of(request)
+    await service.models.refresh()
+    known = service.models.limits
+    shown = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+    return FastJsonResponse(shown | {"adapters": dict(known.adapters), "model": service.models.name})
+
+
+async def stats(request: Request) -> Response:
+    """Vital signs, for routing."""
+    return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.stats()))
+
+
+def lever(pull: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that does one thing to the engine."""
+
+    async def endpoint(request: Request) -> Response:
+        await pull(service_of(request).engine)
+        return FastJsonResponse({"status": "ok"})
+
+    endpoint.__doc__ = text
+    return endpoint
+
+
+ADAPTER_ENDINGS = ("lora_A.weight", "lora_B.weight")
+
+
+async def load_adapter(request: Request) -> Response:
+    """Serve a LoRA adapter; answers once it is applied."""
+    service = service_of(request)
+    body = await read_body(request, AdapterBody, CONTROL_BYTES)
+    update = await asyncio.to_thread(adapter_update, body)
+    answer = await apply(service, update)
+    await service.models.refresh()
+    return FastJsonResponse(answer)
+
+
+async def load_weights(request: Request) -> Response:
+    """Serve weights from this machine's disk; answers once they are applied."""
+    service = service_of(request)
+    body = await read_body(request, WeightsBody)
+    tensors = await opened(service, find_files(body.path, service.allowed))
+    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
+    return FastJsonResponse(await apply(service, update))
+
+
+async def opened(service: Service, files: Sequence[Path]) -> StoredTensors:
+    """Files of weights, read now if the engine is in this process."""
+    tensors = await asyncio.to_thread(StoredTensors, files)
+    if not isinstance(service.engine, EngineLink):
+        await asyncio.to_thread(tensors.fill)  # an engine in another process reads the files itself
+    return tensors
+
+
+async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
+    """Give the engine an update. A refused one is the sender's fault as long as the engine lives."""
+    try:
+        pause = await service.engine.load_weights(update)
+    except (RequestError, Overloaded, PartialUpdateError):
+        raise
+    except OtherBase as error:
+        raise Refusal(409, str(error), code=OTHER_BASE) from error
+    except EngineError as error:
+        await service.check_alive()
+        raise bad(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
+    except RuntimeError as error:  # torch's word for a shape that does not fit
+        raise bad(f"the update does not fit this model: {error}", code="update_refused") from error
+    named = update.adapter is not None and update.adapter.name
+    held = update.fingerprint() if named else (await service.engine.policy()).fingerprint
+    return {"version": update.version, "fingerprint": held, "pause_seconds": pause}
+
+
+def adapter_update(body: AdapterBody) -> WeightUpdate:
+    """The adapter a request carries. Names are accepted as PEFT saves them."""
+    try:
+        data = base64.b64decode(body.weights, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise bad(f"weights is not base64: {error}", "weights") from error
+    try:
+        tensors = {canonical(name): tensor for name, tensor in unpacked(data).items()}
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise bad(f"weights is not a safetensors file: {error}", "weights") from error
+    if not tensors:
+        raise bad("weights holds no tensors", "weights")
+    strange = [name for name in tensors if not name.endswith(ADAPTER_ENDINGS)]
+    if strange:
+        raise bad(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_ENDINGS)}", "weights")
+    scale = body.scale if body.scale is not None else scale_of(metadata(data))
+    adapter = Adapter(body.name or "", scale)
+    return WeightUpdate(body.version, tensors, adapter, body.fingerprint, canary_of(body.canary))
+
+
+def canary_of(body: CanaryBody | None) -> Canary | None:
+    return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
+
+
+def metadata(data: bytes) -> Mapping[str, str]:
+    """A safetensors file's own notes; the file was read before, so its header is sound."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+
+
+def scale_of(notes: Mapping[str, str]) -> float:
+    """alpha / rank, where the file says so."""
+    if "alpha" not in notes or "rank" not in notes:
+        return 1.0
+    try:
+        return float(notes["alpha"]) / float(notes["rank"])
+    except (ValueError, ZeroDivisionError) as error:
+        raise bad(f"the file's metadata gives no scale: alpha {notes['alpha']}, rank {notes['rank']}") from error
+
+
+def find_files(path: str, allowed: Sequence[Path]) -> list[Path]:
+    """The safetensors files a path stands for, links followed before the folders are compared."""
+    forbidden = Refusal(403, "weights load only from folders the server was started with (--allow)", param="path")
+    try:
+        asked = Path(path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise bad(f"`{path}` is no path: {error}", "path") from error
+    # Whether something exists is told only about allowed folders.
+    if not any(asked.is_relative_to(folder) for folder in allowed):
+        raise forbidden
+    files = sorted(asked.glob("*.safetensors")) if asked.is_dir() else [asked]
+    if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
+        raise bad(f"`{path}` is neither a .safetensors file nor a folder of them", "path")
+    if not all(any(file.resolve().is_relative_to(folder) for folder in allowed) for file in files):
+        raise forbidden
+    return files
+
+
+HEADER_ROOM = 8 << 20
+"""Bytes a file may hold beside the numbers: names and shapes."""
+
+
+async def upload(request: Request) -> Response:
+    """Serve weights that are the body, a safetensors file; answers once they are applied."""
+    service, head = service_of(request), head_of(request)
+    async with service.spool.body(request, await most_bytes(service), "safetensors") as file:
+        tensors = await opened(service, [file])
+        update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary_of(head.canary))
+        return FastJsonResponse(await apply(service, update))
+
+
+async def delta(request: Request) -> Response:
+    """Change the weights that are served as the body, a delta, says; answers once it is applied."""
+    service, head = service_of(request), head_of(request)
+    async with service.spool.body(request, await most_bytes(service), "delta") as file:
+        change = await asyncio.to_thread(lambda: read_delta(file.read_bytes()))
+    if change.result.version != head.version:
+        raise bad(f"the delta leads to version {change.result.version}, and the header says {head.version}")
+    update = WeightUpdate(head.version, {}, expected=head.fingerprint, canary=canary_of(head.canary), delta=change)
+    return FastJsonResponse(await apply(service, update))
+
+
+async def join(request: Request) -> Response:
+    """Join a group in which weights are broadcast, and leave the one before; answers once all have come."""
+    service = service_of(request)
+    body = await read_body(request, GroupBody)
+    if body.rank >= body.world:
+        raise bad(f"rank {body.rank} in a group of {body.world}", "rank")
+    if body.address not in service.peers:
+        raise Refusal(403, f"{body.address} is none of this server's peers (--peer)", param="address")
+    if service.joining:
+        raise Refusal(429, "this server is joining a group already", code="overloaded")
+    if service.receiver is not None:
+        service.receiver.close()
+        service.receiver = None
+    from paceline.weights.broadcast import Receiver  # which needs torch
+
+    receiver = Receiver(body.address, body.port, body.world, body.rank, seconds=body.seconds, bucket=body.bucket)
+    service.joining = True
+    try:
+        await asyncio.to_thread(receiver.form)
+    except EngineError as error:
+        raise bad(str(error), code="no_group") from error
+    finally:
+        service.joining = False
+    service.receiver = receiver
+    return FastJsonResponse({"status": "ok"})
+
+
+async def receive(request: Request) -> Response:
+    """Serve weights that the group broadcasts now; answers once they are applied."""
+    service = service_of(request)
+    body = await read_body(request, ReceiveBody)
+    receiver = service.receiver
+    if receiver is None:
+        raise bad("this server is in no group: POST /weights/group first", code="no_group")
+    from paceline.weights.delta import DTYPES
+
+    size = sum(prod(form.shape) * DTYPES[form.dtype].itemsize for form in body.tensors)
+    if size > await most_bytes(service):
+        raise bad(f"{size} bytes were announced, and this model's weights are smaller", "tensors")
+    try:
+        tensors = await asyncio.to_thread(receiver.receive, [form.model_dump() for form in body.tensors])
+    except EngineError as error:
+        service.receiver = None  # a collective that broke is over for all
+        raise bad(str(error), code="no_group") from error
+    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
+    return FastJsonResponse(await apply(service, update))
+
+
+def head_of(request: Request) -> UpdateHead:
+    """The update's header, checked before anything of the body is read."""
+    given = request.headers.get(UPDATE_HEADER)
+    if given is None:
+        raise bad(f"the header `{UPDATE_HEADER}` is missing: it says version and fingerprint, as JSON")
+    try:
+        return UpdateHead.model_validate_json(given)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+async def most_bytes(service: Service) -> int:
+    return (await service.engine.limits()).weight_bytes + HEADER_ROOM

@@ -1,0 +1,243 @@
+"""Every refusal in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the right status.
+
+Decides about fields that a body does not list: harmless ones are ignored and named, the others refused.
+"""
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel
+from paceline.util.rate_limited_logger import RateLimitedLogger
+
+RETRY_SECONDS = "1"
+CLIENT_GONE = 499
+MISMATCH = "weights_mismatch"
+OTHER_BASE = "other_base"
+log = logging.getLogger("paceline.server")
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorBody
+
+
+class Refusal(Exception):
+    """An answer that is not 200, as a sentence for the client."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+class ClientGone(Exception):
+    """The client no longer waits for the answer."""
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> Refusal:
+    return Refusal(400, message, param=param, code=code)
+
+
+def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
+    body = ErrorBody(message=message, type=_kind(status), param=param, code=code)
+    return orjson.dumps({"error": body.model_dump()})
+
+
+def error_response(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    return Response(error_object(status, message, param, code), status, headers, "application/json")
+
+
+def refusal_of(error: EngineError) -> Refusal:
+    """The engine's error as an HTTP refusal."""
+    if isinstance(error, UnknownModel):
+        return Refusal(404, str(error), param="model", code="model_not_found")
+    if isinstance(error, RequestError):
+        return bad(str(error))
+    if isinstance(error, Overloaded):
+        return Refusal(429, str(error), code="overloaded")
+    if isinstance(error, Mismatch):
+        return Refusal(503, str(error), code=MISMATCH)
+    return Refusal(503, str(error), code="engine_unavailable")
+
+
+def invalid_body(error: ValidationError) -> Refusal:
+    """The first problem pydantic found, by the name of its field."""
+    detail = error.errors(include_url=False, include_input=False)[0]
+    if detail["type"] == "json_invalid":
+        return bad(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
+    # Where a field may be of several types the location ends in the type's own name; a client knows only its fields.
+    param = ".".join(str(part) for part in detail["loc"] if not _names_a_type(part)) or None
+    if detail["type"] == "extra_forbidden":
+        return bad(f"there is no field `{param}`: leave it out", param, "unknown_field")
+    if detail["type"] == "missing":
+        return bad(f"the field `{param}` is missing", param, "missing_field")
+    message = detail["msg"].removeprefix("Value error, ")
+    return bad(f"`{param}`: {message}" if param else message, param, "invalid_value")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """One shape for whatever an endpoint raises; only a real bug is a 500."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        headers = {"Retry-After": RETRY_SECONDS} if error.status == 429 else None
+        return error_response(error.status, str(error), error.param, error.code, headers)
+
+    async def engine_failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        return await refused(request, refusal_of(error))
+
+    async def not_routed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {
+            404: f"there is no {request.url.path} here: GET /openapi.json lists what there is",
+            405: f"{request.url.path} does not take {request.method}",
+        }.get(error.status_code, str(error.detail))
+        return error_response(error.status_code, message, headers=error.headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def bug(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(500, f"the server failed: {type(error).__name__}; its log has the cause")
+
+    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(EngineError, engine_failed)
+    app.add_exception_handler(HTTPException, not_routed)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)  # in the middle of its body
+    app.add_exception_handler(Exception, bug)
+
+
+def _kind(status: int) -> str:
+    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return named.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def _names_a_type(part: str | int) -> bool:
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool", "none") or "[" in part)
+
+
+IGNORED_HEADER = "Paceline-Ignored"
+"""Names, in an answer, the fields of the request that had no effect."""
+MOST_UNKNOWN = 64
+LIKENESS = 0.8
+"""From here on a name counts as a misspelling of a known one."""
+
+# Parameters of vLLM, SGLang and llama.cpp that a client relies on, each with the values that change nothing.
+PROMPT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "truncate_prompt_tokens": (-1,),
+}
+SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "max_new_tokens": (),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "n_predict": (),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+_NEUTRAL = PROMPT_FIELDS | SAMPLING_FIELDS
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PLACE = re.compile(r"\.\d+(?=\.)")
+_seldom = RateLimitedLogger(logging.getLogger("paceline.server"))
+
+
+def take_unknown(body: BaseModel) -> list[str]:
+    """Take what no model lists out of a body, and name it.
+
+    Refused is what the body's class calls `unsupported`, and a name that is nearly that of a known field.
+    """
+    refused = getattr(type(body), "unsupported", {})
+    found: dict[str, None] = {}
+    count = 0
+    for where, model in _models(body, ""):
+        extra = model.__pydantic_extra__ or {}
+        count += len(extra)
+        if count > MOST_UNKNOWN:
+            raise bad(f"the body has more than {MOST_UNKNOWN} fields that do not exist", code="unknown_field")
+        for name, value in extra.items():
+            if value is None or (not where and value in _NEUTRAL.get(name, ())):
+                continue
+            shown = _shown(where + name)
+            if not where and name in refused:
+                raise bad(f"`{name}` is not supported: leave it out", name, "unsupported_field")
+            if near := _misspelled(name, model):
+                raise bad(f"there is no field `{shown}`: did you mean `{near}`?", shown, "unknown_field")
+            found[_PLACE.sub("", shown)] = None
+        extra.clear()
+    return list(found)
+
+
+def ignored_fields(request: Request) -> list[str]:
+    """Fields that `read_body` took out of this request's body."""
+    return getattr(request.state, "ignored", [])
+
+
+def name_ignored(request: Request, response: Response) -> Response:
+    """Name ignored fields in the answer's header and, once in a while, in the log."""
+    if names := ", ".join(ignored_fields(request)):
+        response.headers[IGNORED_HEADER] = names
+        _seldom.warn(request.url.path, "%s: ignored fields that do not exist: %s", request.url.path, names)
+    return response
+
+
+def _models(value: BaseModel, where: str) -> Iterator[tuple[str, BaseModel]]:
+    yield where, value
+    for name, inner in value.__dict__.items():
+        if isinstance(inner, BaseModel):
+            yield from _models(inner, f"{where}{name}.")
+        # A list holds models or none: long lists of token ids are not gone through.
+        elif isinstance(inner, list) and inner and isinstance(inner[0], BaseModel):
+            for place, item in enumerate(inner):
+                yield from _models(item, f"{where}{name}.{place}.")
+
+
+def _misspelled(name: str, model: BaseModel) -> str | None:
+    return next(iter(difflib.get_close_matches(name[:64], type(model).model_fields, 1, LIKENESS)), None)
+
+
+def _shown(name: str) -> str:
+    """A client's own word, where it may stand in a header and in the name of a metric."""
+    return name if _PLAIN.fullmatch(name) else "(no identifier)"

@@ -1,0 +1,144 @@
+"""Runs the choices of one HTTP request, and carries tokens from the engine's thread to the event loop."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from paceline.engine.base import Completion, Engine, GenerateRequest, Piece
+
+GATHER_SECONDS = 0.001
+"""How long a letter may wait for others: less than a decode step takes."""
+
+
+class ThreadToLoopQueue:
+    """Carries letters from any thread to mailboxes of one event loop.
+
+    A step of the engine speaks to hundreds of listeners. The first letter wakes the loop, the others only join the
+    pile; a moment later the loop delivers them all, in the order they came. Without that moment it would fight the
+    engine for Python's lock over every token. The flag is lowered before the pile is emptied, so a letter that comes in
+    between raises it again: none is ever left lying.
+    """
+
+    def __init__(self) -> None:
+        self._pile: deque[tuple[LoopMailbox, Any]] = deque()
+        self._woken = False
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, box: "LoopMailbox", letter: Any) -> None:
+        self._pile.append((box, letter))
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False
+        while self._pile:
+            box, letter = self._pile.popleft()
+            box.put(letter)
+
+
+class LoopMailbox:
+    """Letters for one reader. A reader that is late finds several at once, and can answer them together."""
+
+    def __init__(self, post: ThreadToLoopQueue) -> None:
+        self._letters: list[Any] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.slot = partial(post.send, self)
+        """Delivers a letter from any thread."""
+
+    def put(self, letter: Any) -> None:
+        """Deliver a letter; from the loop's own thread only."""
+        self._letters.append(letter)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Any]:
+        """All letters, once there is at least one."""
+        if not self._letters:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter  # bounded: by the client's patience
+        letters, self._letters = self._letters, []
+        return letters
+
+
+Event = tuple[int, Piece | Completion]
+"""A choice's index with what it said or how it ended."""
+
+AT_ONCE = 32
+"""Choices handed to the engine in one turn of the event loop: a request of thousands lets others be heard."""
+
+
+class Generation:
+    """Runs requests side by side and tells what happens, in order for each choice.
+
+    Leaving the context takes whatever still runs out of the engine, however it is left: done, failed, or because the
+    client is gone.
+    """
+
+    def __init__(
+        self, engine: Engine, post: ThreadToLoopQueue, requests: Sequence[GenerateRequest], listen: bool
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._listen = listen
+        self._box = LoopMailbox(post)
+        self._tasks: list[asyncio.Task[Completion]] = []
+        self._stopped: set[int] = set()
+
+    async def __aenter__(self) -> "Generation":
+        try:
+            for index, request in enumerate(self._requests):
+                if index and index % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                task = asyncio.ensure_future(self._engine.generate(request, self._listener(index)))
+                task.add_done_callback(partial(self._ended, index))
+                self._tasks.append(task)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def stop(self, index: int) -> None:
+        """Enough of this choice: its text is complete although the engine does not know."""
+        self._stopped.add(index)
+        self._tasks[index].cancel()
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Events since the last look, until every choice has ended. The first failure ends it all."""
+        running = len(self._tasks)
+        while running:
+            events: list[Event] = []
+            for index, what in await self._box.take():
+                if isinstance(what, asyncio.Task):
+                    running -= 1
+                    if index in self._stopped:
+                        continue
+                    what = await what  # bounded: it is done
+                events.append((index, what))
+            yield events
+
+    async def completions(self) -> list[Completion]:
+        """Every choice as a whole, for those who do not listen."""
+        await asyncio.gather(*self._tasks)  # bounded: by the client's patience
+        return [task.result() for task in self._tasks]  # bounded: it is done
+
+    def _listener(self, index: int) -> "partial[None] | None":
+        return partial(self._heard, index) if self._listen else None
+
+    def _heard(self, index: int, piece: Piece) -> None:
+        self._box.slot((index, piece))
+
+    def _ended(self, index: int, task: "asyncio.Task[Completion]") -> None:
+        if not task.cancelled():
+            task.exception()  # looked at here, so that a failure after the first is no "never retrieved" complaint
+        # By the same post as the pieces, or the end could overtake them.
+        self._box.slot((index, task))

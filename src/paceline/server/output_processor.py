@@ -1,0 +1,329 @@
+"""Turns the tokens of one choice into text, and ends it at a stop string.
+
+Log probabilities in OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
+
+Runs the choices of chats and completions: turns tokens into text, stops, streams, counts.
+"""
+
+import codecs
+import copy
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.clients.frames import join
+from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
+from paceline.errors import EngineError
+from paceline.server.answers import usage
+from paceline.server.bodies import SamplingBody
+from paceline.server.errors import error_object, refusal_of
+from paceline.server.generation import Event, Generation
+from paceline.server.http import DONE, event
+from paceline.server.service import Service
+from paceline.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
+
+
+class StopMatcher:
+    """Passes text on until a stop string is complete, and then nothing more.
+
+    The stop string that is complete first wins; of two that end together, the longer. So the outcome depends on the
+    text alone, never on how it was cut. Text that may still become a stop string is held back.
+
+        stops ["END"]:  "one E" -> "one ",  "NT" -> "ENT",  " EN" -> " ",  "D" -> "", found
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def copy(self) -> "StopMatcher":
+        return copy.copy(self)
+
+    def feed(self, text: str) -> str:
+        """The part of the text, and of text held back before, that is sure to belong to the answer."""
+        if self.found:
+            return ""
+        if not self.stops:
+            return text
+        text = self._held + text
+        hits = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if hits:
+            self.found, self._held = True, ""
+            return text[: min(hits)[1]]
+        keep = self._beginning(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text is over: what was held back is no stop string after all."""
+        text, self._held = self._held, ""
+        return text
+
+    def _beginning(self, text: str) -> int:
+        """Length of the longest end of the text with which some stop string begins."""
+        longest = min(max(map(len, self.stops)) - 1, len(text))
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """New output of a choice: text that is sure, and the tokens that were sampled."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Where in the text each token begins; only where asked for."""
+
+    def add(self, other: "ChoiceDelta") -> None:
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.versions += other.versions
+        self.top += other.top
+        self.offsets += other.offsets
+
+
+class OutputProcessor:
+    """Detokenises what one choice says and ends it at a stop string.
+
+    A piece is decoded as a whole; only where a stop string ends inside it are its tokens gone through one by one.
+    The tokens reported are all that were sampled, to the one that completed the stop: only the text is cut.
+    """
+
+    def __init__(self, scribe: ServerTokenizer, request: GenerateRequest, stops: Sequence[str], offsets: bool) -> None:
+        self._detokeniser = scribe.detokeniser(request.prompt_ids)
+        self._matcher = StopMatcher(stops)
+        self._ends = request.stop_token_ids
+        self._ruler = Ruler(scribe.lexicon) if offsets else None
+        self.finish: str | None = None
+        self.sampled = 0
+        self.cached = 0
+
+    def hear(self, piece: Piece) -> ChoiceDelta:
+        """Take newly sampled tokens. Once `finish` is set nothing more is said."""
+        if self.finish:
+            return ChoiceDelta()
+        before = (self._detokeniser.copy(), self._matcher.copy()) if self._matcher.stops else None
+        text = self._matcher.feed(self._detokeniser.feed(self._said(piece.token_ids)))
+        taken = len(piece.token_ids)
+        if before and self._matcher.found:
+            self.finish = "stop"
+            taken = self._until_found(piece.token_ids, *before)
+        self.sampled += taken
+        delta = ChoiceDelta(text, piece.token_ids[:taken], piece.logprobs[:taken], piece.versions[:taken])
+        delta.top = (piece.top or [])[:taken]
+        if self._ruler is not None:
+            delta.offsets = self._ruler.measure(delta.token_ids)
+        return delta
+
+    def end(self, completion: Completion, listened: bool) -> ChoiceDelta:
+        """The engine is done: say what was held back. Unless it was listened to, everything is yet to be said."""
+        self.cached = completion.cached
+        delta = ChoiceDelta()
+        if not listened:
+            whole = Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top)
+            delta = self.hear(whole)
+        if self.finish is None:
+            delta.text += self._matcher.feed(self._detokeniser.flush())
+            delta.text += self._matcher.flush()
+            self.finish = "stop" if self._matcher.found else completion.finish
+        return delta
+
+    def _said(self, token_ids: list[int]) -> list[int]:
+        """Without the token that only ends the answer; nothing comes after it."""
+        return token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
+
+    def _until_found(self, token_ids: list[int], detokeniser: Detokeniser, matcher: StopMatcher) -> int:
+        """How many tokens it takes to complete the stop string."""
+        for place, token in enumerate(token_ids, start=1):
+            matcher.feed(detokeniser.feed((token,)))
+            if matcher.found:
+                return place
+        return len(token_ids)
+
+
+class Ruler:
+    """Tells where in the text each token begins, from the tokens' bytes: half a letter has no length yet."""
+
+    def __init__(self, lexicon: TokenBytes) -> None:
+        self._lexicon = lexicon
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._length = 0
+
+    def measure(self, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._length)
+            self._length += len(self._decode(bytes(self._lexicon.spell(token)[1])))
+        return offsets
+
+
+LOWEST = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON cannot hold."""
+
+
+def chat_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int) -> dict[str, Any]:
+    content = []
+    for place, token in enumerate(delta.token_ids):
+        ranked = delta.top[place][:count] if count and delta.top else []
+        content.append(
+            _entry(token, delta.logprobs[place], lexicon)
+            | {"top_logprobs": [_entry(other, logprob, lexicon) for other, logprob in ranked]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
+    """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
+    return {
+        "tokens": [lexicon.spell(token)[0] for token in delta.token_ids],
+        "token_logprobs": [max(logprob, LOWEST) for logprob in delta.logprobs],
+        "top_logprobs": [_ranked(ranked[:count], lexicon) for ranked in delta.top] if count and delta.top else None,
+        "text_offset": [start + offset for offset in delta.offsets],
+    }
+
+
+def _entry(token: int, logprob: float, lexicon: TokenBytes) -> dict[str, Any]:
+    text, data = lexicon.spell(token)
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
+
+
+def _ranked(ranked: TopLogprobs, lexicon: TokenBytes) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for token, logprob in ranked:
+        # Two tokens may be spelt alike; the more probable one comes first and stays.
+        named.setdefault(lexicon.spell(token)[0], max(logprob, LOWEST))
+    return named
+
+
+Step = tuple[int, ChoiceDelta, bool]
+"""A choice's index, what it gained, and whether it has ended."""
+
+
+@dataclass(slots=True)
+class ResponseChoices:
+    """The choices of one request, as text."""
+
+    service: Service
+    body: SamplingBody
+    requests: list[GenerateRequest]
+    utterances: list[OutputProcessor]
+    prompt_logprobs: list[list[float | None]] | None
+
+    @classmethod
+    async def plan(
+        cls, service: Service, body: SamplingBody, requests: list[GenerateRequest], offsets: bool
+    ) -> "ResponseChoices":
+        utterances = [OutputProcessor(service.scribe, request, body.stops, offsets) for request in requests]
+        scores = await score_prompts(service, requests) if body.prompt_logprobs else None
+        return cls(service, body, requests, utterances, scores)
+
+    async def steps(self, listen: bool) -> AsyncGenerator[Step]:
+        """Everything the choices say, until all have ended. Several pieces of one choice are told together."""
+        async with Generation(self.service.engine, self.service.post, self.requests, listen) as generation:
+            async for events in generation.events():
+                for index, (delta, ended) in self._hear(events, generation, listen).items():
+                    yield index, delta, ended
+
+    async def whole(self) -> list[ChoiceDelta]:
+        """Every choice from beginning to end. Tokens are listened to only where a stop string may end it early."""
+        deltas = [ChoiceDelta() for _ in self.requests]
+        async for index, delta, _ in self.steps(listen=bool(self.body.stops)):
+            deltas[index].add(delta)
+        return deltas
+
+    def _hear(self, events: list[Event], generation: Generation, listen: bool) -> dict[int, tuple[ChoiceDelta, bool]]:
+        gained: dict[int, tuple[ChoiceDelta, bool]] = {}
+        for index, what in merged(events):
+            utterance = self.utterances[index]
+            if utterance.finish is not None:
+                continue
+            delta = utterance.end(what, listen) if isinstance(what, Completion) else utterance.hear(what)
+            if utterance.finish is not None:
+                generation.stop(index)
+            if index in gained:
+                gained[index][0].add(delta)
+                delta = gained[index][0]
+            gained[index] = (delta, utterance.finish is not None)
+        return gained
+
+    def usage_of(self, index: int) -> dict[str, Any]:
+        """Tokens of one choice so far."""
+        utterance = self.utterances[index]
+        return usage([self.requests[index]], 1, utterance.sampled, utterance.cached)
+
+    def usage(self) -> dict[str, Any]:
+        sampled = sum(utterance.sampled for utterance in self.utterances)
+        cached = sum(utterance.cached for utterance in self.utterances[:: self.body.n or 1])
+        return usage(self.requests, self.body.n or 1, sampled, cached)
+
+    def extras(self, index: int, delta: ChoiceDelta, first: bool = True) -> dict[str, Any]:
+        """Fields of a choice beyond OpenAI's shape, where the client asked for them."""
+        extra: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            extra |= {"prompt_token_ids": self.requests[index].prompt_ids} if first else {}
+            extra["token_ids"] = delta.token_ids
+        if self.body.return_versions:
+            extra["versions"] = delta.versions
+        if self.prompt_logprobs is not None and first:
+            extra["prompt_logprobs"] = self.prompt_logprobs[index]
+        return extra
+
+
+def merged(events: list[Event]) -> Iterator[Event]:
+    """The same events with all pieces of a choice as one: a stream that lags decodes them together."""
+    if len(events) == 1:
+        yield events[0]
+        return
+    pieces: dict[int, list[Piece]] = {}
+    for index, what in events:
+        if isinstance(what, Piece):
+            pieces.setdefault(index, []).append(what)
+    for index, some in pieces.items():
+        yield index, join(some)
+    yield from ((index, what) for index, what in events if isinstance(what, Completion))
+
+
+async def stream(
+    reply: ResponseChoices,
+    heading: dict[str, Any],
+    chunks: Callable[[int, ChoiceDelta, bool], Sequence[dict[str, Any]]],
+) -> AsyncGenerator[bytes]:
+    """Server-sent events of a reply; `chunks` gives the choices that one step adds."""
+    options = reply.body.stream_options
+    counts = bool(options and options.include_usage)
+    always = bool(options and counts and options.continuous_usage_stats)
+    if counts:
+        heading = heading | {"usage": None}
+    begun = False
+    try:
+        async with aclosing(reply.steps(listen=True)) as steps:
+            async for index, delta, ended in steps:
+                begins = heading | {"usage": reply.usage_of(index)} if always else heading
+                data = b"".join(event(begins | {"choices": [choice]}) for choice in chunks(index, delta, ended))
+                if data:
+                    begun = True
+                    yield data
+    except EngineError as error:
+        if not begun:
+            raise
+        refusal = refusal_of(error)
+        yield b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
+        return
+    if counts:
+        yield event(heading | {"choices": [], "usage": reply.usage()})
+    yield DONE
+
+
+async def score_prompts(service: Service, requests: Sequence[GenerateRequest]) -> list[list[float | None]]:
+    """Log probabilities of each request's prompt tokens, at its temperature; None for the first, which has none."""
+    distinct = list(dict.fromkeys(request.prompt_ids for request in requests))
+    temperature = requests[0].temperature or 1.0
+    scores = await service.engine.score(distinct, temperature, requests[0].model)
+    known = {prompt: [None, *score[1:]] for prompt, score in zip(distinct, scores, strict=True)}
+    return [known[request.prompt_ids] for request in requests]

@@ -1,0 +1,451 @@
+"""OpenAI's Responses API for text and function tools, translated to chat bodies and back.
+
+Nothing is stored: `store` has no effect, and `previous_response_id` is refused.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from fastapi import Request, Response
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
+
+from paceline.errors import EngineError
+from paceline.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, text_only
+from paceline.server.chat import ChatResponse, plan_chat
+from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, invalid_body, refusal_of
+from paceline.server.http import EventStream, FastJsonResponse, read_body, unless_gone
+from paceline.server.service import service_of
+
+C = TypeVar("C", bound=ChatBody)
+MOST_ITEMS = 4096
+CHAT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "function_call": (),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "response_format": (),
+    "seed": (),
+    "stop": ([],),
+    "top_k": (0, -1),
+}
+"""Parameters of the Chat Completions API that have no effect here, each with the values that change nothing."""
+
+
+TEXT_TYPES = ("input_text", "output_text", "text")
+
+
+class ContentText(ClientBody):
+    """A piece of a message; text is the only kind."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def parts_of_text(content: Any) -> Any:
+    """Refuse parts that are no text by name."""
+    if isinstance(content, list):
+        text_only([part for part in content if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES])
+    return content
+
+
+Content = Annotated[str | Annotated[list[ContentText], Field(max_length=1024)], BeforeValidator(parts_of_text)]
+
+
+class MessageItem(ClientBody):
+    """A message of the user, the developer or the assistant."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class FunctionCallItem(ClientBody):
+    """A call that the model made in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    namespace: str | None = None
+
+
+class FunctionOutputItem(ClientBody):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+def item_type(item: Any) -> str | None:
+    given = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return given if isinstance(given, str) else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")],
+    Discriminator(
+        item_type,
+        custom_error_type="item_type",
+        custom_error_message="only items of type message, function_call and function_call_output are supported",
+    ),
+]
+
+
+class FunctionTool(ClientBody):
+    """A function the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(ClientBody):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(ClientBody):
+    """The form the text takes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema", default_factory=dict)]
+    strict: bool | None = None
+
+
+class TextSettings(ClientBody):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(ClientBody):
+    """How much the model thinks. There is no separate reasoning, and so nothing to summarise."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(ClientBody):
+    """How a stream is sent."""
+
+    include_obfuscation: bool | None = None
+    """Taken and ignored."""
+
+
+class ResponseBody(ClientBody):
+    """Text, or items of a conversation, to respond to."""
+
+    unsupported = PROMPT_FIELDS | SAMPLING_FIELDS | CHAT_FIELDS
+
+    model: str | None = None
+    """The served model's name or an adapter's; the served model when left out."""
+    input: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS), Tag("list[item]")],
+        Discriminator(lambda given: "list[item]" if isinstance(given, list) else "str"),
+    ]
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: Count | None = None
+    """Longest response in tokens; as much as the context holds when left out."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    """Only the first call of a response is given when false."""
+    text: TextSettings | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    """Taken and ignored: nothing is stored."""
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """There is no reasoning to include."""
+    max_tool_calls: Annotated[int, Field(ge=0, le=INT64)] | None = None
+    """Taken and ignored: it bounds built-in tools, of which there are none."""
+    reasoning: Reasoning | None = None
+    top_logprobs: Annotated[int | None, Neutral(0)] = None
+    truncation: Annotated[str | None, Neutral("disabled")] = None
+    background: Annotated[bool | None, Neutral(False)] = None
+    previous_response_id: Annotated[str | None, Neutral()] = None
+    conversation: Annotated[Any | None, Neutral()] = None
+    prompt: Annotated[dict[str, Any] | None, Neutral()] = None
+
+
+class ResponseAnswer(BaseModel):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+def as_chat(body: ResponseBody, kind: type[C]) -> C:
+    """The same request as a body of the Chat Completions API."""
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": list(_messages(body)),
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "stream": body.stream,
+        "user": body.user,
+    }
+    if body.tools:
+        kept = ("name", "description", "parameters", "strict")
+        chat["tools"] = [{"type": "function", "function": tool.model_dump(include={*kept})} for tool in body.tools]
+    chat["tool_choice"] = choice = body.tool_choice
+    if isinstance(choice, NamedFunctionTool):
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if body.text and (form := body.text.format):
+        schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+        chat["response_format"] = {"type": form.type} | ({"json_schema": schema} if form.type == "json_schema" else {})
+    chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
+    chat["verbosity"] = body.text.verbosity if body.text and body.text.verbosity != "medium" else None
+    try:
+        return kind.model_validate({name: value for name, value in chat.items() if value is not None})
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def _messages(body: ResponseBody) -> Iterator[dict[str, Any]]:
+    """Messages of a chat. A message of the assistant and the calls that follow it are one."""
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    said: dict[str, Any] | None = None
+    for item in body.input:
+        if isinstance(item, FunctionCallItem):
+            said = said or {"role": "assistant", "content": None}
+            call = {"name": item.name, "arguments": item.arguments}
+            said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
+            continue
+        if said:
+            yield said
+            said = None
+        if isinstance(item, FunctionOutputItem):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        elif item.role == "assistant":
+            said = {"role": "assistant", "content": _text(item.content)}
+        else:
+            yield {"role": item.role, "content": _text(item.content)}
+    if said:
+        yield said
+
+
+def _text(content: str | list[ContentText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ResponseWriter:
+    """Writes one response, whole or as the events of a stream."""
+
+    def __init__(self, body: ResponseBody, model: str, **settings: Any) -> None:
+        """`settings` are those that differ from what the client asked for."""
+        given = body.model_dump(exclude_none=True, by_alias=True)
+        self._head: dict[str, Any] = {
+            "id": _new("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **settings,
+        }
+        self._events = 0
+        self._message = _new("msg")
+        self._said: str | None = None
+        """The text so far, once the message has begun."""
+        self._calls: list[dict[str, Any]] = []
+
+    def whole(self, message: dict[str, Any], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+        """The response that says what this chat message says."""
+        text, calls = message.get("content") or "", message.get("tool_calls") or []
+        output = [_message(self._message, "completed", text)] if text or not calls else []
+        return self._ended([*output, *map(_call, calls)], finish, usage)
+
+    def begin(self) -> bytes:
+        return self._event("response.created", response=self._head) + self._event(
+            "response.in_progress", response=self._head
+        )
+
+    def add(self, message: dict[str, Any]) -> bytes:
+        """Events that a chunk of a chat's stream adds. Calls wait for the end of the text."""
+        self._calls += message.get("tool_calls") or []
+        text = message.get("content") or ""
+        if not text:
+            return b""
+        begun = b"" if self._said is not None else self._open()
+        self._said = (self._said or "") + text
+        return begun + self._in_part("response.output_text.delta", delta=text, logprobs=[])
+
+    def end(self, finish: str | None, usage: dict[str, Any]) -> bytes:
+        output: list[dict[str, Any]] = []
+        events = b""
+        if self._said is None and not self._calls:
+            events, self._said = self._open(), ""
+        if self._said is not None:
+            item = _message(self._message, "completed", self._said)
+            output.append(item)
+            events += self._in_part("response.output_text.done", text=self._said, logprobs=[])
+            events += self._in_part("response.content_part.done", part=item["content"][0])
+            events += self._event("response.output_item.done", output_index=0, item=item)
+        for call in self._calls:
+            item, place = _call(call), len(output)
+            output.append(item)
+            at = {"item_id": item["id"], "output_index": place}
+            fresh = item | {"arguments": "", "status": "in_progress"}
+            events += self._event("response.output_item.added", output_index=place, item=fresh)
+            events += self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            events += self._event(
+                "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
+            )
+            events += self._event("response.output_item.done", output_index=place, item=item)
+        response = self._ended(output, finish, usage)
+        return events + self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, message: str, code: str | None) -> bytes:
+        """End the stream with an error."""
+        error = {"code": "server_error", "message": message}
+        failed = self._head | {"status": "failed", "error": error}
+        return self._event("error", code=code, message=message, param=None) + self._event(
+            "response.failed", response=failed
+        )
+
+    def _open(self) -> bytes:
+        item = _message(self._message, "in_progress", "") | {"content": []}
+        return self._event("response.output_item.added", output_index=0, item=item) + self._in_part(
+            "response.content_part.added", part={"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        )
+
+    def _in_part(self, kind: str, **more: Any) -> bytes:
+        return self._event(kind, item_id=self._message, output_index=0, content_index=0, **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        data = orjson.dumps({"type": kind, "sequence_number": self._events, **more})
+        self._events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+    def _ended(self, output: list[dict[str, Any]], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+        cut = finish == "length"
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return self._head | {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+
+def _message(name: str, status: str, text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"id": _new("fc"), "type": "function_call", "status": "completed", "call_id": call["id"], **call["function"]}
+
+
+def _new(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+async def respond(request: Request) -> Response:
+    """Respond to text or to the items of a conversation."""
+    service = service_of(request)
+    body = await read_body(request, ResponseBody)
+    chat = as_chat(body, ChatBody)
+    talk = ChatResponse(service, chat, await unless_gone(request.receive, plan_chat(service, chat)))
+    writer = ResponseWriter(body, body.model or service.models.name)
+    if body.stream:
+        return await EventStream.begin(request, _stream(talk, writer))
+    answer = await unless_gone(request.receive, talk.answer())
+    (choice,) = answer["choices"]
+    return FastJsonResponse(writer.whole(choice["message"], choice["finish_reason"], answer["usage"]))
+
+
+async def _stream(talk: ChatResponse, writer: ResponseWriter) -> AsyncGenerator[bytes]:
+    begun, finish = False, None
+    try:
+        async with aclosing(talk.reply.steps(listen=True)) as steps:
+            async for index, delta, ended in steps:
+                for choice in talk.chunks(index, delta, ended):
+                    finish = choice["finish_reason"] or finish
+                    data = b"" if begun else writer.begin()
+                    data += writer.add(choice["delta"])
+                    if data:
+                        begun = True
+                        yield data
+    except EngineError as error:
+        if not begun:
+            raise
+        refusal = refusal_of(error)
+        yield writer.fail(str(refusal), refusal.code)
+        return
+    yield writer.end(finish, talk.reply.usage())

@@ -1,0 +1,174 @@
+"""State that all endpoints share: engine, tokenizer, model names, and files of incoming weights."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from fastapi import Request
+
+from paceline.engine.base import Engine, EngineLimits
+from paceline.errors import UnknownModel
+from paceline.server.errors import Refusal
+from paceline.server.generation import ThreadToLoopQueue
+from paceline.server.guard import Meter
+from paceline.server.tokenizer import ServerTokenizer
+from paceline.util.private_folder import PrivateFolder, sweep
+
+if TYPE_CHECKING:
+    from paceline.weights.broadcast import Receiver
+
+
+BASE = "base"
+"""The engine's name for the plain base, beside a policy that is an adapter."""
+
+
+class Models:
+    """Knows the engine's limits without asking it for every request; looks again when a name is unknown."""
+
+    def __init__(self, engine: Engine, name: str, limits: EngineLimits, has_key: bool) -> None:
+        self._engine = engine
+        self.name = name
+        self.limits = limits
+        self._has_key = has_key
+
+    def place(self, asked: int | None) -> int:
+        """The place in the queue that a request may take: before others only where every caller holds the key."""
+        return (asked or 0) if self._has_key else max(asked or 0, 0)
+
+    async def refresh(self) -> None:
+        self.limits = await self._engine.limits()
+
+    async def resolve(self, asked: str | None) -> str:
+        """The engine's name for what a request calls its model."""
+        if not asked or asked == self.name:
+            return ""
+        if asked == BASE:
+            return asked
+        if asked not in self.limits.adapters:
+            await self.refresh()
+        if asked not in self.limits.adapters:
+            served = ", ".join(f"`{name}`" for name in self.names())
+            raise UnknownModel(f"there is no model `{asked}` here: the server has {served}")
+        return asked
+
+    def names(self) -> list[str]:
+        return [self.name, *(name for name in self.limits.adapters if name)]
+
+
+WRITTEN_AT_ONCE = 4 << 20
+MOST_AT_ONCE = 2
+"""Bodies that may lie here at the same time: a second one for a client that hung up and asks again."""
+SILENT_SECONDS = 120.0
+"""A client that stops sending in the middle is not waited for longer."""
+
+
+class Spool:
+    """Made when the first body comes. What a killed server left is removed when the next one starts."""
+
+    def __init__(self) -> None:
+        sweep()
+        self._folder: PrivateFolder | None = None
+        self._numbers = 0
+        self._here = 0
+
+    @asynccontextmanager
+    async def body(self, request: Request, limit: int, ending: str) -> AsyncGenerator[Path]:
+        """The request's raw body as a file, for as long as it is used. It is never read further than allowed."""
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Of all types, a web page may post only a few without the browser asking us first; this is none of them.
+        if media != "application/octet-stream":
+            raise Refusal(415, f"send raw bytes with `Content-Type: application/octet-stream`, not `{media}`")
+        announced = request.headers.get("content-length", "0")
+        if announced.isdecimal() and int(announced) > limit:
+            raise _too_large(limit)
+        if self._here >= MOST_AT_ONCE:
+            raise Refusal(429, f"{self._here} updates are arriving already", code="overloaded")
+        self._here += 1
+        file = self._name(ending)
+        try:
+            await _write(request, file, limit)
+            yield file
+        finally:
+            self._here -= 1
+            file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+    def _name(self, ending: str) -> Path:
+        if self._folder is None:
+            self._folder = PrivateFolder()
+        self._numbers += 1
+        return self._folder.path / f"{self._numbers}.{ending}"
+
+
+async def _write(request: Request, file: Path, limit: int) -> None:
+    written, pile, piled = 0, [], 0
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as opened:
+            stream = aiter(request.stream())
+            while True:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    piece = await anext(stream, None)
+                if piece is not None:
+                    piled += len(piece)
+                    pile.append(piece)
+                    if written + piled > limit:
+                        raise _too_large(limit)
+                if piled >= WRITTEN_AT_ONCE or (piece is None and pile):
+                    await asyncio.to_thread(write_all, opened, b"".join(pile))
+                    written, pile, piled = written + piled, [], 0
+                if piece is None:
+                    return
+    except TimeoutError:
+        raise Refusal(400, f"the body stopped after {written + piled} bytes") from None
+    except OSError as error:
+        raise Refusal(503, f"the body cannot be kept: {error.strerror}", code="no_room") from error
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """An unbuffered file may take less than it is given: on a disk that fills up, or when a signal comes."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(413, f"the body is larger than {limit} bytes, and this model's weights are not")
+
+
+@dataclass(slots=True)
+class Service:
+    """One engine and what the server knows around it. Lives as long as the server's event loop."""
+
+    engine: Engine
+    scribe: ServerTokenizer
+    models: Models
+    post: ThreadToLoopQueue
+    meter: Meter
+    allowed: tuple[Path, ...] = ()
+    """Folders weights may be loaded from, resolved."""
+    peers: frozenset[str] = frozenset()
+    """Addresses that groups may meet at."""
+    spool: Spool = field(default_factory=Spool)
+    """Where weights that come as a body lie until they are applied."""
+    receiver: "Receiver | None" = None
+    """Our part of a group that broadcasts weights."""
+    joining: bool = False
+    """Whether we are about to join one."""
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    async def check_alive(self) -> None:
+        """Raise if the engine cannot answer any more."""
+        await self.engine.stats()
+
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service

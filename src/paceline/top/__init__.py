@@ -1,5 +1,0 @@
-"""A run's vital signs in a terminal: `paceline top RUN`. Imports neither torch nor transformers."""
-
-from paceline.top.watching import snapshot, watch
-
-__all__ = ["snapshot", "watch"]

@@ -1,0 +1,89 @@
+"""Reads and writes tensors as safetensors files and bytes: in torch, or in mlx where torch is missing.
+
+>>> import numpy
+>>> {name: list(tensor.shape) for name, tensor in unpacked(packed({"a": numpy.zeros((2, 3))})).items()}
+{'a': [2, 3]}
+"""
+
+import errno
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from safetensors import SafetensorError
+
+from paceline.weights.update import Array
+
+LIBRARIES = {"torch": "safetensors.torch", "numpy": "safetensors.numpy", "mlx": "paceline.weights.mlx_arrays"}
+"""The module that reads and writes each library's tensors."""
+
+
+@cache
+def framework() -> str:
+    """The framework that tensors are read as, by safetensors' name for it."""
+    return "pt" if importlib.util.find_spec("torch") is not None else "mlx"
+
+
+def read_file(file: Path) -> dict[str, Array]:
+    """All tensors of a file."""
+    return dict(_library().load_file(file))
+
+
+def unpacked(data: bytes) -> dict[str, Array]:
+    """All tensors of a file's bytes."""
+    return dict(_library().load(data))
+
+
+def packed(tensors: Mapping[str, Array], notes: dict[str, str] | None = None) -> bytes:
+    """A file's bytes."""
+    return _library_of(tensors).save(_plain(tensors), notes)
+
+
+def save_file(tensors: Mapping[str, Array], file: Path, notes: dict[str, str] | None = None) -> None:
+    _library_of(tensors).save_file(_plain(tensors), file, notes)
+
+
+def plain(tensor: Array) -> Array:
+    """In the host's memory, in order, and free of gradients."""
+    return tensor.detach().cpu().contiguous() if hasattr(tensor, "detach") else tensor
+
+
+def copied(tensor: Array) -> Array:
+    """The same numbers in memory of their own, on the host. An array of mlx never changes, so it needs none."""
+    return plain(tensor).clone() if hasattr(tensor, "detach") else tensor
+
+
+def _plain(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: plain(tensor) for name, tensor in tensors.items()}
+
+
+def _library() -> ModuleType:
+    return importlib.import_module(LIBRARIES["torch" if framework() == "pt" else "mlx"])
+
+
+def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
+    kind = type(next(iter(tensors.values()), None)).__module__.partition(".")[0]
+    return importlib.import_module(LIBRARIES[kind]) if kind in LIBRARIES else _library()
+
+
+@contextmanager
+def writing() -> Generator[None]:
+    """Safetensors wraps the system's refusals into an error of its own: here they are `OSError` again."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error)) from error
+
+
+def write_tensors(tensors: Mapping[str, Array], path: Path, notes: dict[str, str] | None = None) -> None:
+    with writing():
+        save_file(tensors, path, notes)

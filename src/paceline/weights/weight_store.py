@@ -1,0 +1,249 @@
+"""Stores weights as files that engines in other processes read and the trainer no longer changes.
+
+Weights that lie in files and are read only where they are needed.
+"""
+
+import asyncio
+import dataclasses
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from paceline.errors import EngineError, RequestError
+from paceline.weights import tensors as libraries
+from paceline.weights.tensors import framework, read_file, write_tensors
+from paceline.weights.update import Array, WeightUpdate
+
+if TYPE_CHECKING:
+    from paceline.weights.delta import LastSent, WeightDelta
+if TYPE_CHECKING:
+    from paceline.weights.delta import WeightDelta
+
+
+class StoredTensors(Mapping[str, Array]):
+    """Tensors by name. Another process can be given the files instead of the bytes.
+
+    `deltas` are files too: what was changed, one after the other, since the safetensors files were written.
+    """
+
+    def __init__(self, files: Sequence[Path], deltas: Sequence[Path] = ()) -> None:
+        self.files, self.deltas = tuple(files), tuple(deltas)
+        self._tensors: dict[str, Array] | None = None
+        self._names = [name for file in files for name in _names(file)]
+
+    def fill(self) -> None:
+        """Read the files now; else the first access to a tensor does."""
+        if self._tensors is None:
+            try:
+                tensors = {name: tensor for file in self.files for name, tensor in read_file(file).items()}
+            except (SafetensorError, OSError) as error:
+                raise EngineError(f"the weights cannot be read any more: {error}") from error
+            for file in self.deltas:
+                _apply(tensors, file)
+            self._tensors = tensors
+
+    def forget(self) -> None:
+        """Give the memory back; the files are still there."""
+        self._tensors = None
+
+    def __getitem__(self, name: str) -> Array:
+        self.fill()
+        assert self._tensors is not None
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_delta(data: bytes) -> "WeightDelta":
+    """A delta from received bytes."""
+    from paceline.weights.delta import DeltaError, WeightDelta  # which needs torch
+
+    try:
+        return WeightDelta(data)
+    except DeltaError as error:
+        raise RequestError(str(error)) from error
+
+
+def open_delta(file: Path) -> "WeightDelta":
+    """A delta that lies in a file."""
+    from paceline.weights.delta import DeltaError, WeightDelta
+
+    try:
+        return WeightDelta(file.read_bytes())
+    except (OSError, DeltaError) as error:
+        raise EngineError(f"{file.name} cannot be read: {error}") from error
+
+
+def _apply(tensors: dict[str, Array], file: Path) -> None:
+    """The fingerprint that goes with the update proves the whole chain, so the links are not proved one by one."""
+    from paceline.weights.delta import DeltaError
+
+    delta = open_delta(file)
+    try:
+        delta.check_fit(tensors)
+        delta.write(tensors)
+    except DeltaError as error:
+        raise EngineError(f"{file.name} does not fit the weights before it: {error}") from error
+
+
+def _names(file: Path) -> list[str]:
+    """The tensors a file holds, from its header: a damaged file is found before anything is loaded."""
+    try:
+        with safe_open(file, framework=framework()) as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RequestError(f"{file.name} cannot be read: {error}") from error
+
+
+LONGEST_CHAIN = 64
+"""Deltas since the last whole file. An engine that comes back is given the file with all of them applied."""
+NARROW = 2
+"""Bytes of a published element up to which deltas are worth trying: of float32 a step changes nearly every one."""
+
+
+class WeightStore:
+    """A folder with the newest full weights, a safetensors file each; all but the last `most` updates are removed.
+
+    With `deltas`, the shelf remembers what it kept last. Where few elements have changed, it writes those, and the
+    update it returns has both: the delta, for an engine that holds the version before, and all tensors, read from the
+    last whole file and the deltas since only if an engine needs them. A whole file is written once more when the deltas
+    since are together as long.
+    """
+
+    def __init__(self, folder: Path, most: int = 1, deltas: bool = False) -> None:
+        self.folder = folder.resolve()
+        self._most = most
+        self._ours: deque[tuple[Path, ...]] = deque()
+        self._last = _last_sent() if deltas else None
+        self._file: Path | None = None
+        self._chain: tuple[Path, ...] = ()
+        self.link: Path | None = None
+        """The delta that led to what was kept last."""
+        self._composed: tuple[StoredTensors, Path] | None = None
+        """The last that was asked for as one file, and lay in several."""
+        self._composing = asyncio.Lock()
+
+    def adopt(self) -> None:
+        """Take over the files that lie there: an earlier process in this role wrote them."""
+        left = (*self.folder.glob("*.safetensors"), *self.folder.glob("*.delta"))
+        self._ours = deque([left] if left else [])
+        for half in self.folder.glob("*.part"):
+            half.unlink(missing_ok=True)
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        """The same update, its tensors in a file of this folder."""
+        tensors = update.tensors
+        if isinstance(tensors, StoredTensors) and {file.resolve().parent for file in tensors.files} == {self.folder}:
+            return update
+        return await asyncio.to_thread(self._keep, update)
+
+    async def whole(self, update: WeightUpdate) -> Path:
+        """A single safetensors file of this folder with all of its tensors."""
+        tensors = (await self.keep(update)).tensors
+        assert isinstance(tensors, StoredTensors)
+        if not tensors.deltas and len(tensors.files) == 1:
+            return tensors.files[0]
+        async with self._composing:  # bounded: by the writing of one file
+            if self._composed is None or self._composed[0] is not tensors:
+                self._drop_composed()
+                self._composed = tensors, await asyncio.to_thread(self._write, update.version, tensors)
+                tensors.forget()
+            return self._composed[1]
+
+    def clear(self) -> None:
+        """Remove what lies there of ours."""
+        self._leave(0)
+        self._drop_composed()
+
+    def _drop_composed(self) -> None:
+        if self._composed is not None:
+            self._composed[1].unlink(missing_ok=True)
+            self._composed = None
+
+    def _keep(self, update: WeightUpdate) -> WeightUpdate:
+        delta, known = self._advance(update)
+        link = self.link = self._write_delta(delta) if delta is not None else None
+        self._chain = (*self._chain, link) if link else ()
+        if link is None or self._file is None or self._long_enough():
+            self._file, self._chain = self._write(update.version, update.tensors), ()
+        self._note(self._file, *self._chain, *([link] if link else []))
+        stored = StoredTensors([self._file], self._chain)
+        return dataclasses.replace(update, tensors=stored, delta=delta, expected=update.expected or known)
+
+    def _advance(self, update: WeightUpdate) -> tuple["WeightDelta | None", str | None]:
+        """The way from the last one, and the fingerprint, which comes with it."""
+        if self._last is None or update.adapter is not None:
+            return None, None
+        tensors = update.tensors.values()
+        narrow = sum(tensor.nbytes for tensor in tensors if tensor.itemsize <= NARROW)
+        if 2 * narrow <= sum(tensor.nbytes for tensor in tensors):
+            return None, None
+        delta = self._last.advance(update.version, update.tensors)
+        assert self._last.policy is not None
+        return delta, self._last.policy.fingerprint
+
+    def _long_enough(self) -> bool:
+        assert self._file is not None
+        written = sum(link.stat().st_size for link in self._chain)
+        return len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size
+
+    def _note(self, *files: Path) -> None:
+        self._ours.append(files)
+        self._leave(self._most)
+
+    def _leave(self, most: int) -> None:
+        while len(self._ours) > most:
+            needed = {file for files in list(self._ours)[1:] for file in files}
+            for file in self._ours.popleft():
+                if file not in needed:
+                    file.unlink(missing_ok=True)
+
+    def _write(self, version: int, tensors: Mapping[str, Array]) -> Path:
+        half, whole = self._name(version, "safetensors")
+        try:
+            write_tensors(tensors, half)
+            half.rename(whole)  # a reader never sees half a file
+        except OSError as error:
+            raise self._refusal(half, error) from error
+        return whole
+
+    def _write_delta(self, delta: "WeightDelta") -> Path:
+        half, whole = self._name(delta.result.version, "delta")
+        try:
+            half.write_bytes(delta.data)
+            half.rename(whole)
+        except OSError as error:
+            raise self._refusal(half, error) from error
+        return whole
+
+    def _name(self, version: int, ending: str) -> tuple[Path, Path]:
+        name = f"{version}-{uuid.uuid4().hex[:12]}"
+        return self.folder / f"{name}.part", self.folder / f"{name}.{ending}"
+
+    def _refusal(self, half: Path, error: OSError) -> EngineError:
+        half.unlink(missing_ok=True)
+        self._chain, self._file = (), None  # what was to be written is missing from the chain
+        return EngineError(
+            f"the weights cannot be written to {self.folder} ({error.strerror}): make room, then --resume latest"
+        )
+
+
+def copied(update: WeightUpdate) -> WeightUpdate:
+    """The same update in memory of its own: right for adapters, which are small."""
+    return dataclasses.replace(
+        update, tensors={name: libraries.copied(tensor) for name, tensor in update.tensors.items()}
+    )
+
+
+def _last_sent() -> "LastSent":
+    from paceline.weights.delta import LastSent  # which needs torch
+
+    return LastSent()
