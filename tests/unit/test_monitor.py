@@ -288,6 +288,12 @@ class TestRecorder:
         assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step-000001.msgpack"]
 
 
+def test_a_file_that_goes_while_it_is_looked_at_has_no_records(tmp_path, monkeypatch):
+    """A supervisor counts steps while the orchestrator it started begins anew and removes them."""
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
 class TestRunDirectory:
     def test_a_claimed_directory_is_ready(self, tmp_path: Path) -> None:
         with RunDirectory.claim(tmp_path / "runs" / "x") as directory:

@@ -128,9 +128,11 @@ def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> N
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    if not path.is_file():
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):  # also where a run that begins anew removes it this very moment
         return
-    with path.open("rb") as file:
+    with file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
                 yield number, line
