@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason=
 SECONDS = 8.0
 RECEIVER = """
 import json, sys
-from paceline.inference import EngineError
+from paceline.errors import EngineError
 from paceline.weights.broadcast import Receiver
 from paceline.model import fingerprint
 invitation = json.loads(sys.stdin.readline())

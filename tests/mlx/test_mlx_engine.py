@@ -152,8 +152,8 @@ def test_nothing_on_the_way_needs_torch_or_peft():
 WITHOUT_TORCH = """
 import asyncio, sys
 sys.modules["torch"] = sys.modules["peft"] = None
-from paceline.config.inference import Engine
-from paceline.config.model import Lora, ModelConfig
+from paceline.config.inference import EngineConfig
+from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.engine.base import GenerateRequest
 from paceline.engine.mlx import MlxEngine
 from paceline.model.mlx.loading import load_model, twin
@@ -161,10 +161,10 @@ from paceline.model.mlx.lora import adapter_tensors, attach_lora
 from paceline.weights.update import Adapter, WeightUpdate
 
 model = load_model(ModelConfig(name="paceline:quickstart"))
-tensors, scale = adapter_tensors(attach_lora(twin(model), Lora(rank=4), 0).net)
+tensors, scale = adapter_tensors(attach_lora(twin(model), LoRAConfig(rank=4), 0).net)
 
 async def work():
-    engine = MlxEngine(model, Engine(adapters=1, adapter_rank=4))
+    engine = MlxEngine(model, EngineConfig(adapters=1, adapter_rank=4))
     engine.start()
     update = WeightUpdate(1, model.parameters())
     await engine.load_weights(update)

@@ -40,7 +40,7 @@ def clean(root: Path, batches: int) -> None:
 
 
 GRADED = """
-from paceline.config.env import ReverseText as Config
+from paceline.config.env import ReverseTextConfig as Config
 from paceline.envs import Outcome
 from paceline.envs.reverse_text import ReverseText
 from paceline.envs.workers import Workers
