@@ -1,9 +1,11 @@
 """Self-play without a run file: an arena, a trainer and a server, in a few lines.
 
-    paceline serve paceline:quickstart --engine.adapters 1          in one terminal
-    python examples/arenas/loop.py                                  in another
+    export PACELINE_API_KEY=mine                                    in two terminals, any word
+    paceline serve paceline:quickstart --engine.adapters 1          in one
+    python examples/arenas/loop.py                                  in the other
 
-`training_loop` generates and trains at once; the weights go to the server after every step.
+`training_loop` generates and trains at once; the weights go to the server after every step, which takes them from the
+holder of its key.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tic_tac_toe import TicTacToe
 
 
-async def main(base_url: str = "http://localhost:8000/v1", num_steps: int = 20) -> None:
+async def main(base_url: str = "http://localhost:8000/v1", num_steps: str = "20") -> None:
     # 1. Initialize components
     model, _tokenizer = load("paceline:quickstart")
     optimizer = optim.Adam(learning_rate=1e-3)
@@ -37,7 +39,7 @@ async def main(base_url: str = "http://localhost:8000/v1", num_steps: int = 20) 
     arena = TicTacToe(client, credit_assigner=GRPOCredit())
 
     # 2. Run training
-    await training_loop(arena=arena, trainer=trainer, num_steps=num_steps, episode_concurrency=32)
+    await training_loop(arena=arena, trainer=trainer, num_steps=int(num_steps), episode_concurrency=32)
 
     print(f"trained {trainer.version} versions; {trainer.stale} samples were too old")
     await client.aclose()
@@ -45,4 +47,4 @@ async def main(base_url: str = "http://localhost:8000/v1", num_steps: int = 20) 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:2]))
+    asyncio.run(main(*sys.argv[1:3]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_run_needs_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize(("trains", "serves"), [("torch", "mlx"), ("mlx", "torch")])
-def test_one_library_serves_what_the_other_trains(trains, serves):
+def test_one_library_serves_what_the_other_trains(trains, serves, monkeypatch):
     """Adapters go over HTTP after every step; the mismatch of what was sampled is only rounding."""
 
     async def play(url: str) -> SelfPlayTrainer:
@@ -99,8 +100,9 @@ def test_one_library_serves_what_the_other_trains(trains, serves):
         return trainer
 
     # Keys of older weights under a new version's tokens would be a mismatch too, and not the libraries'.
+    monkeypatch.setenv("PACELINE_API_KEY", "mine")
     cache = ["--engine.max-context", "128", "--engine.on-swap", "recompute"]
-    with served("--backend", serves, "--engine.adapters", "1", *cache) as server:
+    with served("--backend", serves, "--engine.adapters", "1", *cache, key="mine") as server:
         trainer = asyncio.run(play(server.url))
         assert server.get("/policy").json()["version"] == trainer.version
     assert trainer.version >= 3
@@ -120,13 +122,14 @@ def test_the_seed_documents_last_example_runs_on_a_quantised_base(tmp_path):
     convert(str(ROOT / "src" / "paceline" / "quickstart"), str(folder), quantize=True, q_bits=4, q_group_size=32)
     assert json.loads((folder / "config.json").read_text())["quantization"]["bits"] == 4
     with served(
-        "--backend", "mlx", "--engine.adapters", "1", "--engine.max-context", "128", model=str(folder)
+        "--backend", "mlx", "--engine.adapters", "1", "--engine.max-context", "128", model=str(folder), key="mine"
     ) as server:
         done = subprocess.run(
             [sys.executable, str(script), str(folder), f"{server.url}/v1", "3"],
             capture_output=True,
             text=True,
             timeout=280,
+            env=os.environ | {"PACELINE_API_KEY": "mine"},
         )
         assert done.returncode == 0, done.stderr
         assert server.get("/policy").json()["version"] >= 1

@@ -3,6 +3,7 @@
 Loads the model to train, and connects to the server it is sampled from.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -65,7 +66,7 @@ class Client:
 
 class OpenAIClient(Client):
     """A running `paceline serve`. Adapters are sent to it over HTTP; full weights as a file in `folder`, which it must
-    `--allow`."""
+    `--allow`. It takes weights from the holder of its key: `PACELINE_API_KEY` when left out, as the server's own."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class OpenAIClient(Client):
         folder: Path | None = None,
         sampling: SamplingConfig | None = None,
     ) -> None:
-        self._engine = HttpEngine(base_url, api_key=api_key, folder=folder)
+        self._engine = HttpEngine(base_url, api_key=api_key or os.environ.get("PACELINE_API_KEY"), folder=folder)
         super().__init__(Pool([self._engine]), sampling)
 
     async def aclose(self) -> None:
