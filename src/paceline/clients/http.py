@@ -40,7 +40,7 @@ class HttpEngine:
     """Speaks the `Engine` protocol over HTTP/1.1, one connection per request under way.
 
     Cancelling a call closes its connection, and the server then takes the request out of its engine. Adapters travel in
-    the request, full weights by `path` (see `carriers.py`): as files in `folder`, if it is given, which both sides must
+    the request, full weights by `path` (`transports.py`): as files in `folder`, if it is given, which both sides must
     see under the same path and the server must `--allow`; else as the body of a request. Fingerprint and canary go with
     them, and the server checks both.
     """

@@ -90,7 +90,7 @@ class Seat:
     ) -> None:
         self.actor, self.trained = actor, trained
         self.parent, self.kind = "", ""
-        """The seat whose episode opened this one, and what kind of episode it plays (`table.py`)."""
+        """The seat whose episode opened this one, and what kind of episode it plays (`SessionMap`)."""
         self.max_tokens: int | None = None
         """Longest reply from here; the run's own limit when None."""
         self.turns: list[Turn] = []

@@ -183,7 +183,7 @@ def names_of(tools: Tools) -> str:
 class ChatTemplate:
     """Writes what `tokenizer.apply_chat_template` writes, to the letter, in about a third of its time.
 
-    The short way is the same template in a quicker sandbox (`sandbox.py`), for messages that are plain data. All others
+    The short way is the same template in a quicker sandbox, for messages that are plain data. All others
     take the long way, where transformers first makes them harmless.
     """
 
