@@ -614,18 +614,17 @@ def torn_records(run: Run, dice: random.Random) -> str:
 # -- the training's half of the time -----------------------------------------------------------------------------------
 
 
-def campaign(book: Book, seconds: float, names: list[str], dice: random.Random, folder: Path) -> dict:
-    """One run directory in as many lives as fit, then its books."""
+def campaign(book: Book, seconds: float, names: list[str], dice: random.Random, folder: Path, placement: str) -> dict:
+    """One run directory in as many lives as fit, attacks not yet tried first, then its books."""
     begun = time.monotonic()
-    placement = dice.choice(["local", "processes"])
     usable = [name for name in names if not (placement == "local" and name == "child_killed")]
     run_folder = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
     temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder.parent))
     run = Run(run_folder, temporary, book, dice.randrange(1 << 20), placement)
     longest, order, lives = 20.0, [], 0
     while usable and time.monotonic() + 2 * longest < begun + seconds:
-        order = order or dice.sample(usable, len(usable))
-        name = order.pop()
+        order = order or sorted(dice.sample(usable, len(usable)), key=lambda name: name in book.attacks)
+        name = order.pop(0)
         run.what, run.number = name, book.number(name)
         started = time.monotonic()
         try:
@@ -689,9 +688,10 @@ def main() -> int:
             key = new_key() if (begun == 0) == (given.seed % 3 > 0) else None
             print(f"server {'with' if key else 'without'} a key, {length:.0f} s", flush=True)
             rounds.append(besiege(book, length, served, dice, key))
-        for _, length in parts(seconds if trained else 0, CAMPAIGN_SECONDS):
+        placements = dice.sample(["local", "processes"], 2)
+        for begun, length in parts(seconds if trained else 0, CAMPAIGN_SECONDS):
             print(f"training, {length:.0f} s", flush=True)
-            campaigns.append(campaign(book, length, trained, dice, folder))
+            campaigns.append(campaign(book, length, trained, dice, folder, placements[begun % 2]))
     book.notes += [f"{name} was not tried: give it more minutes" for name in names if name not in book.attacks]
     return report(book, rounds, campaigns, given, len(names))
 
