@@ -77,6 +77,28 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys, typed, 
 
 
 @pytest.mark.parametrize(
+    ("typed", "file", "rest"),
+    [
+        (["train", "--steps", "5", "quickstart"], "quickstart", ["--steps=5"]),
+        (["train", "--trainer.optimizer.lr", "-1e-3", "quickstart"], "quickstart", ["--trainer.optimizer.lr=-1e-3"]),
+        (["train", "--env.0.group-size", "4", "quickstart"], "quickstart", ["--env.0.group-size=4"]),
+        (["train", "--deterministic", "quickstart", "--steps", "5"], "quickstart", ["--deterministic", "--steps=5"]),
+        (["train", "--overwrite", "--engine.compile", "quickstart"], "quickstart", ["--engine.compile"]),
+        (["train", "--no-steps", "quickstart", "--epochs=2"], "quickstart", ["--no-steps", "--epochs=2"]),
+        (["serve", "--port", "80", "--device", "cpu", "model"], "model", ["--device=cpu"]),
+    ],
+)
+def test_keys_may_stand_before_the_file(monkeypatch, typed, file, rest):
+    seen = []
+    commands = the_commands()
+    commands.parsers[typed[0]].set_defaults(run=lambda known, rest: seen.append((known, rest)) or 0)
+    monkeypatch.setattr("paceline.commands.entry.the_commands", lambda: commands)
+    assert main(typed) == 0
+    ((known, keys),) = seen
+    assert (getattr(known, "file", None) or known.model, keys) == (file, rest)
+
+
+@pytest.mark.parametrize(
     ("command", "old", "new"),
     [
         (["play", "x"], "--url", "endpoint"),

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from paceline.commands.commands import Commands
 from paceline.commands.config import add_config, add_data, add_init
@@ -14,6 +14,7 @@ from paceline.commands.playing import add_league, add_play, add_rollout
 from paceline.commands.runs import add_ab, add_check, add_schema, add_train
 from paceline.commands.serving import add_down, add_search, add_serve, add_status, add_up
 from paceline.config import ConfigError
+from paceline.config.keys import key_spots
 from paceline.errors import PacelineError
 from paceline.util.gc_tuning import collect_rarely
 from paceline.util.process_exit import exit_process
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and not given[0].startswith("-") and given[0] not in commands.parsers:
         print(f"paceline: there is no command `{given[0]}`; {_command_hint(given[0], commands)}", file=sys.stderr)
         return 2
+    if given and given[0] in WITH_KEYS:
+        given = _join_values(given, commands.parsers[given[0]])
     known, rest = commands.parser.parse_known_args(given)
     options = _options(commands.parsers[known.command])
     if rest and known.command not in WITH_KEYS:
@@ -124,6 +127,25 @@ def the_commands() -> Commands:
 def _command_hint(word: str, commands: Commands) -> str:
     near = get_close_matches(word, commands.parsers, n=1)
     return f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
+
+
+def _join_values(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """`--steps 5 quickstart` as `--steps=5 quickstart`: argparse, which knows no key, would take the 5 for the file."""
+    joined: list[str] = []
+    for word in given:
+        flag = joined[-1] if joined else ""
+        value = not word.startswith("-") or word[1:2] in "0123456789."
+        if value and flag.startswith("--") and flag not in parser._option_string_actions and _needs_value(flag):
+            joined[-1] = f"{flag}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _needs_value(flag: str) -> bool:
+    """Whether a key of the run file stands for nothing alone; one that may be true does."""
+    spots = key_spots(flag.removeprefix("--")) if "=" not in flag else []
+    return bool(spots) and not any(bool in (spot.annotation, *get_args(spot.annotation)) for spot in spots)
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

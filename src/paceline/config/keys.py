@@ -78,13 +78,18 @@ def key_schema(asked: str) -> dict[str, Any]:
     if not asked:
         return schema()
     find_tables(asked)  # or say that there is no such key
-    *parents, last = _parts(asked)
-    spots = [ROOT]
-    for part in parents:
-        spots = [child for spot in spots for child in _children(spot, part)]
-    found = [fragment for spot in spots for fragment in _fragments(spot, last)]
+    parent, _, last = asked.replace("-", "_").rpartition(".")
+    found = [fragment for spot in key_spots(parent) for fragment in _fragments(spot, last)]
     once = [fragment for place, fragment in enumerate(found) if fragment not in found[:place]]
     return once[0] if len(once) == 1 else {"anyOf": once}
+
+
+def key_spots(asked: str) -> list[Spot]:
+    """What may stand at a dotted key, in any type of the sections above it; nothing where there is no such key."""
+    spots = [ROOT]
+    for part in _parts(asked):
+        spots = [child for spot in spots for child in _children(spot, part)]
+    return spots
 
 
 @cache
@@ -95,7 +100,7 @@ def _listing() -> tuple[tuple[ConfigTable, ...], dict[tuple, str]]:
 
 
 def _parts(asked: str) -> list[str]:
-    return [part for part in asked.replace("-", "_").split(".") if not part.isdecimal()]
+    return [part for part in asked.replace("-", "_").split(".") if part and not part.isdecimal()]
 
 
 def _children(spot: Spot, part: str) -> Iterator[Spot]:
