@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from paceline.data import Row
 from paceline.observe.monitor.show_rollout import ROLES
 from paceline.observe.monitor.text import amount
+from paceline.rollout import Message
 from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.types import Message
 
 TRAINED, CONTEXT, TEMPLATE, ANSWER = "bold green", "default", "dim", "yellow"
 LONGEST = 6000

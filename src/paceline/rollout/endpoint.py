@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from paceline.config.inference import SamplingConfig
+from paceline.data.rollout import Message, Turn
 from paceline.engine import Finish
 from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
 from paceline.rollout.seat import Guests, Reply, Seat, SeatLeft, SessionAddress, SessionMap
-from paceline.rollout.types import Message, Turn
 
 CONNECT_SECONDS = 10.0
 Tools = Sequence[dict[str, Any]]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from paceline.rollout.types import Message, Turn, is_text
+from paceline.data.rollout import Message, Turn, is_text
 
 Tools = Sequence[dict[str, Any]]
 

@@ -17,9 +17,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from paceline.data.rollout import Message
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
-from paceline.rollout.types import Message
 from paceline.server.answers import heading
 from paceline.server.app import BACKLOG, allow_many_connections, listen
 from paceline.server.bodies import ChatBody

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.tools import ToolReader
+from paceline.data.rollout import Message, Turn
 from paceline.rollout.history import same
 from paceline.rollout.template import DROPPED, PROBE, ChatTemplate, Recent, RenderError, Tools, ToolsDropped, names_of
-from paceline.rollout.types import Message, Turn
 
 REMEMBERED_PIECES = 1 << 20
 """Tokens of pieces kept."""

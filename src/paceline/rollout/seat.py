@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from paceline.clients import Pool
 from paceline.config.inference import SamplingConfig
+from paceline.data.rollout import Message, Turn, copied
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import PacelineError
 from paceline.rollout.history import TurnIndex
 from paceline.rollout.render import Renderer
-from paceline.rollout.types import Message, Turn, copied
 
 
 class SessionAddress(Protocol):

@@ -13,15 +13,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from paceline.config import RunConfig
+from paceline.data.rollout import Rollout, Turn
 from paceline.data.sample import Sample
-from paceline.observe.record.body import RolloutLike, TurnLike
-from paceline.observe.record.layout import EVALUATION, MATCH, TRAINING
+from paceline.observe.record.layout import EVALUATION, MATCH, TRAINING, Facts
 
 TRAINED, REPLAYED, SKIPPED = "trained", "replayed", "skipped"
 """States of a batch's rollouts: it trained; it trained once more; its step was left out, since it was bad."""
@@ -36,30 +36,7 @@ _MOST_TURNS = 0xFFFF
 _SHORT = 64
 
 
-class Facts(NamedTuple):
-    """Names, then numbers in the order of the row."""
-
-    env: str
-    actor: str
-    kind: str
-    state: str
-    finish: str
-    error: str
-    domain: int
-    ticket: int
-    row: int
-    member: int
-    tokens: int
-    prompt: int
-    turns: int
-    samples: int
-    version_min: int
-    version_max: int
-    reward: float
-    advantage: float
-
-
-def facts(rollout: RolloutLike, state: str) -> Facts:
+def facts(rollout: Rollout, state: str) -> Facts:
     turns, ticket, samples = rollout.turns, rollout.ticket, rollout.samples
     oldest, newest = _versions(turns)
     return Facts(
@@ -84,7 +61,7 @@ def facts(rollout: RolloutLike, state: str) -> Facts:
     )
 
 
-def _versions(turns: Sequence[TurnLike]) -> tuple[int, int]:
+def _versions(turns: Sequence[Turn]) -> tuple[int, int]:
     """The oldest and the newest; -1 where nothing was sampled. Mostly all are one, which is soon seen."""
     versions = turns[0].versions if len(turns) == 1 else [version for turn in turns for version in turn.versions]
     if not versions:
@@ -94,7 +71,7 @@ def _versions(turns: Sequence[TurnLike]) -> tuple[int, int]:
     return min(versions), max(versions)
 
 
-def fate(rollout: RolloutLike, state: str) -> str:
+def fate(rollout: Rollout, state: str) -> str:
     """The fate of one rollout of a batch or group."""
     if state in (EVALUATED, MATCHED):
         return state

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.record.folder import RunFolder
-from paceline.observe.record.rows import Gone, Query, Row, Told
-from paceline.observe.record.short_codec import ToldTurn
+from paceline.observe.record.rows import Gone, Query, Row, Told, ToldTurn
 
 OWN = ("name", "runs", "resume")
 """Settings that say which run this is, not what it does."""

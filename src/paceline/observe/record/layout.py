@@ -12,8 +12,9 @@ fall from one row to the next: going back to a step is cutting a tail off.
 """
 
 import struct
+from collections import namedtuple
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,70 +29,51 @@ DOMAINS = ("training", "evaluation", "match")
 BODY, IMAGES, CUT_TEXT = 1, 2, 4
 """Flags: the body was kept; a message holds an image or another part that is not text; not all text is searchable."""
 
-
-class IndexRow(NamedTuple):
-    """One row of `rollouts.index`."""
-
-    step: int
-    env: int
-    actor: int
-    kind: int
-    state: int
-    finish: int
-    error: int
-    domain: int
-    flags: int
-    ticket: int
-    row: int
-    member: int
-    tokens: int
-    """Sampled."""
-    prompt: int
-    """Of the first turn."""
-    turns: int
-    samples: int
-    version_min: int
-    version_max: int
-    reward: float
-    advantage: float
-    """Mean over the tokens that train by rl; NaN if none does."""
-    time: float
-    offset: int
-    size: int
-    text_offset: int
-    text_size: int
-
-
-_KINDS = {
-    **dict.fromkeys(("step", "member", "tokens", "prompt", "version_min", "version_max"), ("<i4", "i")),
-    **dict.fromkeys(("env", "actor", "kind", "state", "finish", "error", "turns", "samples"), ("<u2", "H")),
-    **dict.fromkeys(("domain", "flags"), ("u1", "B")),
-    **dict.fromkeys(("ticket", "row"), ("<i8", "q")),
-    **dict.fromkeys(("reward", "time"), ("<f8", "d")),
-    "advantage": ("<f4", "f"),
-    **dict.fromkeys(("offset", "text_offset"), ("<u8", "Q")),
-    **dict.fromkeys(("size", "text_size"), ("<u4", "I")),
-}
-ROW: Final[np.dtype[Any]] = np.dtype([(name, _KINDS[name][0]) for name in IndexRow._fields])
-PACK_ROW: Final = struct.Struct("<" + "".join(_KINDS[name][1] for name in IndexRow._fields))
 NAMED: Final = ("env", "actor", "kind", "state", "finish", "error")
 """Columns that hold the numbers of names."""
 
-LANE: Final[np.dtype[Any]] = np.dtype(
-    [
-        ("lane", "<u2"),
-        ("kind", "<u2"),
-        ("step", "<i4"),
-        ("start", "<f8"),
-        ("end", "<f8"),
-        ("value", "<f4"),
-        ("detail", "<u2"),
-    ]
-)
-PACK_LANE: Final = struct.Struct("<HHiddfH")
+_ROW_TYPES = {
+    "step": "i",
+    **dict.fromkeys(NAMED, "H"),
+    "domain": "B",
+    "flags": "B",
+    "ticket": "q",
+    "row": "q",
+    "member": "i",
+    "tokens": "i",  # sampled
+    "prompt": "i",  # of the first turn
+    "turns": "H",
+    "samples": "H",
+    "version_min": "i",
+    "version_max": "i",
+    "reward": "d",
+    "advantage": "f",  # mean over the tokens that train by rl; NaN if none does
+    "time": "d",
+    "offset": "Q",
+    "size": "I",
+    "text_offset": "Q",
+    "text_size": "I",
+}
+"""The columns of `rollouts.index` in their order, by the letters that `struct` and numpy have for their types."""
+_LANE_TYPES = {"lane": "H", "kind": "H", "step": "i", "start": "d", "end": "d", "value": "f", "detail": "H"}
 
-assert PACK_ROW.size == ROW.itemsize
-assert PACK_LANE.size == LANE.itemsize
+ROW: Final[np.dtype[Any]] = np.dtype([(name, f"<{letter}") for name, letter in _ROW_TYPES.items()])
+PACK_ROW: Final = struct.Struct("<" + "".join(_ROW_TYPES.values()))
+LANE: Final[np.dtype[Any]] = np.dtype([(name, f"<{letter}") for name, letter in _LANE_TYPES.items()])
+PACK_LANE: Final = struct.Struct("<" + "".join(_LANE_TYPES.values()))
+
+_columns = tuple(_ROW_TYPES)
+Facts = namedtuple("Facts", [*NAMED, "domain", *_columns[_columns.index("ticket") : _columns.index("time")]])
+"""What a row says of a rollout itself, before names become numbers."""
+
+Names = dict[tuple[str, str], int]
+"""The numbers that rows have for names, by column and name; 0 is nothing."""
+
+
+def index_row(step: int, names: Names, facts: Facts, flags: int = 0, place: int = 0) -> tuple[Any, ...]:
+    """A row in memory; names it is the first to have are added."""
+    numbers = [names.setdefault(key, len(names) + 1) if key[1] else 0 for key in zip(NAMED, facts, strict=False)]
+    return (step, *numbers, facts.domain, flags, *facts[7:], 0.0, place, 0, 0, 0)
 
 
 class RecordFiles:

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
-from paceline.observe.record.body import Written
-from paceline.observe.record.facts import Facts, facts
+from paceline.observe.record.body import encode
+from paceline.observe.record.facts import facts
 from paceline.observe.record.folder import Beat, Pulse
-from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW, Facts
 from paceline.observe.record.record_writer import RecordWriter
 from paceline.observe.record.rows import MOST_TEXT, has_images, lines, pieces
-from paceline.observe.record.short_codec import brief
 
 log = logging.getLogger("paceline.observe.record")
 MOST_WAITING = 8_000_000
@@ -256,11 +255,7 @@ def _written(rollout: Any) -> tuple[bytes, bytes, int]:
     """Body, text and flags. What no body can be made of keeps its row."""
     flags = 0
     try:
-        if (short := brief(rollout)) is not None:
-            body, new = short, rollout.turns[0].messages or []
-        else:
-            written = Written(rollout)
-            body, new = written.encode(), written.new
+        body, new = encode(rollout)
     except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         log.debug("a rollout of ticket %s has no body: %s", rollout.ticket.number, error)
         body, new = b"", []

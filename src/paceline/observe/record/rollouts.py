@@ -5,7 +5,7 @@ Each query reads the files as they are now. Readers and the writer need no coord
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,25 @@ from numpy.typing import NDArray
 from paceline.data.sample import Sample, Ticket
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record.facts import FAILED, REPLAYED, SKIPPED, TRAINED, error_kind
-from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW, RecordFiles
+from paceline.observe.record.layout import (
+    BODY,
+    DOMAINS,
+    IMAGES,
+    NAMED,
+    ROW,
+    TRAINING,
+    Facts,
+    Names,
+    RecordFiles,
+    index_row,
+)
 from paceline.observe.record.lines import Lines
 from paceline.observe.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
 from paceline.observe.record.stored import RecordView, identity, strange_schema
 
 
 class TextRecordView:
-    """Like `Stored`, from readable lines: conversations, but neither tokens nor samples."""
+    """Like `RecordView`, from readable lines: conversations, but neither tokens nor samples."""
 
     fresh = True
     missing = 0
@@ -29,25 +40,22 @@ class TextRecordView:
     def __init__(self, lines: Lines) -> None:
         self._records = lines.read()
         self.identity = (0, 0, len(self._records))
-        self.names, self.kinds = [""], [""]
-        self._known: dict[tuple[str, str], int] = {}
-        self.rows = np.zeros(len(self._records), ROW)
-        for place, record in enumerate(self._records):
-            self._fill(self.rows[place], record)
-        self.rows["offset"] = np.arange(len(self._records))
-        self.rows = self.rows[np.argsort(self.rows["step"], kind="stable")]
+        names: Names = {}
+        rows = np.array([_row(place, record, names) for place, record in enumerate(self._records)], ROW)
+        self.rows = rows[np.argsort(rows["step"], kind="stable")]
+        self.names, self.kinds = (["", *(key[at] for key in names)] for at in (1, 0))
 
     def told(self, index: int) -> Told:
         row = row_of(index, self.rows[index], self.names)
         record = self._records[int(self.rows[index]["offset"])]
-        metrics, messages, error = record.get("metrics"), record.get("messages"), record.get("error")
+        metrics, error = record.get("metrics"), record.get("error")
         return Told(
             row=row,
             ticket=Ticket(row.ticket, row.env, 0, 0, row.row),
             reward=row.reward,
             metrics=metrics if isinstance(metrics, dict) else {},
             error=None if error is None else str(error),
-            messages=messages if isinstance(messages, list) else [],
+            messages=_list(record, "messages"),
         )
 
     def measured(self, index: int) -> dict[str, Any]:
@@ -58,42 +66,34 @@ class TextRecordView:
 
     def _text(self, place: int) -> bytes:
         record = self._records[place]
-        messages = record.get("messages")
-        return fold(
-            "\n".join([*pieces(messages if isinstance(messages, list) else []), str(record.get("error") or "")])
-        )
+        return fold("\n".join([*pieces(_list(record, "messages")), str(record.get("error") or "")]))
 
-    def _fill(self, cells: np.void, record: dict[str, Any]) -> None:
-        error, versions, messages = record.get("error"), record.get("versions"), record.get("messages")
-        messages = messages if isinstance(messages, list) else []
-        named = {
-            "env": record.get("env"),
-            "actor": record.get("actor"),
-            "kind": record.get("kind"),
-            "state": TRAINED if error is None else FAILED,
-            "finish": record.get("finish"),
-            "error": "" if error is None else error_kind(str(error), False),
-        }
-        for column in NAMED:
-            cells[column] = self._number(column, str(named[column] or ""))
-        for column, key in (("step", "step"), ("ticket", "ticket"), ("row", "row"), ("member", "member")):
-            cells[column] = _integer(record.get(key))
-        cells["tokens"], cells["turns"] = _integer(record.get("tokens")), int(bool(messages))
-        spoken = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
-        cells["version_min"], cells["version_max"] = min(spoken, default=-1), max(spoken, default=-1)
-        reward = record.get("reward")
-        cells["reward"] = reward if isinstance(reward, int | float) else math.nan
-        cells["advantage"] = math.nan
-        cells["flags"] = BODY | (IMAGES if has_images(messages) else 0)
 
-    def _number(self, kind: str, name: str) -> int:
-        if not name:
-            return 0
-        if (kind, name) not in self._known:
-            self._known[kind, name] = len(self.names)
-            self.names.append(name)
-            self.kinds.append(kind)
-        return self._known[kind, name]
+def _row(place: int, record: Mapping[str, Any], names: Names) -> tuple[Any, ...]:
+    """The row of a readable line, which may hold anything."""
+    error, reward, messages = record.get("error"), record.get("reward"), _list(record, "messages")
+    versions = [version for version in _list(record, "versions") if isinstance(version, int)]
+    facts = Facts(
+        *(str(record.get(column) or "") for column in ("env", "actor", "kind")),
+        TRAINED if error is None else FAILED,
+        str(record.get("finish") or ""),
+        "" if error is None else error_kind(str(error), False),
+        TRAINING,
+        *(_integer(record.get(column)) for column in ("ticket", "row", "member", "tokens")),
+        prompt=0,
+        turns=int(bool(messages)),
+        samples=0,
+        version_min=min(versions, default=-1),
+        version_max=max(versions, default=-1),
+        reward=reward if isinstance(reward, int | float) else math.nan,
+        advantage=math.nan,
+    )
+    flags = BODY | (IMAGES if has_images(messages) else 0)
+    return index_row(_integer(record.get("step")), names, facts, flags, place)
+
+
+def _list(record: Mapping[str, Any], key: str) -> list[Any]:
+    return value if isinstance(value := record.get(key), list) else []
 
 
 def _integer(value: Any) -> int:
