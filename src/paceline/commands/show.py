@@ -92,7 +92,7 @@ class Painter:
         tools = row.get("tools") if isinstance(row.get("tools"), list) else None
 
         def write(some: Sequence[Message], reply: bool) -> str:
-            return self._renderer._text(some, tools, reply)
+            return self._renderer.text(some, tools, reply)
 
         if messages[-1]["role"] != "assistant":
             text = write(messages, True)
