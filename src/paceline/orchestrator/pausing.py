@@ -21,8 +21,7 @@ from paceline.config import RunConfig
 from paceline.observe.monitor import Monitor
 from paceline.observe.record.advice import Advisory, advise
 from paceline.observe.record.advice.window import AdviceWindow, limits
-from paceline.observe.record.facts import facts
-from paceline.observe.record.layout import ROW, Names, index_row
+from paceline.observe.record.layout import ROW, Names, facts, index_row
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Rollout
 

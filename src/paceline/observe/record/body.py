@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.rollout import Rollout, Turn
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample
 from paceline.data.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
-from paceline.observe.record.lines import REFUSED, encoder, tamed
+from paceline.observe.record.sanitize import REFUSED, encoder, sanitize
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
@@ -127,13 +127,13 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
     turns: list[_Turn]
     samples: list[_Sample]
 
-    def tame(self) -> None:
+    def sanitize(self) -> None:
         """Make everything that came from others something msgpack takes."""
         for name in ("ticket", "actor", "kind", "parent", "metrics", "error"):
-            setattr(self, name, tamed(getattr(self, name)))
+            setattr(self, name, sanitize(getattr(self, name)))
         for turn in self.turns:
             for name in ("messages", "tools", "said", "text", "weights"):
-                setattr(turn, name, tamed(getattr(turn, name)))
+                setattr(turn, name, sanitize(getattr(turn, name)))
 
 
 _rollout_fields = attrgetter(*_RolloutFields.__struct_fields__)
@@ -201,7 +201,7 @@ class LongEncoder:
         try:
             return encoder.encode(self.body)
         except REFUSED:
-            self.body.tame()
+            self.body.sanitize()
             return encoder.encode(self.body)
 
     def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:

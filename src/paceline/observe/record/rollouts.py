@@ -12,23 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
-from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.record.facts import FAILED, REPLAYED, SKIPPED, TRAINED, error_kind
+from paceline.observe.monitor.directory import Lines, RunDirectory
 from paceline.observe.record.layout import (
     BODY,
     DOMAINS,
+    FAILED,
     IMAGES,
     NAMED,
+    REPLAYED,
     ROW,
+    SKIPPED,
+    TRAINED,
     TRAINING,
     Facts,
     Names,
     RecordFiles,
+    error_kind,
     index_row,
 )
-from paceline.observe.record.lines import Lines
 from paceline.observe.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
-from paceline.observe.record.stored import RecordView, identity, strange_schema
+from paceline.observe.record.stored import RecordView, identity, schema_problem
 
 
 class TextRecordView:
@@ -45,7 +48,7 @@ class TextRecordView:
         self.rows = rows[np.argsort(rows["step"], kind="stable")]
         self.names, self.kinds = (["", *(key[at] for key in names)] for at in (1, 0))
 
-    def told(self, index: int) -> Told:
+    def read(self, index: int) -> Told:
         row = row_of(index, self.rows[index], self.names)
         record = self._records[int(self.rows[index]["offset"])]
         metrics, error = record.get("metrics"), record.get("error")
@@ -59,9 +62,9 @@ class TextRecordView:
         )
 
     def measured(self, index: int) -> dict[str, Any]:
-        return self.told(index).metrics
+        return self.read(index).metrics
 
-    def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+    def containing(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         return among[np.array([needle in self._text(int(self.rows[index]["offset"])) for index in among], bool)]
 
     def _text(self, place: int) -> bytes:
@@ -120,7 +123,7 @@ class Rollouts:
     @property
     def kept(self) -> bool:
         """Whether the run keeps every rollout; otherwise these are the few of `rollouts.jsonl`."""
-        return strange_schema(self._at) is None and self._at.index.exists()
+        return schema_problem(self._at) is None and self._at.index.exists()
 
     def view(self) -> View:
         """The record at this moment. `.rows` is a numpy array of `layout.ROW`, `.names` what its numbers mean."""
@@ -165,10 +168,9 @@ class Rollouts:
     def get(self, index: int) -> Told:
         """One rollout, whole; raises `Gone` where there is none of this number or its body cannot be read."""
         for view in self._views():
-            if not 0 <= index < len(view.rows):
-                raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+            _check(view, index)
             try:
-                told = view.told(index)
+                told = view.read(index)
             except Gone:
                 if view.fresh:
                     raise
@@ -179,8 +181,7 @@ class Rollouts:
 
     def row(self, index: int) -> Row:
         view = self.view()
-        if not 0 <= index < len(view.rows):
-            raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        _check(view, index)
         return row_of(index, view.rows[index], view.names)
 
     def mates(self, index: int) -> list[int]:
@@ -194,19 +195,17 @@ class Rollouts:
     def steps(self) -> list[int]:
         """Batches that trained."""
         view = self.view()
-        trained = np.isin(view.rows["state"], _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED]))
-        return np.unique(view.rows["step"][trained]).tolist()
+        return np.unique(view.rows["step"][np.isin(view.rows["state"], _trained(view))]).tolist()
 
     def batch(self, step: int) -> list[Sample]:
         """The samples that a step trained on, in the order they shipped in."""
         view = self.view()
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
-        trained = _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED])
-        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], trained))
+        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], _trained(view)))
         return [sample for at in places for sample in self.get(int(at)).samples]
 
     def problems(self) -> list[str]:
-        strange = strange_schema(self._at)
+        strange = schema_problem(self._at)
         if strange is not None:
             return [f"{strange}; until then only the rollouts of rollouts.jsonl are shown", *self._sample.problems()]
         view = self.view()
@@ -223,8 +222,7 @@ class Rollouts:
 
     def _alike(self, index: int, columns: Sequence[str]) -> list[int]:
         view = self.view()
-        if not 0 <= index < len(view.rows):
-            raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        _check(view, index)
         step = view.rows["step"][index]
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
         block = view.rows[first:last]
@@ -234,11 +232,20 @@ class Rollouts:
         return (first + np.flatnonzero(alike)).tolist()
 
 
+def _trained(view: View) -> list[int]:
+    return _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED])
+
+
+def _check(view: View, index: int) -> None:
+    if not 0 <= index < len(view.rows):
+        raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+
+
 def _ordered(view: View, query: Query) -> NDArray[Any]:
     """All that is asked for, in its order."""
     indices = _selected(view, query)
     if query.text:
-        indices = view.saying(fold(query.text), indices)
+        indices = view.containing(fold(query.text), indices)
     return _sorted(view, indices, query.sort)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
 from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW
-from paceline.observe.record.lines import clean
+from paceline.observe.record.sanitize import clean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

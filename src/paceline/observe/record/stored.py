@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.data.sample import STREAM_DTYPES, Sample, Ticket
 from paceline.data.streams import unfold
+from paceline.observe.monitor.directory import Lines
 from paceline.observe.record.body import (
     TURN_STREAMS,
     RolloutRecord,
@@ -25,7 +26,6 @@ from paceline.observe.record.body import (
     turns_of,
 )
 from paceline.observe.record.layout import BODY, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.lines import Lines
 from paceline.observe.record.record_writer import mapped, whole_rows
 from paceline.observe.record.rows import Gone, Told, ToldTurn, row_of
 
@@ -103,7 +103,7 @@ def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[ToldTurn]
     return samples
 
 
-def strange_schema(at: RecordFiles) -> str | None:
+def schema_problem(at: RecordFiles) -> str | None:
     """Why a record cannot be read, if it is another version's."""
     try:
         schema = json.loads(at.schema.read_text())["schema"]
@@ -147,7 +147,7 @@ class RecordView:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def told(self, index: int) -> Told:
+    def read(self, index: int) -> Told:
         cells = self.rows[index]
         row = row_of(index, cells, self.names)
         if not cells["flags"] & BODY:
@@ -185,7 +185,7 @@ class RecordView:
         except (ValueError, OverflowError, OSError):
             return {}
 
-    def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+    def containing(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         """Of these rows, in rising order, those whose text holds the needle."""
         starts, sizes = self.rows["text_offset"][among], self.rows["text_size"][among]
         found = np.zeros(len(among), bool)
