@@ -154,7 +154,8 @@ def _step(
         if key not in theirs:
             continue
         seen["rollouts"] += 1
-        for found in _rollout((one, other), (row, theirs[key]), tolerance, seen):
+        for details in _details((one, other), row, theirs[key], tolerance, seen):
+            found = _at(row, (row.index, theirs[key].index), **details)
             if found.kind not in JUDGED:
                 yield found
             judged.append(found)
@@ -191,13 +192,6 @@ def _at(row: Row, indices: tuple[int | None, int | None], **details: Any) -> Fir
         indices=indices,
         **details,
     )
-
-
-def _rollout(
-    runs: tuple[RunFolder, RunFolder], rows: tuple[Row, Row], tolerance: float, seen: Counter[str]
-) -> Iterator[FirstDifference]:
-    for details in _details(runs, *rows, tolerance, seen):
-        yield _at(rows[0], (rows[0].index, rows[1].index), **details)
 
 
 def _details(
