@@ -25,8 +25,7 @@ from paceline.config.env import CustomEnvConfig
 from paceline.data import Ledger, Sample, Ticket
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.observe.record import RolloutRecorder
-from paceline.rollout import Rollout, assemble
-from paceline.rollout.types import Turn
+from paceline.rollout import Rollout, Turn, assemble
 
 ENVS = ("arithmetic", "code", "search", "duel")
 GROUP = 8

@@ -15,8 +15,7 @@ from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecor
 from paceline.observe.record import RolloutRecorder
 from paceline.observe.record.advice import AdviceWindow
 from paceline.orchestrator.pausing import AdviceMemory
-from paceline.rollout import Rollout
-from paceline.rollout.types import Turn
+from paceline.rollout import Rollout, Turn
 
 STEPS, GROUPS, GROUP = 20, 10, 4
 Rng = np.random.Generator

@@ -10,8 +10,7 @@ import numpy as np
 from paceline.data import Ticket
 from paceline.observe.monitor import RunPlan
 from paceline.observe.record import RolloutRecorder
-from paceline.rollout import Rollout, assemble
-from paceline.rollout.types import Turn
+from paceline.rollout import Rollout, Turn, assemble
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Finds a word.", "parameters": {}}}]
 

@@ -20,8 +20,7 @@ from paceline.data import Ledger, Ticket
 from paceline.observe.monitor import RunPlan
 from paceline.observe.monitor.directory import append_jsonl
 from paceline.observe.record import RolloutRecorder
-from paceline.rollout import Group, Rollout, assemble
-from paceline.rollout.types import Turn
+from paceline.rollout import Group, Rollout, Turn, assemble
 from recorded import Told
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"></span>"

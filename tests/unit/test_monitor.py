@@ -482,7 +482,7 @@ class TestScreen:
             for step in range(15):
                 monitors.step(step, metrics(step))
             monitors.roll_back(back)
-            history = screen._view.history
+            history = screen._history
             assert history.step == back
             assert [step for step, _ in history.rewards["reverse-text"]] == list(range(1, back + 1))
             assert [step for step, _ in history.exact.get("reverse-text", [])] == ([0, 10] if back else [])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from paceline.data import Ticket
 from paceline.data.streams import each, floats, ids, one_or_each
 from paceline.observe.record import body as bodies
-from paceline.observe.record.facts import facts
-from paceline.observe.record.rollout_recorder import _written
+from paceline.observe.record.layout import facts
+from paceline.observe.record.rollout_recorder import _encoded
 from paceline.observe.record.rows import fold, lines
 from paceline.rollout import Rollout, Turn, assemble
 
@@ -43,7 +43,7 @@ def long_way(rollout: Rollout) -> Rollout:
 def alike(rollout: Rollout) -> bool:
     plain = long_way(rollout)
     assert all(turn.packed is None for turn in plain.turns)
-    return _written(rollout) == _written(plain)
+    return _encoded(rollout) == _encoded(plain)
 
 
 def edit_mask(sample):
@@ -107,11 +107,13 @@ def test_the_quick_way_writes_the_bytes_of_the_long_way(rollout):
 @pytest.mark.parametrize("change", CHANGES)
 def test_only_a_sample_as_it_was_made_is_not_compared(change, monkeypatch):
     compared = []
-    real = bodies.Written._compared
-    monkeypatch.setattr(bodies.Written, "_compared", lambda self, sample: compared.append(sample) or real(self, sample))
+    real = bodies.LongEncoder._compared
+    monkeypatch.setattr(
+        bodies.LongEncoder, "_compared", lambda self, sample: compared.append(sample) or real(self, sample)
+    )
     rollout = played(turn(list(range(30)), list(range(40)), [4] * 40))
     rollout.samples = [CHANGES[change](sample) for sample in rollout.samples]
-    _written(rollout)
+    _encoded(rollout)
     assert bool(compared) == (change not in ("nothing", "credit", "no ticket"))
     assert alike(rollout)
 
@@ -137,9 +139,9 @@ def test_what_travels_is_written_alike_though_it_can_be_changed_again(travelled)
     there = travelled(rollout)
     assert there.turns == rollout.turns
     assert there.turns[0].packed is None
-    assert _written(there) == _written(rollout)
+    assert _encoded(there) == _encoded(rollout)
     there.samples[0].logprobs[-1] = 3.0
-    assert _written(there) != _written(rollout)
+    assert _encoded(there) != _encoded(rollout)
 
 
 def test_what_was_sampled_is_not_written_over():
@@ -168,9 +170,9 @@ def test_what_is_packed_is_no_field_of_a_turn():
 
 def test_a_turn_made_of_another_says_what_it_says_itself():
     rollout = played(turn(list(range(30)), list(range(40)), [4] * 40))
-    before = _written(rollout)
+    before = _encoded(rollout)
     rollout.turns = [replace(rollout.turns[0], logprobs=[-9.0] * 40)]
-    assert _written(rollout) != before
+    assert _encoded(rollout) != before
     assert alike(rollout)
 
 
@@ -178,7 +180,7 @@ def test_token_ids_beyond_four_bytes_are_assembled_and_have_no_body():
     rollout = played(turn(list(range(30)), [2**31, *range(20)], [4] * 21))
     assert rollout.turns[0].packed is None
     assert rollout.samples[0].token_ids[30] == 2**31
-    assert _written(rollout)[0] == b""
+    assert _encoded(rollout)[0] == b""
 
 
 # -- numbers and letters ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import Compared, compare
 from paceline.observe.record.layout import ROW, RecordFiles
 from paceline.observe.record.rows import Query
-from paceline.observe.record.short_codec import decode
+from paceline.observe.record.stored import decode
 from paceline.runtime import session
 
 STEPS = 3
@@ -105,7 +105,7 @@ def mutate(folder, index, at, token):
     data = bytearray(places.data.read_bytes())
     body = slice(int(cells["offset"]), int(cells["offset"] + cells["size"]))
     kept = decode(bytes(data[body]))
-    kept.turn.sampled[at] = token
+    kept.turn.completion_ids[at] = token
     changed = msgspec.msgpack.encode(kept)
     assert len(changed) == cells["size"]
     data[body] = changed

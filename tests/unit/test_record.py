@@ -20,8 +20,7 @@ from paceline.observe.record import Gone, Query, RolloutRecorder, open_run
 from paceline.observe.record import rollout_recorder as keeper
 from paceline.observe.record.layout import ROW
 from paceline.observe.record.record_writer import RecordWriter, StrangeSchema
-from paceline.rollout import Rollout, assemble
-from paceline.rollout.types import Turn
+from paceline.rollout import Rollout, Turn, assemble
 
 FILES = ("rollouts.index", "rollouts.data", "rollouts.text", "names.jsonl")
 

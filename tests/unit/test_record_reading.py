@@ -22,9 +22,8 @@ from paceline.data import Ticket
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.observe.record import Query, RolloutRecorder, find_runs, open_run
-from paceline.observe.record.facts import changed
-from paceline.rollout import Rollout, assemble
-from paceline.rollout.types import Turn
+from paceline.observe.record.folder import changed
+from paceline.rollout import Rollout, Turn, assemble
 
 WORDS = ["Ärger", "Bridge", "castle", "DRAGON", "ember", "forest", "日本", "naïve", "straße"]
 STATES = ("trained", "dropped:stale", "dropped:zero_advantage", "evaluated")

@@ -84,7 +84,7 @@ class Family:
         return [token for token in ids if token not in (self.end, self.stop)]
 
     def text(self, messages, tools, reply=True) -> str:
-        return self.fresh._text(messages, tools, reply=reply)
+        return self.fresh.text(messages, tools, reply=reply)
 
     def seat(self, engine: ScriptedEngine, **settings) -> Seat:
         voice = SamplingClient(

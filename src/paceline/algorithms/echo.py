@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import EchoConfig as Config
-from paceline.rollout import Rollout, threads
+from paceline.rollout import Message, Rollout, Turn, threads
 from paceline.rollout.history import Chain
 from paceline.rollout.render import Renderer, RenderError
 from paceline.rollout.template import Tools
-from paceline.rollout.types import Message, Turn
 from paceline.server.tokenizer import TokenBytes
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code

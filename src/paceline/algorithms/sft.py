@@ -15,11 +15,10 @@ from paceline.config.algorithm import SFTConfig as Config
 from paceline.config.model import ModelRef
 from paceline.data import Row, Sample, look_through
 from paceline.envs import POLICY, Environment, Outcome, Split
-from paceline.rollout import Group, SamplingClient, Seat
+from paceline.rollout import Group, Message, SamplingClient, Seat, Turn
 from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
 from paceline.rollout.template import Tools
-from paceline.rollout.types import Message, Turn
 
 
 def recite(renderer: Renderer, messages: Sequence[Message], tools: Tools | None = None) -> list[Turn]:

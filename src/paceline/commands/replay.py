@@ -33,7 +33,7 @@ from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model
 from paceline.observe.monitor import RunDirectory
 from paceline.observe.record import Gone, Query, RunFolder, open_run
-from paceline.observe.record.facts import REPLAYED, SKIPPED, TRAINED
+from paceline.observe.record.layout import REPLAYED, SKIPPED, TRAINED
 from paceline.orchestrator import Checkpoints
 from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from paceline.data import Row
 from paceline.observe.monitor.show_rollout import ROLES
 from paceline.observe.monitor.text import amount
+from paceline.rollout import Message
 from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.types import Message
 
 TRAINED, CONTEXT, TEMPLATE, ANSWER = "bold green", "default", "dim", "yellow"
 LONGEST = 6000
@@ -92,7 +92,7 @@ class Painter:
         tools = row.get("tools") if isinstance(row.get("tools"), list) else None
 
         def write(some: Sequence[Message], reply: bool) -> str:
-            return self._renderer._text(some, tools, reply)
+            return self._renderer.text(some, tools, reply)
 
         if messages[-1]["role"] != "assistant":
             text = write(messages, True)

@@ -76,14 +76,6 @@ def _packed(kind: str, values: Sequence[float]) -> bytes:
         return array(kind, values).tobytes()
 
 
-def read_ids(data: bytes) -> NDArray:
-    return np.frombuffer(data, "<i4")
-
-
-def read_floats(data: bytes) -> NDArray:
-    return np.frombuffer(data, "<f4")
-
-
 def squeeze(stream: NDArray, spans: Spans = ()) -> bytes | Runs:
     """Bitwise: two NaNs of different bits are different values, and come back as they were. Credit is mostly one value
     for all that was said and zero elsewhere: that is kept as the value alone."""

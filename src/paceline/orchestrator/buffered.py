@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from paceline.data import Ticket
 from paceline.data.sample import WiredArray, WiredSample, WireError, unwire, wire
@@ -110,6 +111,11 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} has no place in a file")
 
 
+_NUMBERS: dict[str, type] = {
+    **dict.fromkeys(("prompt_ids", "completion_ids", "versions"), np.int64),
+    **dict.fromkeys(("logprobs", "log_z"), np.float64),
+}
+"""Fields of a turn that are arrays in the file."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _group_decoder = msgspec.msgpack.Decoder(_Group)
 _decoder = msgspec.msgpack.Decoder(_Held)
@@ -188,44 +194,27 @@ def _read(raw: msgspec.Raw) -> Group | None:
 
 
 def _wired(rollouts: Iterable[Rollout]) -> list[_Rollout]:
-    return [
-        _Rollout(
-            member=rollout.member,
-            actor=rollout.actor,
-            kind=rollout.kind,
-            parent=rollout.parent,
-            turns=[_wired_turn(turn) for turn in rollout.turns],
-            reward=rollout.reward,
-            metrics=rollout.metrics,
-            error=rollout.error,
-            dropped=rollout.dropped,
-            samples=[wire(sample) for sample in rollout.samples],
-        )
-        for rollout in rollouts
-    ]
+    wired = []
+    for rollout in rollouts:
+        fields = _fields(rollout, _Rollout)
+        fields["turns"] = [_wired_turn(turn) for turn in rollout.turns]
+        fields["samples"] = [wire(sample) for sample in rollout.samples]
+        wired.append(_Rollout(**fields))
+    return wired
 
 
 def _wired_turn(turn: Turn) -> _BufferedTurn:
-    return _BufferedTurn(
-        prompt_ids=_array(turn.prompt_ids, np.int64),
-        completion_ids=_array(turn.completion_ids, np.int64),
-        logprobs=_array(turn.logprobs, np.float64),
-        versions=_array(turn.versions, np.int64),
-        log_z=None if turn.log_z is None else _array(turn.log_z, np.float64),
-        finish=turn.finish,
-        temperature=turn.temperature,
-        recomputed=turn.recomputed,
-        messages=turn.messages,
-        tools=turn.tools,
-        text=turn.text,
-        said=turn.said,
-        weights=dict(turn.weights),
-    )
+    """The arrays are as wide as Python's own numbers, so that none changes."""
+    fields = _fields(turn, _BufferedTurn)
+    fields["weights"] = dict(turn.weights)
+    for name, kind in _NUMBERS.items():
+        if fields[name] is not None:
+            fields[name] = WiredArray.of(np.asarray(fields[name], dtype=kind))
+    return _BufferedTurn(**fields)
 
 
-def _array(values: Sequence[float], kind: type) -> WiredArray:
-    """As wide as Python's own numbers, so that none changes."""
-    return WiredArray.of(np.asarray(values, dtype=kind))
+def _fields(value: Rollout | Turn, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in struct.__struct_fields__}
 
 
 def _group(wired: _Group) -> Group:
@@ -239,37 +228,18 @@ def _group(wired: _Group) -> Group:
 
 
 def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
-    return Rollout(
-        ticket=ticket,
-        member=wired.member,
-        actor=wired.actor,
-        kind=wired.kind,
-        parent=wired.parent,
-        turns=[_turn(turn) for turn in wired.turns],
-        reward=wired.reward,
-        metrics=wired.metrics,
-        error=wired.error,
-        dropped=wired.dropped,
-        samples=[unwire(sample) for sample in wired.samples],
-    )
+    fields = asdict(wired)
+    fields["turns"] = [_turn(turn) for turn in wired.turns]
+    fields["samples"] = [unwire(sample) for sample in wired.samples]
+    return Rollout(ticket=ticket, **fields)
 
 
 def _turn(wired: _BufferedTurn) -> Turn:
-    return Turn(
-        prompt_ids=_values(wired.prompt_ids, np.int64),
-        completion_ids=_values(wired.completion_ids, np.int64),
-        logprobs=_values(wired.logprobs, np.float64),
-        versions=_values(wired.versions, np.int64),
-        log_z=None if wired.log_z is None else _values(wired.log_z, np.float64),
-        finish=wired.finish,
-        temperature=wired.temperature,
-        recomputed=wired.recomputed,
-        messages=wired.messages,
-        tools=wired.tools,
-        text=wired.text,
-        said=wired.said,
-        weights=wired.weights,
-    )
+    fields = asdict(wired)
+    for name, kind in _NUMBERS.items():
+        if fields[name] is not None:
+            fields[name] = _values(fields[name], kind)
+    return Turn(**fields)
 
 
 def _values(array: WiredArray, kind: type) -> list:

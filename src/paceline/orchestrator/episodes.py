@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from paceline.clients import NoEngineLeft
 from paceline.config.failures import Fail, Retry
 from paceline.data import Row, Ticket
+from paceline.data.rollout import own
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import LARGEST_REWARD, shown
 from paceline.errors import Mismatch
@@ -18,7 +19,6 @@ from paceline.orchestrator.failures import Kind, kind_of, stopped, told
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.template import ToolsDropped
-from paceline.rollout.types import own
 from paceline.util.deadlines import AbandonedError, Clock, DeadlineError
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.util.user_code import is_cancelled, is_ctrl_c

@@ -21,9 +21,7 @@ from paceline.config import RunConfig
 from paceline.observe.monitor import Monitor
 from paceline.observe.record.advice import Advisory, advise
 from paceline.observe.record.advice.window import AdviceWindow, limits
-from paceline.observe.record.body import RolloutLike
-from paceline.observe.record.facts import facts
-from paceline.observe.record.layout import NAMED, ROW
+from paceline.observe.record.layout import ROW, Names, facts, index_row
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Rollout
 
@@ -44,17 +42,15 @@ class AdviceMemory:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._steps = limits(config).steps
-        self._names: dict[tuple[str, str], int] = {}
+        self._names: Names = {}
         self._chunks: deque[_Chunk] = deque()
         self._lines: deque[dict[str, float]] = deque(maxlen=MOST_LINES)
 
-    def take(
-        self, step: int, metrics: Mapping[str, float], played: Sequence[tuple[str, Sequence[RolloutLike]]]
-    ) -> None:
+    def take(self, step: int, metrics: Mapping[str, float], played: Sequence[tuple[str, Sequence[Rollout]]]) -> None:
         """A step is finished, and these rollouts with their states led to it."""
         self._lines.append({"step": step, **metrics})
         for state, rollouts in played:
-            rows = np.array([self._row(step, rollout, state) for rollout in rollouts], ROW)
+            rows = np.array([index_row(step, self._names, facts(rollout, state)) for rollout in rollouts], ROW)
             self._chunks.append(_Chunk(step, rows, [rollout.metrics for rollout in rollouts]))
         while self._chunks and self._chunks[0].step <= step - self._steps:
             self._chunks.popleft()
@@ -76,14 +72,6 @@ class AdviceMemory:
         names = dict.fromkeys(name for line in self._lines for name in line)
         columns = {name: [line.get(name) for line in self._lines] for name in names}
         return AdviceWindow(self._config, columns, rows, dict(self._names), measured=metrics.__getitem__)
-
-    def _row(self, step: int, rollout: RolloutLike, state: str) -> tuple[Any, ...]:
-        fact = facts(rollout, state)
-        named = [self._number(column, name) for column, name in zip(NAMED, fact[:6], strict=True)]
-        return (step, *named, fact.domain, 0, *fact[7:], 0.0, 0, 0, 0, 0)
-
-    def _number(self, column: str, name: str) -> int:
-        return self._names.setdefault((column, name), len(self._names) + 1) if name else 0
 
 
 Played = list[tuple[str, Sequence[Rollout]]]

@@ -1,10 +1,10 @@
 """Conversations recorded as exact tokens."""
 
+from paceline.data.rollout import Group, Message, Rollout, Turn
 from paceline.rollout.assemble import assemble, threads
 from paceline.rollout.recording import RecordingServer
 from paceline.rollout.render import Renderer, RenderError
 from paceline.rollout.seat import Reply, SamplingClient, Seat, SeatLeft, SessionMap
-from paceline.rollout.types import Group, Message, Rollout, Turn
 
 __all__ = [
     "Group",

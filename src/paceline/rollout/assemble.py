@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data import Sample
+from paceline.data.rollout import Rollout, Turn
 from paceline.data.streams import Packed, all_equal, each, floats, ids, one_or_each
-from paceline.rollout.types import Rollout, Turn
 
 
 def assemble(rollout: Rollout) -> list[Sample]:

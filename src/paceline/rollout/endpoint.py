@@ -5,7 +5,6 @@ They are for looking at episodes, not for training on them, since no tokens are 
 
 import json
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from paceline.config.inference import SamplingConfig
+from paceline.data.rollout import Message, Turn
 from paceline.engine import Finish
 from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
 from paceline.rollout.seat import Guests, Reply, Seat, SeatLeft, SessionAddress, SessionMap
-from paceline.rollout.types import Message, Turn
 
 CONNECT_SECONDS = 10.0
 Tools = Sequence[dict[str, Any]]
@@ -103,16 +102,9 @@ class WordSeat(Seat):
     """A seat that is answered in words. Turns hold what was said but no tokens."""
 
     def __init__(self, sampling: SamplingConfig, lodge: SessionAddress | None, actor: str = "policy") -> None:
-        # Not the parent's: that one is about tokens, which are not seen here.
-        self.actor, self.trained = actor, True
-        self.parent, self.kind = "", ""
-        self.max_tokens: int | None = None
-        self.turns: list[Turn] = []
-        self.overrides: Counter[str] = Counter()
+        self._start(actor, sampling, lodge)  # not the parent's __init__, which is about tokens: none are seen here
         self.tokens = 0
         """Tokens sampled, as far as answers count them in `usage`."""
-        self._sampling, self._lodge = sampling, lodge
-        self._left = False
 
     @abstractmethod
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
@@ -155,19 +147,6 @@ class WordSeat(Seat):
         prompt, sampled = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         self.tokens += sampled
         return Reply(text, finish == "length", said, tokens=sampled, prompt_tokens=prompt)
-
-    async def base_url(self) -> str:
-        if self._lodge is None:
-            raise PacelineError("this seat has no recording server behind it")
-        return await self._lodge.address(self)
-
-    def setting(self, name: str) -> Any:
-        return getattr(self._sampling, name.replace("max_completion_tokens", "max_tokens"), None)
-
-    def leave(self) -> None:
-        self._left = True
-        if self._lodge is not None:
-            self._lodge.vacate(self)
 
 
 class EndpointSeat(WordSeat):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from paceline.rollout.types import Message, Turn, is_text
+from paceline.data.rollout import Message, Turn, is_text
 
 Tools = Sequence[dict[str, Any]]
 
@@ -68,13 +68,10 @@ class Chain:
     def __init__(self, messages: Sequence[Message], tools: Tools | None) -> None:
         spelled = json.dumps(list(tools), sort_keys=True, default=str) if tools else "[]"
         self._hash = blake2b(spelled.encode(), digest_size=16)
-        self.digests = [self._add(message) for message in messages]
+        self.digests = [self.then(message) for message in messages]
 
     def then(self, message: Message) -> bytes:
         """The digest once this is said too."""
-        return self._add(message)
-
-    def _add(self, message: Message) -> bytes:
         self._hash.update(meaning(message).encode(errors="surrogatepass"))
         return self._hash.digest()
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.tools import ToolCall, for_template
+from paceline.data.rollout import Message, Turn
 from paceline.rollout.render import Prompt, Renderer, RenderError, Tools
-from paceline.rollout.types import Message, Turn
 
 Choice = Literal["auto", "template", "renderers"]
 """The package where it knows the model and is installed; never; or an error where it cannot be."""

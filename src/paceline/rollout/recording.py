@@ -17,9 +17,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from paceline.data.rollout import Message
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
-from paceline.rollout.types import Message
 from paceline.server.answers import heading
 from paceline.server.app import BACKLOG, allow_many_connections, listen
 from paceline.server.bodies import ChatBody
@@ -122,7 +122,7 @@ class RecordingServer:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
         self._host, self._port = host, port
-        self._told = advertise or reachable(host)
+        self._advertised = advertise or reachable(host)
         self._by_seat: dict[Seat, RecordingSession] = {}
         self._by_key: dict[str, RecordingSession] = {}
         self._starting: asyncio.Task[int] | None = None
@@ -139,15 +139,15 @@ class RecordingServer:
             self._starting = None
             raise
         if seat not in self._by_seat:
-            self._by_seat[seat] = lodging = RecordingSession(seat)
-            self._by_key[lodging.key] = lodging
-        host = f"[{self._told}]" if ":" in self._told else self._told
+            self._by_seat[seat] = session = RecordingSession(seat)
+            self._by_key[session.key] = session
+        host = f"[{self._advertised}]" if ":" in self._advertised else self._advertised
         return f"http://{host}:{port}/{self._by_seat[seat].key}/v1"
 
     def vacate(self, seat: Seat) -> None:
-        if lodging := self._by_seat.pop(seat, None):
-            del self._by_key[lodging.key]
-            lodging.close()
+        if session := self._by_seat.pop(seat, None):
+            del self._by_key[session.key]
+            session.close()
 
     async def close(self) -> None:
         """Stop serving. The next address that is asked for starts it again."""
@@ -197,24 +197,24 @@ class RecordingServer:
         app.add_exception_handler(HTTPException, _not_here)
         return app
 
-    def _lodging(self, request: Request) -> RecordingSession:
+    def _session(self, request: Request) -> RecordingSession:
         if why := why_foreign(request.scope["headers"], has_key=True):  # the path is the key
             raise Refusal(403, why, code="foreign_caller")
-        lodging = self._by_key.get(request.path_params["key"])
-        if lodging is None:
+        session = self._by_key.get(request.path_params["key"])
+        if session is None:
             raise SeatLeft("this episode is over: its address answers no more")
-        return lodging
+        return session
 
     async def _models(self, request: Request) -> Response:
-        self._lodging(request)
+        self._session(request)
         return FastJsonResponse(
             {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "paceline"}]}
         )
 
     async def _chat(self, request: Request) -> Response:
-        lodging = self._lodging(request)
+        session = self._session(request)
         body = await read_body(request, AgentBody)
-        replies = await self._replies(request, lodging, body)
+        replies = await self._replies(request, session, body)
         if body.stream:
             return await EventStream.begin(request, _events(replies, body))
         head = heading("chat.completion", "chatcmpl", body.model or MODEL)
@@ -223,24 +223,24 @@ class RecordingServer:
         )
 
     async def _responses(self, request: Request) -> Response:
-        lodging = self._lodging(request)
+        session = self._session(request)
         body = await read_body(request, AgentResponseBody)
         chat = as_chat(body, AgentBody)
         chat.top_logprobs = body.top_logprobs
-        (reply,) = replies = await self._replies(request, lodging, chat)
-        writer = ResponseWriter(body, body.model or MODEL, **_in_effect(lodging.seat, body))
+        (reply,) = replies = await self._replies(request, session, chat)
+        writer = ResponseWriter(body, body.model or MODEL, **_in_effect(session.seat, body))
         if body.stream:
             return await EventStream.begin(request, _response_events(writer, reply))
         return FastJsonResponse(writer.whole(reply.message, _finish(reply), _usage(replies)))
 
-    async def _replies(self, request: Request, lodging: RecordingSession, body: AgentBody) -> list[Reply]:
+    async def _replies(self, request: Request, session: RecordingSession, body: AgentBody) -> list[Reply]:
         """The policy's replies. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
         _check(body)
-        seat = lodging.seat
+        seat = session.seat
         seat.overrides.update([*_overridden(given, seat), *ignored_fields(request)])
         tools = given.get("tools") if body.tool_choice != "none" else None
-        return await unless_gone(request.receive, lodging.answer(_all(seat, given["messages"], tools, body.n or 1)))
+        return await unless_gone(request.receive, session.answer(_all(seat, given["messages"], tools, body.n or 1)))
 
 
 def reachable(host: str) -> str:

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.tools import ToolReader
+from paceline.data.rollout import Message, Turn
 from paceline.rollout.history import same
 from paceline.rollout.template import DROPPED, PROBE, ChatTemplate, Recent, RenderError, Tools, ToolsDropped, names_of
-from paceline.rollout.types import Message, Turn
 
 REMEMBERED_PIECES = 1 << 20
 """Tokens of pieces kept."""
@@ -128,7 +128,7 @@ class Renderer:
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = True) -> str:
         """The conversation as the template writes it, with the opening of a reply or without."""
-        return self._text(messages, tools, reply)
+        return self._template.write(messages, tools, reply)
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The whole conversation and the opening of the reply."""
@@ -139,7 +139,7 @@ class Renderer:
         key = repr((messages, tools))
         prompt = self._rendered.get(key)
         if prompt is None:
-            text = self._text(messages, tools, reply=True)
+            text = self.text(messages, tools)
             if tools and not self._tools_written:
                 self._look_for(tools, messages, text)
             prompt = Prompt(self.encode(text), text)
@@ -149,7 +149,7 @@ class Renderer:
 
     def _look_for(self, tools: Tools, messages: Sequence[Message], text: str) -> None:
         """Refuse tools that the model would not see, or warn of it, until a prompt has shown some."""
-        if self.on_dropped_tools == "allow" or text != self._text(messages, None, reply=True):
+        if self.on_dropped_tools == "allow" or text != self.text(messages, None):
             self._tools_written = True
             return
         sentence = DROPPED.format(names=names_of(tools))
@@ -175,8 +175,8 @@ class Renderer:
         """
         if turn.messages is None or turn.finish != "stop":
             return self.open(messages, turn.tools)
-        whole, end = self._text(messages, turn.tools, reply=True), self._end(turn.completion_ids)
-        opening = self._text(turn.messages, turn.tools, reply=True) if opening is None else opening
+        whole, end = self.text(messages, turn.tools), self._end(turn.completion_ids)
+        opening = self.text(turn.messages, turn.tools) if opening is None else opening
         suffix = self._suffix(turn, messages, opening, whole, end)
         if suffix is None:
             return Prompt(self.encode(whole), whole)
@@ -223,15 +223,12 @@ class Renderer:
         # In other words than the model's own: where the reply ends is seen by putting another in its place.
         place = len(turn.messages or ())
         marked = [*messages[:place], {"role": "assistant", "content": PROBE}, *messages[place + 1 :]]
-        before, _, after = self._text(marked, turn.tools, reply=True)[len(opening) :].partition(PROBE)
+        before, _, after = self.text(marked, turn.tools)[len(opening) :].partition(PROBE)
         body = whole[len(opening) : len(whole) - len(after)]
         kept = said in _squeezed(body)
         if not (kept and whole == opening + body + after and body.startswith(before) and after.startswith(end)):
             return None
         return after[len(end) :]
-
-    def _text(self, messages: Sequence[Message], tools: Tools | None, reply: bool) -> str:
-        return self._template.write(messages, tools, reply)
 
     def decode(self, ids: Sequence[int]) -> str:
         text = self._decoded(list(ids), skip_special_tokens=False)

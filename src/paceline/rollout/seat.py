@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from paceline.clients import Pool
 from paceline.config.inference import SamplingConfig
+from paceline.data.rollout import Message, Turn, copied
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import PacelineError
 from paceline.rollout.history import TurnIndex
 from paceline.rollout.render import Renderer
-from paceline.rollout.types import Message, Turn, copied
 
 
 class SessionAddress(Protocol):
@@ -88,6 +88,16 @@ class Seat:
         model: str = "",
         trained: bool = True,
     ) -> None:
+        self._start(actor, voice.sampling, voice.lodge, trained)
+        self._voice = voice
+        self._model = model
+        self._noise = tuple(noise)
+        self._order = order
+        self._calls = 0
+        self._history: TurnIndex | None = None
+
+    def _start(self, actor: str, sampling: SamplingConfig, lodge: SessionAddress | None, trained: bool = True) -> None:
+        """Set what every seat has, whatever answers it."""
         self.actor, self.trained = actor, trained
         self.parent, self.kind = "", ""
         """The seat whose episode opened this one, and what kind of episode it plays (`SessionMap`)."""
@@ -96,12 +106,7 @@ class Seat:
         self.turns: list[Turn] = []
         self.overrides: Counter[str] = Counter()
         """Settings an agent asked for over its URL, in whose place the run's own were used."""
-        self._voice = voice
-        self._model = model
-        self._noise = tuple(noise)
-        self._order = order
-        self._calls = 0
-        self._history: TurnIndex | None = None
+        self._sampling, self._lodge = sampling, lodge
         self._left = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
@@ -123,11 +128,11 @@ class Seat:
     async def base_url(self) -> str:
         """An address for `openai` and compatible clients; it is recorded like everything else and answers until the
         episode is over."""
-        if self._voice.lodge is None:
+        if self._lodge is None:
             raise PacelineError("this seat has no recording server behind it")
-        address = await self._voice.lodge.address(self)
+        address = await self._lodge.address(self)
         if self._left:
-            self._voice.lodge.vacate(self)
+            self._lodge.vacate(self)
             raise SeatLeft("the episode is over: this seat has no address any more")
         return address
 
@@ -138,16 +143,16 @@ class Seat:
 
     def setting(self, name: str) -> Any:
         """The run's value of a sampling setting, by OpenAI's name for it; None if it has none."""
-        return getattr(self._voice.sampling, name.replace("max_completion_tokens", "max_tokens"), None)
+        return getattr(self._sampling, name.replace("max_completion_tokens", "max_tokens"), None)
 
     def leave(self) -> None:
         """The episode is over: nothing said from here on counts."""
         self._left = True
-        if self._voice.lodge is not None:
-            self._voice.lodge.vacate(self)
+        if self._lodge is not None:
+            self._lodge.vacate(self)
 
     async def _sample(self, prompt: Sequence[int]) -> Completion:
-        sampling = self._voice.sampling
+        sampling = self._sampling
         if self._left:
             raise SeatLeft("the episode is over: this seat takes no more calls")
         noise = noise_key(*self._noise, self._calls)
@@ -184,7 +189,7 @@ class Seat:
             logprobs=completion.logprobs,
             versions=completion.versions,
             finish=completion.finish,
-            temperature=self._voice.sampling.temperature,
+            temperature=self._sampling.temperature,
             log_z=completion.log_z,
             recomputed=completion.recomputed,
             weights=completion.weights,

@@ -18,8 +18,8 @@ from transformers.utils import chat_template_utils
 
 from paceline.clients.tools import for_template, with_calls_as_text
 from paceline.data import part_problem
+from paceline.data.rollout import Message, copied, is_text
 from paceline.errors import PacelineError
-from paceline.rollout.types import Message, copied, is_text
 
 V = TypeVar("V")
 

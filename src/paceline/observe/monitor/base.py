@@ -100,6 +100,15 @@ class Monitor:
         self.close()
 
 
+def _fan_out(event: str) -> Any:
+    """A method that hands its arguments to the same method of each monitor."""
+
+    def tell(self: "Monitors", *arguments: Any) -> None:
+        self._tell(event, *arguments)
+
+    return tell
+
+
 class Monitors(Monitor):
     """Tells several monitors the same, in order.
 
@@ -116,42 +125,21 @@ class Monitors(Monitor):
         self._monitors.append(monitor)
         self._active.append(monitor)
 
-    def begin(self, plan: RunPlan) -> None:
-        self._tell(lambda monitor: monitor.begin(plan))
-
-    def phase(self, text: str) -> None:
-        self._tell(lambda monitor: monitor.phase(text))
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell(lambda monitor: monitor.step(step, metrics))
-
-    def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
-        self._tell(lambda monitor: monitor.rollouts(step, records))
-
-    def batch(self, step: int, data: bytes) -> None:
-        self._tell(lambda monitor: monitor.batch(step, data))
-
-    def tickets(self, records: Sequence[dict[str, Any]]) -> None:
-        self._tell(lambda monitor: monitor.tickets(records))
-
-    def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
-        self._tell(lambda monitor: monitor.played(step, state, rollouts))
-
-    def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
-        self._tell(lambda monitor: monitor.spans(step, spans))
-
-    def gauges(self, look: Gauges) -> None:
-        self._tell(lambda monitor: monitor.gauges(look))
-
-    def note(self, text: str) -> None:
-        self._tell(lambda monitor: monitor.note(text))
-
-    def roll_back(self, step: int) -> None:
-        self._tell(lambda monitor: monitor.roll_back(step))
+    begin = _fan_out("begin")
+    phase = _fan_out("phase")
+    step = _fan_out("step")
+    rollouts = _fan_out("rollouts")
+    batch = _fan_out("batch")
+    tickets = _fan_out("tickets")
+    played = _fan_out("played")
+    spans = _fan_out("spans")
+    gauges = _fan_out("gauges")
+    note = _fan_out("note")
+    roll_back = _fan_out("roll_back")
 
     def end(self, outcome: RunOutcome) -> None:
         try:
-            self._tell(lambda monitor: monitor.end(outcome))
+            self._tell("end", outcome)
         finally:
             self.close()
 
@@ -169,10 +157,10 @@ class Monitors(Monitor):
         if failures:
             raise failures[0]
 
-    def _tell(self, event: Callable[[Monitor], None]) -> None:
+    def _tell(self, event: str, *arguments: Any) -> None:
         for monitor in tuple(self._active):
             try:
-                event(monitor)
+                getattr(monitor, event)(*arguments)
             except Exception as error:
                 if monitor.essential:
                     raise

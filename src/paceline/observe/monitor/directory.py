@@ -9,14 +9,17 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType, UnionType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from paceline.errors import PacelineError
 
 _BLOCK = 1 << 16
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Also where a run that begins anew removes a file this very moment."""
 
 
 def plain(value: Any) -> Any:
@@ -44,17 +47,21 @@ def append_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         return
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        before = os.fstat(descriptor).st_size
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
-                os.ftruncate(descriptor, before)
-            raise
+        write_whole(descriptor, data)
     finally:
         os.close(descriptor)
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Append all of the data; a write that fails leaves the file as it was."""
+    before, rest = os.fstat(descriptor).st_size, memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
+            os.ftruncate(descriptor, before)
+        raise
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -68,17 +75,65 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def read_sound(path: Path, fields: Mapping[str, type | UnionType]) -> tuple[list[dict[str, Any]], list[str]]:
     """The records that have these fields, and a sentence about the lines that are none: a damaged one is named, and no
     reason to be silent about the rest."""
-    found, damaged = [], []
-    for number, line in _whole_lines(path):
-        record = _json(line)
-        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items()):
-            found.append(record)
-        else:
-            damaged.append(number)
-    if not damaged:
-        return found, []
-    many = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
-    return found, [f"{path.name}: {many} damaged and left out, the first is line {damaged[0]}"]
+    lines = Lines(path, fields)
+    return lines.read(), lines.problems()
+
+
+class Lines:
+    """The JSON objects of an append-only file, read on from where the last reading ended.
+
+    A last line without its end is not there yet. A file that was replaced or cut (the run went back) is read anew. What
+    is no JSON object, or lacks one of `fields`, is left out and counted.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, type | UnionType] | None = None) -> None:
+        self.path = path
+        self._fields = fields or {}
+        self._lock = threading.Lock()
+        self._forget()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Everything so far; the list is the reader's own."""
+        with self._lock:
+            self._refresh()
+            return list(self._records)
+
+    def problems(self) -> list[str]:
+        with self._lock:
+            self._refresh()
+            return left_out(self.path, "damaged", len(self._damaged), *self._damaged[:1])
+
+    def _forget(self) -> None:
+        self._identity: tuple[int, int] | None = None
+        self._at = self._number = 0
+        self._records: list[dict[str, Any]] = []
+        self._damaged: list[int] = []
+
+    def _refresh(self) -> None:
+        try:
+            file = self.path.open("rb")
+        except _ABSENT:
+            self._forget()
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._at:
+                self._forget()
+                self._identity = status.st_dev, status.st_ino
+            file.seek(self._at)
+            for number, line in _ended(file, self._number + 1):
+                self._at, self._number = self._at + len(line), number
+                record = _json(line)
+                if isinstance(record, dict) and all(isinstance(record.get(k), t) for k, t in self._fields.items()):
+                    self._records.append(record)
+                else:
+                    self._damaged.append(number)
+
+
+def left_out(path: Path, why: str, count: int, first: int = 0) -> list[str]:
+    """The sentence about lines that were not read, if there are any."""
+    many = f"{count} lines are" if count > 1 else "a line is"
+    return [f"{path.name}: {many} {why} and left out, the first is line {first}"] if count else []
 
 
 def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -130,12 +185,18 @@ def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> N
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         file = path.open("rb")
-    except (FileNotFoundError, NotADirectoryError):  # also where a run that begins anew removes it this very moment
+    except _ABSENT:
         return
     with file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield number, line
+        yield from _ended(file, 1)
+
+
+def _ended(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
+    """The numbered lines from here on that have their end."""
+    for number, line in enumerate(file, first):
+        if not line.endswith(b"\n"):
+            return
+        yield number, line
 
 
 def _json(line: bytes) -> Any:
@@ -165,54 +226,21 @@ class RunDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
+        self.config_file = self.root / "config.toml"
+        self.metrics_file = self.root / "metrics.jsonl"
+        self.rollouts_file = self.root / "rollouts.jsonl"
+        self.tickets_file = self.root / "tickets.jsonl"
+        self.events_file = self.root / "events.jsonl"
+        self.lock_file = self.root / "run.lock"
+        self.checkpoints = self.root / "checkpoints"
+        self.batches = self.root / "batches"
+        self.export = self.root / "export"
+        self.plot = self.root / "rewards.png"
+        self.live = self.root / ".live"
+        """Files that the processes of a running run share: weights in transfer, and each one's log."""
         self._lock: int | None = None
         self._overwrite = False
         self.begun = False
-
-    @property
-    def config_file(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def rollouts_file(self) -> Path:
-        return self.root / "rollouts.jsonl"
-
-    @property
-    def tickets_file(self) -> Path:
-        return self.root / "tickets.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def batches(self) -> Path:
-        return self.root / "batches"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def plot(self) -> Path:
-        return self.root / "rewards.png"
-
-    @property
-    def live(self) -> Path:
-        """Files that the processes of a running run share: weights in transfer, and each one's log."""
-        return self.root / ".live"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.root / "run.lock"
 
     @classmethod
     def claim(cls, path: Path, resume: bool = False, overwrite: bool = False) -> Self:

@@ -132,18 +132,15 @@ def exporter(kind: Kind, project: str) -> Monitor:
 
 
 def _require(module: str, extra: str) -> ModuleType:
+    missing = module
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise _missing(extra, error.name or module) from None
-    if getattr(found, "__file__", None) is None:
         # wandb leaves a folder `wandb` where it ran, which imports as an empty namespace package.
-        raise _missing(extra, module)
-    return found
-
-
-def _missing(extra: str, module: str) -> MissingExtra:
-    return MissingExtra(f"the {extra} exporter needs the package `{module}`: pip install 'paceline[{extra}]'")
+        if getattr(found, "__file__", None) is not None:
+            return found
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+    raise MissingExtra(f"the {extra} exporter needs the package `{missing}`: pip install 'paceline[{extra}]'")
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """The live view of a run in a Jupyter notebook: a bar and the latest steps, updated in place."""
 
-import html
 import sys
 import time
 from collections.abc import Callable, Mapping
+from html import escape
 from typing import Any
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
@@ -86,21 +86,20 @@ class NotebookView(Monitor):
         return latest if self._outcome is None else f"{self._outcome.status} at step {self._outcome.step}; {latest}"
 
     def _repr_html_(self) -> str:
-        return "".join([*self._heading(), *self._table(), *(f"<div>! {_text(note)}</div>" for note in self._last())])
-
-    def _last(self) -> list[str]:
-        return self._notes[-NOTES:]
+        return "".join(
+            [*self._heading(), *self._table(), *(f"<div>! {escape(note)}</div>" for note in self._notes[-NOTES:])]
+        )
 
     def _heading(self) -> list[str]:
         plan = self._plan
         now = f"{self._outcome.status} {self._outcome.message}" if self._outcome else self._phase
         if plan is None:
-            return [f"<div>{_text(now)}</div>"]
+            return [f"<div>{escape(now)}</div>"]
         total = plan.total_steps
         bar = f'<progress value="{self._step}" max="{total}" style="width: 20em"></progress> ' if total else ""
         step = f"step {self._step}/{total}" if total else f"step {self._step}"
         where = f"{plan.name}, {count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
-        return [f"<div>{_text(where)}</div>", f"<div>{bar}{step} {_text(now)}</div>"]
+        return [f"<div>{escape(where)}</div>", f"<div>{bar}{step} {escape(now)}</div>"]
 
     def _table(self) -> list[str]:
         steps = (_row(step, metrics) for step, metrics in sorted(self._steps.items()))
@@ -108,8 +107,8 @@ class NotebookView(Monitor):
         names = list(dict.fromkeys(name for row in rows for name in row))
         if not rows:
             return []
-        head = "".join(f"<th>{_text(name)}</th>" for name in names)
-        body = ("".join(f"<td>{_text(row.get(name, ''))}</td>" for name in names) for row in rows)
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = ("".join(f"<td>{escape(row.get(name, ''))}</td>" for name in names) for row in rows)
         return ["<table><tr>", head, "</tr>", *(f"<tr>{cells}</tr>" for cells in body), "</table>"]
 
 
@@ -130,7 +129,3 @@ def _row(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
 def _cells(name: str, curves: Mapping[str, Curve]) -> dict[str, str]:
     several = len(curves) > 1
     return {f"{name} {env}" if several else name: score(curve[-1][1]) for env, curve in curves.items() if curve}
-
-
-def _text(value: str) -> str:
-    return html.escape(value)

@@ -1,6 +1,7 @@
 """The reward curve as a picture."""
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,12 +12,13 @@ from paceline.observe.monitor.summary import Curve, MetricHistory
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and most runs only need it at their end
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 # Paul Tol's "bright" scheme: told apart by colour-blind readers and in print.
 _COLOURS: Final = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
 _INK: Final = "#333333"
 _FAINT: Final = "#DDDDDD"
+_EXACT: Final = dict[str, Any](linestyle=":", linewidth=1.2, marker="o", markersize=6.5, markeredgecolor="white")
+_HELD_OUT: Final = dict[str, Any](linestyle="", marker="D", markersize=5, markerfacecolor="white", markeredgewidth=1.4)
 
 
 def plot_rewards(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
@@ -35,8 +37,8 @@ def reward_picture(metrics: Sequence[Mapping[str, Any]], title: str, dpi: int = 
     figure = Figure(figsize=(8, 4.5), dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for index, env in enumerate(history.envs):
-        _draw(axes, history, env, _COLOURS[index % len(_COLOURS)])
+    for env, colour in zip(history.envs, itertools.cycle(_COLOURS), strict=False):
+        _draw(axes, history, env, colour)
     _frame(axes, history, title)
     _legend(figure, history)
     picture = io.BytesIO()
@@ -63,19 +65,9 @@ def _draw(axes: "Axes", history: MetricHistory, env: str, colour: str) -> None:
         marker = "." if len(rewards) == 1 else ""
         axes.plot(*_columns(smooth(rewards)), color=colour, linewidth=2.2, marker=marker, solid_capstyle="round")
     if exact := history.exact.get(env):
-        (line,) = axes.plot(*_columns(exact), color=colour, linestyle=":", linewidth=1.2, zorder=4)
-        _mark_exact(line)
+        axes.plot(*_columns(exact), color=colour, zorder=4, **_EXACT)
     if held_out := history.held_out.get(env):
-        (line,) = axes.plot(*_columns(held_out), color=colour, linestyle="", zorder=5)
-        _mark_held_out(line)
-
-
-def _mark_exact(line: "Line2D") -> None:
-    line.set(marker="o", markersize=6.5, markeredgecolor="white")
-
-
-def _mark_held_out(line: "Line2D") -> None:
-    line.set(marker="D", markersize=5, markerfacecolor="white", markeredgewidth=1.4)
+        axes.plot(*_columns(held_out), color=colour, zorder=5, **_HELD_OUT)
 
 
 def _columns(curve: Curve) -> tuple[list[int], list[float]]:
@@ -110,20 +102,12 @@ def _legend(figure: "Figure", history: MetricHistory) -> None:
 
     several = len(history.envs) > 1
     handles = [
-        Line2D(
-            [],
-            [],
-            color=_COLOURS[index % len(_COLOURS)],
-            linewidth=2.2,
-            label=env if several else "training reward",
-        )
-        for index, env in enumerate(history.envs)
+        Line2D([], [], color=colour, linewidth=2.2, label=env if several else "training reward")
+        for env, colour in zip(history.envs, itertools.cycle(_COLOURS), strict=False)
     ]
     if history.exact:
-        handles.append(Line2D([], [], color=_INK, linestyle=":", linewidth=1.2, label="held-out exact"))
-        _mark_exact(handles[-1])
+        handles.append(Line2D([], [], color=_INK, label="held-out exact", **_EXACT))
     if history.held_out:
-        handles.append(Line2D([], [], color=_INK, linestyle="", label="held-out reward"))
-        _mark_held_out(handles[-1])
+        handles.append(Line2D([], [], color=_INK, label="held-out reward", **_HELD_OUT))
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, labelcolor=_INK)

@@ -5,7 +5,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Final, TextIO
 
 from rich.columns import Columns
@@ -29,61 +30,106 @@ _ROWS_AROUND: Final = 16
 _OUTCOMES: Final = {"finished": ("✔", "green"), "interrupted": ("■", "yellow"), "failed": ("✘", "red")}
 
 
-class View:
-    """What is known about the run, and its picture."""
+class Screen(Monitor):
+    """Draws the run on a terminal, four times a second, and leaves the last picture there.
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.plan: RunPlan | None = None
-        self.history = MetricHistory()
-        self.outcome: RunOutcome | None = None
-        self.notes: list[str] = []
-        self._now = now
-        self._started = now()
+    The terminal is given back by `end` and `close`, and when the interpreter exits without either.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._now = console, clock
+        self._plan: RunPlan | None = None
+        self._history = MetricHistory()
+        self._outcome: RunOutcome | None = None
+        self._notes: list[str] = []
+        self._started = clock()
         self._ended: float | None = None
         self._finished_steps: deque[float] = deque(maxlen=21)
         # One spinner for all frames: a new one would start its turn again.
         self._spinner = Spinner("dots", Text("starting"), style="cyan")
+        # The run's threads write what the refresh thread draws.
+        self._lock = threading.RLock()
+        self._live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
+        self._closed = False
 
-    def begin(self, plan: RunPlan, history: MetricHistory) -> None:
-        self.plan, self.history = plan, history
-        self._started = self._now()
-        self._finished_steps.append(self._started)
+    def begin(self, plan: RunPlan) -> None:
+        history, problems = _until(plan, plan.start_step)
+        with self._change():
+            self._plan, self._history = plan, history
+            self._started = self._now()
+            self._finished_steps.append(self._started)
+        for problem in problems:
+            self.note(problem)
 
     def phase(self, text: str) -> None:
-        self._spinner.update(text=Text(one_line(text), no_wrap=True, overflow="ellipsis"))
+        with self._change():
+            self._spinner.update(text=Text(one_line(text), no_wrap=True, overflow="ellipsis"))
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self.history.add(step, metrics)
-        if step > 0:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._change():
+            self._history.add(step, metrics)
+            if step == 0:  # the evaluation before training says nothing about how long a step takes
+                self._finished_steps.clear()
             self._finished_steps.append(self._now())
-        else:  # the evaluation before training says nothing about how long a step takes
-            self._finished_steps = deque([self._now()], maxlen=self._finished_steps.maxlen)
 
-    def roll_back(self, history: MetricHistory) -> None:
+    def note(self, text: str) -> None:
+        if self._closed:
+            self._console.print(Text(f"! {text}", "yellow"))
+            return
+        with self._change():
+            self._notes.append(text)
+
+    def roll_back(self, step: int) -> None:
         """The curves as they were then. Time spent is spent, but what a step takes is measured anew."""
-        self.history = history
-        self._finished_steps = deque([self._now()], maxlen=self._finished_steps.maxlen)
+        if self._plan is not None:
+            history, _ = _until(self._plan, step)
+            with self._change():
+                self._history = history
+                self._finished_steps.clear()
+                self._finished_steps.append(self._now())
 
     def end(self, outcome: RunOutcome) -> None:
-        self.outcome = outcome
-        self._ended = self._now()
+        with self._change():
+            self._outcome, self._ended = outcome, self._now()
+        self.close()
 
-    def draw(self, width: int, height: int) -> RenderableType:
-        if self.plan is None:
+    def close(self) -> None:
+        self._closed = True
+        # Not under our lock: stopping waits for the refresh thread, which may wait for it.
+        self._live.stop()
+        atexit.unregister(self.close)
+
+    @contextmanager
+    def _change(self) -> Generator[None]:
+        """Change what is drawn; the first change starts the drawing."""
+        with self._lock:
+            yield
+        if not self._closed and not self._live.is_started:
+            atexit.register(self.close)
+            self._live.start(refresh=True)
+
+    # -- the picture --------------------------------------------------------------------------------------------------
+
+    def frame(self) -> RenderableType:
+        """The picture as it is now."""
+        with self._lock:
+            return self._draw(min(self._console.width, _MAX_WIDTH), self._console.height)
+
+    def _draw(self, width: int, height: int) -> RenderableType:
+        if self._plan is None:
             return self._status()
-        width = min(width, _MAX_WIDTH)
         blank = Text()
-        parts: list[RenderableType] = [self._progress(self.plan), blank]
-        if self.history.envs:
+        parts: list[RenderableType] = [self._progress(self._plan), blank]
+        if self._history.envs:
             parts += [self._environments(max(2, height - _ROWS_AROUND)), blank]
-        if self.history.trained:
+        if self._history.trained:
             parts += [self._figures(width), *self._dropped(), blank]
         parts += [*self._last_note(), self._status()]
         return Panel(
             Group(*parts),
-            title=Text.assemble(("paceline ", "bold"), (self.plan.name, "bold cyan")),
+            title=Text.assemble(("paceline ", "bold"), (self._plan.name, "bold cyan")),
             title_align="left",
-            subtitle=self._footer(self.plan, width),
+            subtitle=self._footer(self._plan, width),
             subtitle_align="right",
             border_style="bright_black",
             padding=(1, 2, 0, 2),
@@ -97,7 +143,7 @@ class View:
         return Text(facts + (place if len(place) <= room else f"…{place[1 - room :]}"), "dim")
 
     def _progress(self, plan: RunPlan) -> RenderableType:
-        step, total = self.history.step, plan.total_steps
+        step, total = self._history.step, plan.total_steps
         elapsed = clock((self._now() if self._ended is None else self._ended) - self._started)
         left = self._seconds_left()
         row = Table.grid(padding=(0, 2), expand=True)
@@ -105,7 +151,7 @@ class View:
         row.add_column(no_wrap=True)
         row.add_column(no_wrap=True)
         row.add_row(
-            ProgressBar(total=total, completed=step, pulse=total is None and not self.outcome, complete_style="cyan"),
+            ProgressBar(total=total, completed=step, pulse=total is None and not self._outcome, complete_style="cyan"),
             Text.assemble("step ", (str(step), "bold"), f"/{total}" if total else ""),
             Text(elapsed if left is None else f"{elapsed} · {clock(left)} left", "dim"),
         )
@@ -114,14 +160,14 @@ class View:
     def _seconds_left(self) -> float | None:
         """By the pace of the latest steps, evaluations and checkpoints between them included."""
         times = self._finished_steps
-        if self.outcome or len(times) < 2 or self.plan is None or self.plan.total_steps is None:
+        if self._outcome or len(times) < 2 or self._plan is None or self._plan.total_steps is None:
             return None
         pace = (times[-1] - times[0]) / (len(times) - 1)
-        return max(0.0, pace * (self.plan.total_steps - self.history.step) - (self._now() - times[-1]))
+        return max(0.0, pace * (self._plan.total_steps - self._history.step) - (self._now() - times[-1]))
 
     def _environments(self, rows: int) -> RenderableType:
         """A line for each curve: what it measures, its course, where it stands and how far it came."""
-        history = self.history
+        history = self._history
         kinds = [
             ("reward", history.rewards),
             ("held-out exact", history.exact),
@@ -147,7 +193,7 @@ class View:
         return table
 
     def _figures(self, width: int) -> RenderableType:
-        latest = self.history.latest
+        latest = self._history.latest
         pairs = [
             ("tokens/s", known(latest, "tokens/s", count)),
             ("step time", known(latest, "time/step", seconds)),
@@ -163,89 +209,29 @@ class View:
         return Columns([block(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
 
     def _staleness(self) -> Text:
-        highest = self.history.latest.get("staleness/max")
+        highest = self._history.latest.get("staleness/max")
         tail = "" if highest is None else f" (max {highest:.0f})"
-        return known(self.history.latest, "staleness/mean", lambda mean: f"{mean:.1f}{tail}")
+        return known(self._history.latest, "staleness/mean", lambda mean: f"{mean:.1f}{tail}")
 
     def _dropped(self) -> list[RenderableType]:
-        lost = reasons(self.history.dropped, " · ")
+        lost = reasons(self._history.dropped, " · ")
         return [Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")] if lost else []
 
     def _last_note(self) -> list[RenderableType]:
-        if not self.notes:
+        if not self._notes:
             return []
-        text = one_line(self.notes[-1])
+        text = one_line(self._notes[-1])
         text = text if len(text) <= 240 else text[:239] + "…"
-        earlier = f"  ({amount(len(self.notes) - 1, 'earlier note')})" if len(self.notes) > 1 else ""
+        earlier = f"  ({amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
         row = Table.grid(padding=(0, 1))
         row.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
         return [row]
 
     def _status(self) -> RenderableType:
-        if self.outcome is None:
+        if self._outcome is None:
             return self._spinner
-        sign, style = _OUTCOMES[self.outcome.status]
-        return Text(f"{sign} {self.outcome.status} at step {self.outcome.step}", style)
-
-
-class Screen(Monitor):
-    """Draws the run on a terminal, four times a second, and leaves the last picture there.
-
-    The terminal is given back by `end` and `close`, and when the interpreter exits without either.
-    """
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._view = View(clock)
-        # The run's threads write what the refresh thread draws.
-        self._lock = threading.RLock()
-        self._live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
-        self._closed = False
-
-    def frame(self) -> RenderableType:
-        """The picture as it is now."""
-        with self._lock:
-            return self._view.draw(self._console.width, self._console.height)
-
-    def begin(self, plan: RunPlan) -> None:
-        history, problems = _until(plan, plan.start_step)
-        self._show(lambda: self._view.begin(plan, history))
-        for problem in problems:
-            self.note(problem)
-
-    def phase(self, text: str) -> None:
-        self._show(lambda: self._view.phase(text))
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._show(lambda: self._view.step(step, dict(metrics)))
-
-    def note(self, text: str) -> None:
-        if self._closed:
-            self._console.print(Text(f"! {text}", "yellow"))
-            return
-        self._show(lambda: self._view.notes.append(text))
-
-    def roll_back(self, step: int) -> None:
-        if (plan := self._view.plan) is not None:
-            history, _ = _until(plan, step)
-            self._show(lambda: self._view.roll_back(history))
-
-    def end(self, outcome: RunOutcome) -> None:
-        self._show(lambda: self._view.end(outcome))
-        self.close()
-
-    def close(self) -> None:
-        self._closed = True
-        # Not under our lock: stopping waits for the refresh thread, which may wait for it.
-        self._live.stop()
-        atexit.unregister(self.close)
-
-    def _show(self, update: Callable[[], None]) -> None:
-        with self._lock:
-            update()
-        if not self._closed and not self._live.is_started:
-            atexit.register(self.close)
-            self._live.start(refresh=True)
+        sign, style = _OUTCOMES[self._outcome.status]
+        return Text(f"{sign} {self._outcome.status} at step {self._outcome.step}", style)
 
 
 def _until(plan: RunPlan, step: int) -> tuple[MetricHistory, list[str]]:

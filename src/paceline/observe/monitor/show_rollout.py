@@ -42,14 +42,11 @@ def show_rollout(record: Record, console: Console | None = None) -> None:
     turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
     for number, turn in enumerate(turns, start=1):
         _show_exactly(turn, number, console)
-    conversations = (
-        [] if turns else record.get("conversations") or [{"messages": record.get("messages") or []} | _sampled(record)]
-    )
+    conversations = [] if turns else record.get("conversations") or [record]
     for number, conversation in enumerate(conversations, start=1):
         if len(conversations) > 1:
             console.print(Text(f"conversation {number} of {len(conversations)}", "dim"))
-        messages = conversation["messages"]
-        sampled = conversation.get("sampled")
+        messages, sampled = conversation.get("messages") or [], conversation.get("sampled")
         said = sampled if sampled is not None else [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         for panel in _panels(messages, said, width):
             console.print(panel)
@@ -101,10 +98,6 @@ def _show_exactly(turn: Mapping[str, Any], number: int, console: Console) -> Non
     console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
     console.print(Text(f"sampled in turn {number}", "bold green"))
     console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
-
-
-def _sampled(record: Record) -> dict[str, Any]:
-    return {"sampled": record["sampled"]} if record.get("sampled") is not None else {}
 
 
 def _panels(messages: Sequence[Mapping[str, Any]], said: Collection[int], width: int) -> Iterator[Panel]:

@@ -1,11 +1,9 @@
 """Writes the record of a run off its hot path, and reads it from the run directory alone. Imports neither torch nor
 transformers."""
 
-from paceline.observe.record.facts import Changed
-from paceline.observe.record.folder import RunFolder, RunStatus, TimelineSpan, find_runs, open_run
+from paceline.observe.record.folder import Changed, RunFolder, RunStatus, TimelineSpan, find_runs, open_run
 from paceline.observe.record.rollout_recorder import RolloutRecorder
-from paceline.observe.record.rows import Found, Gone, Query, Row, Told
-from paceline.observe.record.short_codec import ToldTurn
+from paceline.observe.record.rows import Found, Gone, Query, Row, Told, ToldTurn
 from paceline.observe.record.tickets import FoundTickets
 
 __all__ = [

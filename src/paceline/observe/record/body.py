@@ -1,64 +1,85 @@
-"""Encodes one rollout as bytes.
+"""Encodes one rollout as bytes, and defines the two forms of a rollout in `rollouts.data`.
 
 A conversation grows by repeating itself: each prompt holds all turns before it. A turn keeps only what is new, tokens
 and messages alike, and says which turn it goes on from; so the record grows with what happened and not with its square.
 Samples keep what their turns do not say already: credit, weights, and other models' scores.
+
+A short rollout of one turn is written as it is: a step may hold hundreds of them, and looking for what could be left
+out would cost more than it saves. Its numbers are msgpack's own, its streams bytes.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.data.sample import STREAM_DTYPES, Ended, Sample, Ticket
+from paceline.data.rollout import Rollout, Turn
+from paceline.data.sample import STREAM_DTYPES, Ended, Sample
 from paceline.data.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
-from paceline.observe.record.lines import REFUSED, encoder, tamed
+from paceline.observe.record.sanitize import REFUSED, encoder, sanitize
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
-SAID = ("loss_mask", "logprobs", "versions", "temperatures")
+SHORT = 40
+"""Tokens, prompt and reply, up to which a rollout is written in the short form."""
+TURN_STREAMS = ("loss_mask", "logprobs", "versions", "temperatures")
 """Streams that the turns hold already, unless they were changed since."""
-ALL_SAID = (1 << len(SAID)) - 1
-LATER = tuple(name for name in STREAM_DTYPES if name not in SAID and name != "token_ids")
+ALL_TURN_STREAMS = (1 << len(TURN_STREAMS)) - 1
+CREDIT_STREAMS = tuple(name for name in STREAM_DTYPES if name not in TURN_STREAMS and name != "token_ids")
 """Streams that come in when a rollout is judged."""
+_AFTER_TOKENS = tuple(name for name in STREAM_DTYPES if name != "token_ids")
 
 
-class TurnLike(Protocol):
-    """The attributes of a turn that are read, as `paceline.rollout.Turn` has it."""
+class _RolloutFields(msgspec.Struct, array_like=True):
+    """The fields with which both forms begin. Their order is the file's."""
 
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
-    finish: str
-    temperature: float
-    log_z: Sequence[float] | None
-    recomputed: bool
-    weights: Mapping[int, str]
-    messages: list[dict] | None
-    tools: list[dict] | None
-    text: str
-    said: dict | None
-    packed: Packed | None
-
-
-class RolloutLike(Protocol):
-    """The attributes of a rollout that are read, as `paceline.rollout.Rollout` has it."""
-
-    ticket: Ticket
+    ticket: tuple[int, str, int, int, int]
     member: int
     actor: str
     kind: str
     parent: str
-    turns: list[Any]
     reward: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     error: str | None
-    dropped: bool
-    samples: list[Sample]
+
+
+class ShortTurn(msgspec.Struct, array_like=True, gc=False):
+    """A turn with the fields of `Turn`. Their order is the file's."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    log_z: list[float] | None
+    finish: str
+    temperature: float
+    recomputed: bool
+    weights: dict[int, str]
+    messages: list[Any] | None
+    tools: list[Any] | None
+    text: str
+    said: Any
+
+
+class ShortSample(msgspec.Struct, array_like=True, gc=False):
+    streams: dict[str, bytes]
+    """Without `token_ids` where they are the turn's."""
+    ended: Ended
+    rollout: int
+    spans: tuple[tuple[int, int], ...]
+    ticketed: bool
+
+
+class ShortRolloutRecord(_RolloutFields, array_like=True, tag=2, gc=False):
+    """A short rollout of one turn. New fields come last, with a default."""
+
+    turn: ShortTurn
+    sample: ShortSample | None
 
 
 class _Turn(msgspec.Struct, array_like=True):
@@ -66,9 +87,9 @@ class _Turn(msgspec.Struct, array_like=True):
     """The turn it goes on from; -1 for none."""
     shared: int
     """Tokens of that turn, prompt and completion, that its prompt begins with."""
-    prompt: bytes
+    prompt_ids: bytes
     """The rest of the prompt."""
-    sampled: bytes
+    completion_ids: bytes
     logprobs: bytes
     versions: int | bytes
     """One for all, or one for each."""
@@ -77,7 +98,7 @@ class _Turn(msgspec.Struct, array_like=True):
     temperature: float
     recomputed: bool
     weights: dict[int, str]
-    kept: int
+    shared_messages: int
     """Messages of that turn, its reply included, that its conversation begins with."""
     messages: list[Any] | None
     """The rest of them; None for a prompt given as tokens."""
@@ -91,8 +112,8 @@ class _Sample(msgspec.Struct, array_like=True):
     length: int
     turn: int
     """Whose prompt and completion its tokens are; -1 where they are among the streams."""
-    said: int
-    """Which of `SAID` are as the turns say, a bit each."""
+    from_turns: int
+    """Which of `TURN_STREAMS` are as the turns say, a bit each."""
     streams: dict[str, bytes | Runs]
     ended: Ended
     rollout: int
@@ -100,28 +121,57 @@ class _Sample(msgspec.Struct, array_like=True):
     ticketed: bool
 
 
-class RolloutRecord(msgspec.Struct, array_like=True, tag=1):
-    """A rollout as `rollouts.data` holds it. New fields come last, with a default."""
+class RolloutRecord(_RolloutFields, array_like=True, tag=1):
+    """A rollout of any length. New fields come last, with a default."""
 
-    ticket: tuple[int, str, int, int, int]
-    member: int
-    actor: str
-    kind: str
-    parent: str
-    reward: float | None
-    metrics: dict[str, Any]
-    error: str | None
     turns: list[_Turn]
     samples: list[_Sample]
 
-    def tame(self) -> None:
+    def sanitize(self) -> None:
         """Make everything that came from others something msgpack takes."""
-        self.ticket = tamed(self.ticket)
-        self.actor, self.kind, self.parent = tamed(self.actor), tamed(self.kind), tamed(self.parent)
-        self.metrics, self.error = tamed(self.metrics), tamed(self.error)
+        for name in ("ticket", "actor", "kind", "parent", "metrics", "error"):
+            setattr(self, name, sanitize(getattr(self, name)))
         for turn in self.turns:
-            turn.messages, turn.tools, turn.said = tamed(turn.messages), tamed(turn.tools), tamed(turn.said)
-            turn.text, turn.weights = tamed(turn.text), tamed(turn.weights)
+            for name in ("messages", "tools", "said", "text", "weights"):
+                setattr(turn, name, sanitize(getattr(turn, name)))
+
+
+_rollout_fields = attrgetter(*_RolloutFields.__struct_fields__)
+_turn_fields = attrgetter(*ShortTurn.__struct_fields__)
+
+
+def encode(rollout: Rollout) -> tuple[bytes, Sequence[Any]]:
+    """The body, and the messages that were new in each turn."""
+    if (short := _encode_short(rollout)) is not None:
+        return short, rollout.turns[0].messages or ()
+    long = LongEncoder(rollout)
+    return long.encode(), long.new_messages
+
+
+def _encode_short(rollout: Rollout) -> bytes | None:
+    """None where it is long, has several turns, or holds what msgpack does not take."""
+    if len(rollout.turns) != 1 or len(rollout.samples) > 1:
+        return None
+    turn, kept = rollout.turns[0], None
+    if len(turn.prompt_ids) + len(turn.completion_ids) > SHORT:
+        return None
+    for sample in rollout.samples:
+        streams = {name: stream.tobytes() for name in _AFTER_TOKENS if (stream := getattr(sample, name)) is not None}
+        if not _are_all(sample.token_ids, turn):
+            streams = {"token_ids": sample.token_ids.tobytes()} | streams
+        kept = ShortSample(streams, sample.ended, sample.rollout, sample.spans, sample.ticket is not None)
+    try:
+        return encoder.encode(ShortRolloutRecord(*_rollout_fields(rollout), ShortTurn(*_turn_fields(turn)), kept))
+    except REFUSED:
+        return None
+
+
+def _are_all(tokens: NDArray, turn: Turn) -> bool:
+    """Whether they are the turn's, prompt and reply."""
+    packed = turn.packed
+    if packed is not None and tokens is packed.made[0] and packed.end == len(tokens):
+        return True
+    return tokens.tolist() == [*turn.prompt_ids, *turn.completion_ids]
 
 
 class TurnTokens(NamedTuple):
@@ -132,24 +182,17 @@ class TurnTokens(NamedTuple):
     temperature: float
 
 
-class Written:
-    """A rollout on its way to the file: the body, and the messages that were new in each turn."""
+class LongEncoder:
+    """Encodes a rollout of any length, without what its turns repeat."""
 
-    def __init__(self, rollout: RolloutLike) -> None:
-        self.new: list[Any] = []
+    def __init__(self, rollout: Rollout) -> None:
+        self.new_messages: list[Any] = []
         self._full: list[bytes] = []
-        self._heard: list[TurnTokens] = []
-        turns: list[TurnLike] = rollout.turns
+        self._tokens: list[TurnTokens] = []
+        turns = rollout.turns
         self._only = turns[0].packed if len(turns) == 1 else None
         self.body = RolloutRecord(
-            tuple(rollout.ticket),
-            rollout.member,
-            rollout.actor,
-            rollout.kind,
-            rollout.parent,
-            rollout.reward,
-            rollout.metrics,
-            rollout.error,
+            *_rollout_fields(rollout),
             [self._turn(place, turn, turns) for place, turn in enumerate(turns)],
             [self._sample(sample) for sample in rollout.samples],
         )
@@ -158,24 +201,24 @@ class Written:
         try:
             return encoder.encode(self.body)
         except REFUSED:
-            self.body.tame()
+            self.body.sanitize()
             return encoder.encode(self.body)
 
-    def _turn(self, place: int, turn: TurnLike, turns: Sequence[TurnLike]) -> _Turn:
+    def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:
         full, prompt, sampled, logprobs, versions = _numbers(turn)
         like, shared = self._goes_on(prompt, place) if place else (-1, 0)
-        kept, messages, tools = 0, turn.messages, turn.tools
+        repeated, messages, tools = 0, turn.messages, turn.tools
         if like >= 0:
             past = turns[like]
             if messages and past.messages is not None:
-                kept = _same(messages, past)
-                messages = messages[kept:]
+                repeated = _same(messages, past)
+                messages = messages[repeated:]
             if tools is not None and _equal(tools, past.tools):
                 tools = True
         if messages:
-            self.new += messages
+            self.new_messages += messages
         self._full.append(full)
-        self._heard.append(TurnTokens(logprobs, versions, turn.temperature))
+        self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
         return _Turn(
             like,
             shared,
@@ -188,7 +231,7 @@ class Written:
             turn.temperature,
             turn.recomputed,
             dict(turn.weights),
-            kept,
+            repeated,
             messages,
             tools,
             turn.text,
@@ -208,29 +251,31 @@ class Written:
 
     def _sample(self, sample: Sample) -> _Sample:
         spans, length = sample.spans, len(sample.token_ids)
-        if self._only is not None and as_made(sample, self._only):
-            turn, said, streams = 0, ALL_SAID, {}
+        if self._only is not None and is_unchanged(sample, self._only):
+            turn, from_turns, streams = 0, ALL_TURN_STREAMS, {}
         else:
-            turn, said, streams = self._compared(sample)
-        for name in LATER:
+            turn, from_turns, streams = self._compared(sample)
+        for name in CREDIT_STREAMS:
             if (stream := getattr(sample, name)) is not None:
                 streams[name] = squeeze(stream, spans)
-        return _Sample(length, turn, said, streams, sample.ended, sample.rollout, spans, sample.ticket is not None)
+        return _Sample(
+            length, turn, from_turns, streams, sample.ended, sample.rollout, spans, sample.ticket is not None
+        )
 
     def _compared(self, sample: Sample) -> tuple[int, int, dict[str, bytes | Runs]]:
         """The turn that holds its tokens, what its turns say of it, and the rest of that."""
         spans, length = sample.spans, len(sample.token_ids)
         turn = self._holder(sample.token_ids.astype(np.int32).tobytes())
         streams: dict[str, bytes | Runs] = {} if turn >= 0 else {"token_ids": squeeze(sample.token_ids)}
-        expected, said = as_said(length, spans, spoken(spans, self._heard, turn)), 0
-        for bit, name in enumerate(SAID):
+        expected, from_turns = streams_of(length, spans, turns_of(spans, self._tokens, turn)), 0
+        for bit, name in enumerate(TURN_STREAMS):
             if (stream := getattr(sample, name)) is None:
                 continue
             if expected is not None and stream.tobytes() == expected[bit]:
-                said |= 1 << bit
+                from_turns |= 1 << bit
             else:
                 streams[name] = squeeze(stream)
-        return turn, said, streams
+        return turn, from_turns, streams
 
     def _holder(self, tokens: bytes) -> int:
         """The turn whose prompt and completion these are, or that they were cut from."""
@@ -240,7 +285,7 @@ class Written:
         return len(self._full) - 1 if self._full and self._full[-1].startswith(tokens) else -1
 
 
-def _numbers(turn: TurnLike) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
+def _numbers(turn: Turn) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
     """All tokens, those of the prompt and of the completion, log probabilities and versions."""
     if (packed := turn.packed) is None:
         prompt, sampled = ids(turn.prompt_ids), ids(turn.completion_ids)
@@ -257,10 +302,9 @@ def _common(one: bytes, other: bytes) -> int:
     return int(np.argmax(np.frombuffer(one, "<i4")[:shorter] != np.frombuffer(other, "<i4")[:shorter]))
 
 
-def _same(messages: Sequence[Any], past: TurnLike) -> int:
+def _same(messages: Sequence[Any], past: Turn) -> int:
     """How many messages of a conversation are those of an earlier turn and its reply."""
-    said = past.said or {"role": "assistant", "content": past.text}
-    pairs = zip(messages, [*(past.messages or ()), said], strict=False)
+    pairs = zip(messages, [*(past.messages or ()), past.message], strict=False)
     return sum(1 for _ in takewhile(lambda pair: _equal(*pair), pairs))
 
 
@@ -271,9 +315,9 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def as_made(sample: Sample, turn: Packed) -> bool:
-    """Whether a sample of this turn alone has the streams of `SAID` as they were assembled. Of those that can be
-    written into the bytes are compared."""
+def is_unchanged(sample: Sample, turn: Packed) -> bool:
+    """Whether a sample of this turn alone has its `TURN_STREAMS` as they were assembled. Of those that can be written
+    into the bytes are compared."""
     start, end = turn.start, turn.end
     said = end - start
     return (
@@ -287,17 +331,17 @@ def as_made(sample: Sample, turn: Packed) -> bool:
     )
 
 
-def spoken(spans: Sequence[tuple[int, int]], turns: Sequence[Any], turn: int) -> list[Any]:
+def turns_of(spans: Sequence[tuple[int, int]], turns: Sequence[Any], turn: int) -> list[Any]:
     """The turns that a sample's spans are: all of them, or the one it ends with."""
     if len(spans) == len(turns):
         return list(turns)
     return [turns[turn]] if len(spans) == 1 and turn >= 0 else []
 
 
-def as_said(
+def streams_of(
     length: int, spans: Sequence[tuple[int, int]], turns: Sequence[TurnTokens]
 ) -> tuple[bytes, bytes, bytes, bytes] | None:
-    """The streams of `SAID` as the assembly of a sample makes them of its turns; None where the turns do not fit."""
+    """`TURN_STREAMS` as the assembly of a sample makes them of its turns; None where the turns do not fit."""
     if len(spans) == len(turns) == 1:  # most are: the long way round would be half of all that writing costs
         (start, end), turn = spans[0], turns[0]
         said, rest = end - start, length - end

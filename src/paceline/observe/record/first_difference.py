@@ -11,15 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.record.folder import RunFolder
-from paceline.observe.record.rows import Gone, Query, Row, Told
-from paceline.observe.record.short_codec import ToldTurn
+from paceline.observe.record.rows import Gone, Query, Row, Told, ToldTurn
 
 OWN = ("name", "runs", "resume")
 """Settings that say which run this is, not what it does."""
@@ -156,7 +154,8 @@ def _step(
         if key not in theirs:
             continue
         seen["rollouts"] += 1
-        for found in _rollout((one, other), (row, theirs[key]), tolerance, seen):
+        for details in _details((one, other), row, theirs[key], tolerance, seen):
+            found = _at(row, (row.index, theirs[key].index), **details)
             if found.kind not in JUDGED:
                 yield found
             judged.append(found)
@@ -195,73 +194,57 @@ def _at(row: Row, indices: tuple[int | None, int | None], **details: Any) -> Fir
     )
 
 
-def _rollout(
-    runs: tuple[RunFolder, RunFolder], rows: tuple[Row, Row], tolerance: float, seen: Counter[str]
-) -> Iterator[FirstDifference]:
-    mine, theirs = rows
-    where = mine.index, theirs.index
-    if mine.row != theirs.row:
-        yield _at(
-            mine, where, kind="row", what="the ticket drew another row of the data", one=mine.row, other=theirs.row
-        )
-    told = [_told_or_none(run, row) for run, row in zip(runs, rows, strict=True)]
-    if told[0] is not None and told[1] is not None:
-        for details in _bodies(told[0], told[1], tolerance):
-            yield _at(mine, where, **details)
+def _details(
+    runs: tuple[RunFolder, RunFolder], mine: Row, theirs: Row, tolerance: float, seen: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    yield from _values("row", "the ticket drew another row of the data", mine.row, theirs.row)
+    one, other = _body(runs[0], mine), _body(runs[1], theirs)
+    if one is not None and other is not None:
+        yield from _bodies(one, other, tolerance)
     else:
         seen["bare"] += 1
-    if not _same(mine.reward, theirs.reward, tolerance):
-        yield _at(mine, where, kind="reward", what="the reward", one=mine.reward, other=theirs.reward)
-    if mine.state != theirs.state:
-        yield _at(mine, where, kind="fate", what="what became of it", one=mine.state, other=theirs.state)
+    yield from _values("reward", "the reward", mine.reward, theirs.reward, tolerance)
+    yield from _values("fate", "what became of it", mine.state, theirs.state)
 
 
-def _told_or_none(run: RunFolder, row: Row) -> Told | None:
+def _body(run: RunFolder, row: Row) -> Told | None:
     try:
         return run.rollouts.get(row.index) if row.whole else None
     except Gone:
         return None
 
 
+def _values(kind: str, what: str, one: Any, other: Any, tolerance: float = 0.0) -> Iterator[dict[str, Any]]:
+    if not _same(one, other, tolerance):
+        yield {"kind": kind, "what": what, "one": one, "other": other}
+
+
 def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, Any]]:
-    for number, pair in enumerate(zip_longest(mine.turns, theirs.turns)):
-        if None in pair:
-            sides = [len(told.turns) for told in (mine, theirs)]
-            yield {"kind": "length", "what": "how many turns there are", "one": sides[0], "other": sides[1]}
-            return
-        for details in _turns(*pair, tolerance):
+    for number, (one, other) in enumerate(zip(mine.turns, theirs.turns, strict=False)):
+        for details in _turns(one, other, tolerance):
             yield {"turn": number, **details}
-    if not _same(mine.reward, theirs.reward, tolerance):
-        yield {"kind": "reward", "what": "the reward", "one": mine.reward, "other": theirs.reward}
-    if mine.error != theirs.error:
-        yield {"kind": "error", "what": "the error", "one": mine.error, "other": theirs.error}
+    if len(mine.turns) != len(theirs.turns):
+        yield from _values("length", "how many turns there are", len(mine.turns), len(theirs.turns))
+        return
+    yield from _values("reward", "the reward", mine.reward, theirs.reward, tolerance)
+    yield from _values("error", "the error", mine.error, theirs.error)
     for name in sorted(mine.metrics.keys() | theirs.metrics.keys()):
-        values = mine.metrics.get(name), theirs.metrics.get(name)
-        if not _same(*values, tolerance):
-            yield {"kind": "metric", "what": f"metric `{name}`", "one": values[0], "other": values[1]}
-    for number, pair in enumerate(zip_longest(mine.samples, theirs.samples)):
-        if None in pair:
-            sides = [len(told.samples) for told in (mine, theirs)]
-            yield {"kind": "sample", "what": "how many samples it makes", "one": sides[0], "other": sides[1]}
-            return
-        streams = [sample.streams() for sample in pair]
-        for name in streams[0] | streams[1]:
-            for details in _stream(streams[0].get(name), streams[1].get(name), tolerance):
-                yield {
-                    "kind": "sample",
-                    "what": f"`{name}` of sample {number}",
-                    "stream": name,
-                    "sample": number,
-                } | details
+        yield from _values("metric", f"metric `{name}`", mine.metrics.get(name), theirs.metrics.get(name), tolerance)
+    for number, pair in enumerate(zip(mine.samples, theirs.samples, strict=False)):
+        one, other = (sample.streams() for sample in pair)
+        for name in one | other:
+            for details in _stream(one.get(name), other.get(name), tolerance):
+                place = {"what": f"`{name}` of sample {number}", "stream": name, "sample": number}
+                yield {"kind": "sample", **place, **details}
+    yield from _values("sample", "how many samples it makes", len(mine.samples), len(theirs.samples))
 
 
 def _turns(mine: ToldTurn, theirs: ToldTurn, tolerance: float) -> Iterator[dict[str, Any]]:
     for details in _stream(mine.prompt_ids, theirs.prompt_ids):
         yield {"kind": "prompt", "what": "a token of the prompt", **details}
     for version in sorted(mine.weights.keys() & theirs.weights.keys()):
-        if mine.weights[version] != theirs.weights[version]:
-            what = f"the fingerprint of the weights of version {version}"
-            yield {"kind": "weights", "what": what, "one": mine.weights[version], "other": theirs.weights[version]}
+        what = f"the fingerprint of the weights of version {version}"
+        yield from _values("weights", what, mine.weights[version], theirs.weights[version])
     found = [
         {"kind": kind, "what": what, "stream": stream, **details}
         for kind, what, stream, slack in (
@@ -272,8 +255,7 @@ def _turns(mine: ToldTurn, theirs: ToldTurn, tolerance: float) -> Iterator[dict[
         for details in _stream(getattr(mine, stream), getattr(theirs, stream), slack)
     ]
     yield from sorted(found, key=lambda details: details["token"])  # whichever came first; a token before its scores
-    if mine.finish != theirs.finish:
-        yield {"kind": "finish", "what": "why it ended", "one": mine.finish, "other": theirs.finish}
+    yield from _values("finish", "why it ended", mine.finish, theirs.finish)
 
 
 def _stream(mine: NDArray | None, theirs: NDArray | None, tolerance: float = 0.0) -> Iterator[dict[str, Any]]:
@@ -311,16 +293,14 @@ def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
 def _measures(
     step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
 ) -> Iterator[FirstDifference]:
-    for name in sorted(_told(mine) | _told(theirs), key=_rank):
-        if name.startswith("eval/") != evaluation:
-            continue
-        values = mine.get(name), theirs.get(name)
-        if not _same(*values, tolerance):
+    for name in sorted(_compared(mine) | _compared(theirs), key=_rank):
+        if name.startswith("eval/") == evaluation:
             kind = ("loss", "gradient", "measure")[_rank(name)[0]]
-            yield FirstDifference(kind=kind, what=f"`{name}`", one=values[0], other=values[1], step=step)
+            for details in _values(kind, f"`{name}`", mine.get(name), theirs.get(name), tolerance):
+                yield FirstDifference(**details, step=step)
 
 
-def _told(measured: Iterable[str]) -> set[str]:
+def _compared(measured: Iterable[str]) -> set[str]:
     return {name for name in measured if name != "step" and not name.startswith(TIMED) and not name.endswith("/s")}
 
 

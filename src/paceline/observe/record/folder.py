@@ -2,9 +2,11 @@
 
 Determines the status of a run from its directory alone.
 
-Samples how busy engines and environments are, twice a second, and reads the timeline of a run.
+Lists the keys of a run's config that differ from the defaults. A key counts where the config would be another without
+it. So nothing that Paceline fills in by itself is listed, and readers need not know its rules.
 """
 
+import copy
 import fcntl
 import json
 import math
@@ -12,24 +14,24 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
+from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode
 from paceline.errors import PacelineError
-from paceline.observe.monitor.base import Gauges
-from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.monitor.directory import Lines, RunDirectory
 from paceline.observe.monitor.watchdog import waits_file
-from paceline.observe.record.facts import Changed, changed, understood
 from paceline.observe.record.layout import LANE, RecordFiles
-from paceline.observe.record.lines import Lines
 from paceline.observe.record.record_writer import mapped
 from paceline.observe.record.rollouts import Rollouts
-from paceline.observe.record.stored import strange_schema
+from paceline.observe.record.stored import schema_problem
 from paceline.observe.record.tickets import Tickets
 
 State = Literal["starting", "running", "finished", "interrupted", "failed", "crashed"]
@@ -148,96 +150,85 @@ class TimelineSpan:
     detail: str = ""
 
 
-class Lanes:
-    """Spans by time."""
-
-    def __init__(self, at: RecordFiles) -> None:
-        self._at, self._names = at, Lines(at.names)
-
-    def find(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
-        """Spans that touch this time, as they were written: those of one lane in the order of time."""
-        if strange_schema(self._at) is not None:
-            return []
-        rows = mapped(self._at.lanes, LANE)
-        names = ["", *(str(line.get("name", "")) for line in self._names.read())]
-        fits = np.ones(len(rows), bool)
-        for column in ("lane", "kind", "detail"):
-            fits &= rows[column] < len(names)
-        for column in ("start", "end", "value"):
-            fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
-        if start is not None:
-            fits &= rows["end"] >= start
-        if end is not None:
-            fits &= rows["start"] <= end
-        return [
-            TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
-            for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
-        ]
+KeyPath = tuple[str | int, ...]
+FILLED_IN: dict[KeyPath, Any] = {("model", "dtype"): "float32"}
+"""Values that a run writes in place of `auto`, where any machine may choose them."""
 
 
-WINDOW = 0.5
-LANES = 8
-"""With more of them the windows grow: the file must not."""
-LEVELS = 16
-"""Shares are rounded to so many, or no two windows would ever be equal."""
-LONGEST = 10.0
-"""Seconds after which a span is written though it goes on, so that live views show it."""
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A key of the run file, its value, and what it would have been."""
+
+    key: str
+    value: Any
+    default: Any
+    """None where there is no default, or where the run cannot do without the key."""
 
 
-class Beat(NamedTuple):
-    """A span of a lane during which nothing changed. What is idle has none."""
-
-    lane: str
-    kind: str
-    start: float
-    end: float
-    value: float
+def changed(config: dict[str, Any]) -> list[Changed]:
+    """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config."""
+    resolved = resolved_config(config)
+    return [found for key in resolved for found in _below(resolved, resolved, (key,))]
 
 
-class Pulse:
-    """Looks, and answers with the spans that have ended."""
+def resolved_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with every key; raises `ValueError` where this Paceline cannot read it."""
+    resolved = _resolved(config)
+    if resolved is None:
+        raise ValueError("this version of Paceline does not take the config, so its defaults are unknown")
+    return resolved
 
-    def __init__(self, look: Gauges) -> None:
-        self._look = look
-        self._before: dict[str, float] = {}
-        self._at: float | None = None
-        self._open: dict[tuple[str, str], Beat] = {}
-        self._window = WINDOW
 
-    def due(self, now: float) -> float:
-        """Seconds until the next look."""
-        return 0.0 if self._at is None else max(0.0, self._at + self._window - now)
+def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed]:
+    value = table[path[-1]]
+    if FILLED_IN.get(path) == value:
+        return
+    without = _resolved(_without(whole, path))
+    if without == whole:
+        return
+    if isinstance(value, dict) and value:
+        for key in value:
+            yield from _below(whole, value, (*path, key))
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for place, item in enumerate(value):
+            for key in item:
+                yield from _below(whole, item, (*path, place, key))
+    else:
+        yield Changed(_dotted(path), value, None if without is None else _at(without, path))
 
-    def beat(self, now: float) -> list[Beat]:
-        busy, playing = self._look()
-        since, self._at = self._at, now
-        before, self._before = self._before, dict(busy)
-        if since is None or now <= since:
-            return []
-        values = {("environment " + env, "playing"): float(count) for env, count in playing.items()}
-        for engine, seconds in busy.items():
-            share = (seconds - before.get(engine, seconds)) / (now - since)
-            values[engine, "busy"] = round(min(1.0, max(0.0, share)) * LEVELS) / LEVELS
-        self._window = WINDOW * max(1, math.ceil(len(values) / LANES))
-        return self._joined(values, since, now)
 
-    def end(self) -> list[Beat]:
-        """The spans that were still open."""
-        beats, self._open = list(self._open.values()), {}
-        return beats
+def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return RunConfig.model_validate(config).model_dump(mode="json", exclude_none=True)
+        except (ValidationError, ValueError):
+            return None
 
-    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[Beat]:
-        ended = []
-        for key in [*self._open, *(key for key in values if key not in self._open)]:
-            value, going = values.get(key, 0.0), self._open.pop(key, None)
-            if going is not None and (going.value != value or now - going.start > LONGEST):
-                ended.append(going)
-                going = None
-            if value:
-                self._open[key] = Beat(*key, going.start if going else since, now, value)
-            elif going is not None:
-                ended.append(going)
-        return ended
+
+def _without(whole: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    cut = copy.deepcopy(whole)
+    table: Any = cut
+    for key in path[:-1]:
+        table = table[key]
+    del table[path[-1]]
+    return cut
+
+
+def _at(config: Any, path: KeyPath) -> Any:
+    try:
+        for key in path:
+            config = config[key]
+        return config
+    except (LookupError, TypeError):
+        return None
+
+
+def _dotted(path: KeyPath) -> str:
+    text = ""
+    for key in path:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
+    return text
 
 
 Columns = dict[str, list[float | None]]
@@ -286,7 +277,8 @@ class RunFolder:
         self._metrics, self._events = Lines(run.metrics_file), Lines(run.events_file)
         self.rollouts = Rollouts(run)
         self.tickets = Tickets(run)
-        self._lanes = Lanes(RecordFiles(run.root))
+        self._record = RecordFiles(run.root)
+        self._names = Lines(self._record.names)
 
     @property
     def name(self) -> str:
@@ -334,8 +326,24 @@ class RunFolder:
             raise PacelineError(f"{path} cannot be read: {error}") from error
 
     def lanes(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
-        """The timeline spans in this time, in seconds since 1970."""
-        return self._lanes.find(start, end)
+        """The timeline spans that touch this time, in seconds since 1970: those of one lane in the order of time."""
+        if schema_problem(self._record) is not None:
+            return []
+        rows = mapped(self._record.lanes, LANE)
+        names = ["", *(str(line.get("name", "")) for line in self._names.read())]
+        fits = np.ones(len(rows), bool)
+        for column in ("lane", "kind", "detail"):
+            fits &= rows[column] < len(names)
+        for column in ("start", "end", "value"):
+            fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
+        if start is not None:
+            fits &= rows["end"] >= start
+        if end is not None:
+            fits &= rows["start"] <= end
+        return [
+            TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
+            for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
+        ]
 
     def problems(self, patient: bool = True) -> list[str]:
         """What could not be read, each as a sentence. Without `patient`, a long journal of tickets is left out until
@@ -347,7 +355,7 @@ class RunFolder:
         found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
         if not found and self.config():
             try:
-                understood(self.config())
+                resolved_config(self.config())
             except ValueError as error:
                 found.append(f"config.toml: {error}")
         return [*found, *self.rollouts.problems()]

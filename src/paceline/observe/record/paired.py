@@ -4,7 +4,7 @@ luck of the draw is in both and cancels."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,9 +71,6 @@ class Pairs:
     def differences(self) -> NDArray[np.float64]:
         return self.b - self.a
 
-    def course(self, alpha: float = ALPHA) -> ConfidenceSequence:
-        return course(self.differences, alpha)
-
 
 def paired(one: RunFolder, other: RunFolder) -> Pairs:
     """All draws that both runs have a reward for; whatever became of them, lest a filter chooses who is compared."""
@@ -135,11 +132,10 @@ class Verdict:
 def verdict(one: RunFolder, other: RunFolder, alpha: float = ALPHA) -> Verdict | None:
     """The comparison of both runs; None as long as they share no draw."""
     pairs = paired(one, other)
-    return Verdict(pairs, pairs.course(alpha)) if len(pairs.ticket) else None
+    return Verdict(pairs, course(pairs.differences, alpha)) if len(pairs.ticket) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Draws:
+class _Draws(NamedTuple):
     key: NDArray[np.int64]
     row: NDArray[np.int64]
     step: NDArray[np.int64]

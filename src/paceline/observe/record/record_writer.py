@@ -4,7 +4,6 @@ Rows are never changed. To go back, a tail is cut off: the index is replaced, so
 one keep what they see and notice; only then are text and bodies cut, which no reader maps.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
-from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file
+from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_whole
 from paceline.observe.record.layout import LANE, NAMED, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.lines import clean
+from paceline.observe.record.sanitize import clean
 
 MOST_NAMES = 60_000
 """Names a row can tell apart, with some room: actors may be called anything, and differently each time."""
@@ -84,14 +83,14 @@ class RecordWriter:
 
     def append(self, rows: Sequence[bytes], data: Sequence[bytes], text: Sequence[bytes]) -> None:
         """Bodies, text and names first, then the rows that point at them."""
-        self._write(self._at.data, data)
-        self._write(self._at.text, text)
+        write_whole(self._files[self._at.data], b"".join(data))
+        write_whole(self._files[self._at.text], b"".join(text))
         self._write_names()
-        self._write(self._at.index, rows)
+        write_whole(self._files[self._at.index], b"".join(rows))
 
     def append_lanes(self, spans: Sequence[bytes]) -> None:
         self._write_names()
-        self._write(self._at.lanes, spans)
+        write_whole(self._files[self._at.lanes], b"".join(spans))
 
     def cut(self, step: int) -> None:
         """Take out what came after a step; all of it where the run begins anew, and then the time before it too."""
@@ -138,17 +137,6 @@ class RecordWriter:
         if self._new:
             append_jsonl(self._at.names, self._new)
             self._new = []
-
-    def _write(self, path: Path, chunks: Sequence[bytes]) -> None:
-        descriptor, before = self._files[path], self.size(path)
-        rest = memoryview(b"".join(chunks))
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, before)
-            raise
 
 
 def whole_rows(rows: NDArray[Any], data: int, text: int, names: int) -> int:

@@ -5,26 +5,26 @@
 Rollouts are final once their fate is known, so nothing is copied when they are handed over. The run comes first: if the
 thread falls behind, bodies are left out and their rows stay; if a file cannot be written, the record ends with a note
 and the run goes on.
+
+The same thread samples how busy engines and environments are, twice a second.
 """
 
 import errno
 import logging
+import math
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
-from paceline.observe.record.body import Written
-from paceline.observe.record.facts import Facts, facts
-from paceline.observe.record.folder import Beat, Pulse
-from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW
+from paceline.observe.record.body import encode
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW, Facts, facts
 from paceline.observe.record.record_writer import RecordWriter
 from paceline.observe.record.rows import MOST_TEXT, has_images, lines, pieces
-from paceline.observe.record.short_codec import brief
 
 log = logging.getLogger("paceline.observe.record")
 MOST_WAITING = 8_000_000
@@ -40,6 +40,71 @@ CLOSE_SECONDS = 60.0
 _LARGEST_BODY = (1 << 32) - 1
 _IDLE = 3600.0
 _MOST_BEATS = 16
+
+
+WINDOW = 0.5
+LANES = 8
+"""With more of them the windows grow: the file must not."""
+LEVELS = 16
+"""Shares are rounded to so many, or no two windows would ever be equal."""
+LONGEST = 10.0
+"""Seconds after which a span is written though it goes on, so that live views show it."""
+
+
+class Beat(NamedTuple):
+    """A span of a lane during which nothing changed. What is idle has none."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    value: float
+
+
+class Pulse:
+    """Looks, and answers with the spans that have ended."""
+
+    def __init__(self, look: Gauges) -> None:
+        self._look = look
+        self._before: dict[str, float] = {}
+        self._at: float | None = None
+        self._open: dict[tuple[str, str], Beat] = {}
+        self._window = WINDOW
+
+    def due(self, now: float) -> float:
+        """Seconds until the next look."""
+        return 0.0 if self._at is None else max(0.0, self._at + self._window - now)
+
+    def beat(self, now: float) -> list[Beat]:
+        busy, playing = self._look()
+        since, self._at = self._at, now
+        before, self._before = self._before, dict(busy)
+        if since is None or now <= since:
+            return []
+        values = {("environment " + env, "playing"): float(count) for env, count in playing.items()}
+        for engine, seconds in busy.items():
+            share = (seconds - before.get(engine, seconds)) / (now - since)
+            values[engine, "busy"] = round(min(1.0, max(0.0, share)) * LEVELS) / LEVELS
+        self._window = WINDOW * max(1, math.ceil(len(values) / LANES))
+        return self._joined(values, since, now)
+
+    def end(self) -> list[Beat]:
+        """The spans that were still open."""
+        beats, self._open = list(self._open.values()), {}
+        return beats
+
+    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[Beat]:
+        ended = []
+        for key in [*self._open, *(key for key in values if key not in self._open)]:
+            value, going = values.get(key, 0.0), self._open.pop(key, None)
+            if going is not None and (going.value != value or now - going.start > LONGEST):
+                ended.append(going)
+                going = None
+            if value:
+                self._open[key] = Beat(*key, going.start if going else since, now, value)
+            elif going is not None:
+                ended.append(going)
+        return ended
 
 
 class _Played(NamedTuple):
@@ -67,14 +132,17 @@ class _Back(NamedTuple):
     step: int
 
 
+_Item = _Played | _DroppedRows | _Spans | _Back
+
+
 class RolloutRecorder(Monitor):
     """Writes `record/` in the run directory. A spectator: when it fails, the run hears a note and goes on."""
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self._run, self._clock = Path(run), clock
-        self._shelf: RecordWriter | None = None
-        self._queue: queue.SimpleQueue[_Played | _DroppedRows | _Spans | _Back | None] = queue.SimpleQueue()
-        self._next_item: list[_Played | _DroppedRows | _Spans | _Back | None] = []
+        self._writer: RecordWriter | None = None
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._next_item: list[_Item | None] = []
         """The item that was taken out of the queue and comes next; none or one."""
         self._hurry = threading.Event()
         """Something came that is to be written at once."""
@@ -98,13 +166,13 @@ class RolloutRecorder(Monitor):
     # -- what the run tells -------------------------------------------------------------------------------------------
 
     def begin(self, plan: RunPlan) -> None:
-        self._shelf = RecordWriter(self._run)
-        self._shelf.cut(plan.start_step)
+        self._writer = RecordWriter(self._run)
+        self._writer.cut(plan.start_step)
         self._step = plan.start_step
         self._thread.start()
 
     def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
-        if self._off or self._shelf is None or not rollouts:
+        if self._off or self._writer is None or not rollouts:
             return
         now = self._clock()
         tokens = sum([len(turn.prompt_ids) + len(turn.completion_ids) for r in rollouts for turn in r.turns])
@@ -144,22 +212,22 @@ class RolloutRecorder(Monitor):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        assert self._shelf is not None
+        assert self._writer is not None
         try:
             while not self._off and (item := self._next()) is not None:
-                self._take(item, self._shelf)
+                self._take(item, self._writer)
             if self._pulse is not None:
                 self._beats += self._pulse.end()
-            self._write_beats(self._shelf)
+            self._write_beats(self._writer)
         except Exception as error:
             self._off = True
             cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             log.warning("the record ends here, and the run goes on without it: %s", cause)
         finally:
-            self._shelf.close()
+            self._writer.close()
             self.seconds = time.thread_time()
 
-    def _next(self) -> _Played | _DroppedRows | _Spans | _Back | None:
+    def _next(self) -> _Item | None:
         """The next thing to write; while there is none, a look at who is busy now and then."""
         if self._next_item:
             return self._next_item.pop()
@@ -172,7 +240,7 @@ class RolloutRecorder(Monitor):
                 self._beat(pulse)
 
     def _beat(self, pulse: Pulse | None) -> None:
-        assert self._shelf is not None
+        assert self._writer is not None
         if pulse is None:
             return
         try:
@@ -183,32 +251,30 @@ class RolloutRecorder(Monitor):
             return
         self._beats += beats
         if len(self._beats) >= _MOST_BEATS:
-            self._write_beats(self._shelf)
+            self._write_beats(self._writer)
 
-    def _write_beats(self, shelf: RecordWriter) -> None:
+    def _write_beats(self, writer: RecordWriter) -> None:
         """A few at a time, or each look would cost a write."""
         beats, self._beats = self._beats, []
-        self._lanes(beats, self._step + 1, shelf)
+        self._lanes(beats, self._step + 1, writer)
 
-    def _take(self, item: _Played | _DroppedRows | _Spans | _Back, shelf: RecordWriter) -> None:
+    def _take(self, item: _Item, writer: RecordWriter) -> None:
         match item:
             case _Played():
                 played = self._gathered(item)
                 self._step = max(self._step, *(one.step for one in played))
                 if shutil.disk_usage(self._run).free < RESERVE:
                     raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
-                self._write(played, shelf)
+                self._write(played, writer)
                 self._written += sum(one.tokens for one in played)
             case _DroppedRows(step, now, known):
-                rows, data, text = [], shelf.data_end, shelf.text_end
-                for fact in known:
-                    rows.append(_row(shelf, step, now, fact, 0, (data, 0, text, 0)))
-                shelf.append(rows, [], [])
+                where = (writer.data_end, 0, writer.text_end, 0)
+                writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
             case _Spans(step, spans):
-                self._write_beats(shelf)
-                self._lanes([Beat(*span, 1.0) for span in spans], step, shelf)
+                self._write_beats(writer)
+                self._lanes([Beat(*span, 1.0) for span in spans], step, writer)
             case _Back(step):
-                shelf.cut(step)
+                writer.cut(step)
                 self._step = step
 
     def _gathered(self, first: _Played) -> list[_Played]:
@@ -224,43 +290,45 @@ class RolloutRecorder(Monitor):
             played.append(item)
         return played
 
-    def _write(self, played: Sequence[_Played], shelf: RecordWriter) -> None:
+    def _write(self, played: Sequence[_Played], writer: RecordWriter) -> None:
         rows: list[bytes] = []
         bodies: list[bytes] = []
         texts: list[bytes] = []
-        data, text, size = shelf.data_end, shelf.text_end, 0
+        data, text, size = writer.data_end, writer.text_end, 0
         for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
-            body, said, flags = _written(rollout)
+            body, said, flags = _encoded(rollout)
             where = (data, len(body), text, len(said))
-            rows.append(_row(shelf, item.step, item.time, facts(rollout, item.state), flags, where))
+            rows.append(_row(writer, item.step, item.time, facts(rollout, item.state), flags, where))
             bodies.append(body)
             texts.append(said)
             data, text, size = data + len(body), text + len(said), size + len(body)
             if size >= CHUNK:
-                shelf.append(rows, bodies, texts)
+                writer.append(rows, bodies, texts)
                 rows, bodies, texts, size = [], [], [], 0
-        shelf.append(rows, bodies, texts)
+        writer.append(rows, bodies, texts)
 
-    def _lanes(self, beats: Iterable[Beat], step: int, shelf: RecordWriter) -> None:
+    def _lanes(self, beats: Iterable[Beat], step: int, writer: RecordWriter) -> None:
         spans = [
             PACK_LANE.pack(
-                shelf.name("lane", beat.lane), shelf.name("span", beat.kind), step, beat.start, beat.end, beat.value, 0
+                writer.name("lane", beat.lane),
+                writer.name("span", beat.kind),
+                step,
+                beat.start,
+                beat.end,
+                beat.value,
+                0,
             )
             for beat in beats
         ]
         if spans:
-            shelf.append_lanes(spans)
+            writer.append_lanes(spans)
 
 
-def _written(rollout: Any) -> tuple[bytes, bytes, int]:
+def _encoded(rollout: Any) -> tuple[bytes, bytes, int]:
     """Body, text and flags. What no body can be made of keeps its row."""
     flags = 0
     try:
-        if (short := brief(rollout)) is not None:
-            body, new = short, rollout.turns[0].messages or []
-        else:
-            written = Written(rollout)
-            body, new = written.encode(), written.new
+        body, new = encode(rollout)
     except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         log.debug("a rollout of ticket %s has no body: %s", rollout.ticket.number, error)
         body, new = b"", []
@@ -277,6 +345,6 @@ def _written(rollout: Any) -> tuple[bytes, bytes, int]:
 
 
 def _row(
-    shelf: RecordWriter, step: int, now: float, fact: Facts, flags: int, where: tuple[int, int, int, int]
+    writer: RecordWriter, step: int, now: float, fact: Facts, flags: int, where: tuple[int, int, int, int]
 ) -> bytes:
-    return PACK_ROW.pack(step, *shelf.numbers(fact[:6]), fact.domain, flags, *fact[7:], now, *where)
+    return PACK_ROW.pack(step, *writer.numbers(fact[:6]), fact.domain, flags, *fact[7:], now, *where)

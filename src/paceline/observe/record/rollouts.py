@@ -5,23 +5,37 @@ Each query reads the files as they are now. Readers and the writer need no coord
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
-from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.record.facts import FAILED, REPLAYED, SKIPPED, TRAINED, error_kind
-from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW, RecordFiles
-from paceline.observe.record.lines import Lines
+from paceline.observe.monitor.directory import Lines, RunDirectory
+from paceline.observe.record.layout import (
+    BODY,
+    DOMAINS,
+    FAILED,
+    IMAGES,
+    NAMED,
+    REPLAYED,
+    ROW,
+    SKIPPED,
+    TRAINED,
+    TRAINING,
+    Facts,
+    Names,
+    RecordFiles,
+    error_kind,
+    index_row,
+)
 from paceline.observe.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
-from paceline.observe.record.stored import RecordView, identity, strange_schema
+from paceline.observe.record.stored import RecordView, identity, schema_problem
 
 
 class TextRecordView:
-    """Like `Stored`, from readable lines: conversations, but neither tokens nor samples."""
+    """Like `RecordView`, from readable lines: conversations, but neither tokens nor samples."""
 
     fresh = True
     missing = 0
@@ -29,71 +43,60 @@ class TextRecordView:
     def __init__(self, lines: Lines) -> None:
         self._records = lines.read()
         self.identity = (0, 0, len(self._records))
-        self.names, self.kinds = [""], [""]
-        self._known: dict[tuple[str, str], int] = {}
-        self.rows = np.zeros(len(self._records), ROW)
-        for place, record in enumerate(self._records):
-            self._fill(self.rows[place], record)
-        self.rows["offset"] = np.arange(len(self._records))
-        self.rows = self.rows[np.argsort(self.rows["step"], kind="stable")]
+        names: Names = {}
+        rows = np.array([_row(place, record, names) for place, record in enumerate(self._records)], ROW)
+        self.rows = rows[np.argsort(rows["step"], kind="stable")]
+        self.names, self.kinds = (["", *(key[at] for key in names)] for at in (1, 0))
 
-    def told(self, index: int) -> Told:
+    def read(self, index: int) -> Told:
         row = row_of(index, self.rows[index], self.names)
         record = self._records[int(self.rows[index]["offset"])]
-        metrics, messages, error = record.get("metrics"), record.get("messages"), record.get("error")
+        metrics, error = record.get("metrics"), record.get("error")
         return Told(
             row=row,
             ticket=Ticket(row.ticket, row.env, 0, 0, row.row),
             reward=row.reward,
             metrics=metrics if isinstance(metrics, dict) else {},
             error=None if error is None else str(error),
-            messages=messages if isinstance(messages, list) else [],
+            messages=_list(record, "messages"),
         )
 
     def measured(self, index: int) -> dict[str, Any]:
-        return self.told(index).metrics
+        return self.read(index).metrics
 
-    def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+    def containing(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         return among[np.array([needle in self._text(int(self.rows[index]["offset"])) for index in among], bool)]
 
     def _text(self, place: int) -> bytes:
         record = self._records[place]
-        messages = record.get("messages")
-        return fold(
-            "\n".join([*pieces(messages if isinstance(messages, list) else []), str(record.get("error") or "")])
-        )
+        return fold("\n".join([*pieces(_list(record, "messages")), str(record.get("error") or "")]))
 
-    def _fill(self, cells: np.void, record: dict[str, Any]) -> None:
-        error, versions, messages = record.get("error"), record.get("versions"), record.get("messages")
-        messages = messages if isinstance(messages, list) else []
-        named = {
-            "env": record.get("env"),
-            "actor": record.get("actor"),
-            "kind": record.get("kind"),
-            "state": TRAINED if error is None else FAILED,
-            "finish": record.get("finish"),
-            "error": "" if error is None else error_kind(str(error), False),
-        }
-        for column in NAMED:
-            cells[column] = self._number(column, str(named[column] or ""))
-        for column, key in (("step", "step"), ("ticket", "ticket"), ("row", "row"), ("member", "member")):
-            cells[column] = _integer(record.get(key))
-        cells["tokens"], cells["turns"] = _integer(record.get("tokens")), int(bool(messages))
-        spoken = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
-        cells["version_min"], cells["version_max"] = min(spoken, default=-1), max(spoken, default=-1)
-        reward = record.get("reward")
-        cells["reward"] = reward if isinstance(reward, int | float) else math.nan
-        cells["advantage"] = math.nan
-        cells["flags"] = BODY | (IMAGES if has_images(messages) else 0)
 
-    def _number(self, kind: str, name: str) -> int:
-        if not name:
-            return 0
-        if (kind, name) not in self._known:
-            self._known[kind, name] = len(self.names)
-            self.names.append(name)
-            self.kinds.append(kind)
-        return self._known[kind, name]
+def _row(place: int, record: Mapping[str, Any], names: Names) -> tuple[Any, ...]:
+    """The row of a readable line, which may hold anything."""
+    error, reward, messages = record.get("error"), record.get("reward"), _list(record, "messages")
+    versions = [version for version in _list(record, "versions") if isinstance(version, int)]
+    facts = Facts(
+        *(str(record.get(column) or "") for column in ("env", "actor", "kind")),
+        TRAINED if error is None else FAILED,
+        str(record.get("finish") or ""),
+        "" if error is None else error_kind(str(error), False),
+        TRAINING,
+        *(_integer(record.get(column)) for column in ("ticket", "row", "member", "tokens")),
+        prompt=0,
+        turns=int(bool(messages)),
+        samples=0,
+        version_min=min(versions, default=-1),
+        version_max=max(versions, default=-1),
+        reward=reward if isinstance(reward, int | float) else math.nan,
+        advantage=math.nan,
+    )
+    flags = BODY | (IMAGES if has_images(messages) else 0)
+    return index_row(_integer(record.get("step")), names, facts, flags, place)
+
+
+def _list(record: Mapping[str, Any], key: str) -> list[Any]:
+    return value if isinstance(value := record.get(key), list) else []
 
 
 def _integer(value: Any) -> int:
@@ -120,7 +123,7 @@ class Rollouts:
     @property
     def kept(self) -> bool:
         """Whether the run keeps every rollout; otherwise these are the few of `rollouts.jsonl`."""
-        return strange_schema(self._at) is None and self._at.index.exists()
+        return schema_problem(self._at) is None and self._at.index.exists()
 
     def view(self) -> View:
         """The record at this moment. `.rows` is a numpy array of `layout.ROW`, `.names` what its numbers mean."""
@@ -165,10 +168,9 @@ class Rollouts:
     def get(self, index: int) -> Told:
         """One rollout, whole; raises `Gone` where there is none of this number or its body cannot be read."""
         for view in self._views():
-            if not 0 <= index < len(view.rows):
-                raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+            _check(view, index)
             try:
-                told = view.told(index)
+                told = view.read(index)
             except Gone:
                 if view.fresh:
                     raise
@@ -179,8 +181,7 @@ class Rollouts:
 
     def row(self, index: int) -> Row:
         view = self.view()
-        if not 0 <= index < len(view.rows):
-            raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        _check(view, index)
         return row_of(index, view.rows[index], view.names)
 
     def mates(self, index: int) -> list[int]:
@@ -194,19 +195,17 @@ class Rollouts:
     def steps(self) -> list[int]:
         """Batches that trained."""
         view = self.view()
-        trained = np.isin(view.rows["state"], _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED]))
-        return np.unique(view.rows["step"][trained]).tolist()
+        return np.unique(view.rows["step"][np.isin(view.rows["state"], _trained(view))]).tolist()
 
     def batch(self, step: int) -> list[Sample]:
         """The samples that a step trained on, in the order they shipped in."""
         view = self.view()
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
-        trained = _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED])
-        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], trained))
+        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], _trained(view)))
         return [sample for at in places for sample in self.get(int(at)).samples]
 
     def problems(self) -> list[str]:
-        strange = strange_schema(self._at)
+        strange = schema_problem(self._at)
         if strange is not None:
             return [f"{strange}; until then only the rollouts of rollouts.jsonl are shown", *self._sample.problems()]
         view = self.view()
@@ -223,8 +222,7 @@ class Rollouts:
 
     def _alike(self, index: int, columns: Sequence[str]) -> list[int]:
         view = self.view()
-        if not 0 <= index < len(view.rows):
-            raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        _check(view, index)
         step = view.rows["step"][index]
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
         block = view.rows[first:last]
@@ -234,11 +232,20 @@ class Rollouts:
         return (first + np.flatnonzero(alike)).tolist()
 
 
+def _trained(view: View) -> list[int]:
+    return _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED])
+
+
+def _check(view: View, index: int) -> None:
+    if not 0 <= index < len(view.rows):
+        raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+
+
 def _ordered(view: View, query: Query) -> NDArray[Any]:
     """All that is asked for, in its order."""
     indices = _selected(view, query)
     if query.text:
-        indices = view.saying(fold(query.text), indices)
+        indices = view.containing(fold(query.text), indices)
     return _sorted(view, indices, query.sort)
 
 

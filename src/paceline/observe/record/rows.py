@@ -4,15 +4,16 @@ The text of a rollout's messages, case-folded for search.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from math import isnan
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
-from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED
-from paceline.observe.record.lines import clean
-from paceline.observe.record.short_codec import ToldTurn
+from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW
+from paceline.observe.record.sanitize import clean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,34 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToldTurn:
+    """One engine call, exactly as it happened."""
+
+    prompt_ids: NDArray
+    completion_ids: NDArray
+    logprobs: NDArray
+    versions: NDArray
+    log_z: NDArray | None = None
+    finish: str = ""
+    temperature: float = 1.0
+    recomputed: bool = False
+    weights: dict[int, str] = field(default_factory=dict)
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    text: str = ""
+    said: Any = None
+
+    @property
+    def message(self) -> Any:
+        return self.said or {"role": "assistant", "content": self.text}
+
+    @property
+    def full_ids(self) -> NDArray:
+        """The prompt and what was sampled after it."""
+        return np.concatenate([self.prompt_ids, self.completion_ids])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """One rollout with all that was kept of it."""
 
@@ -113,36 +142,26 @@ class Gone(LookupError):
     """There is no such rollout, or the run went back and it is gone."""
 
 
-def row_of(index: int, cells: np.void, names: Sequence[str]) -> Row:
-    def number(value: Any) -> float | None:
-        return None if np.isnan(value) else float(value)
+_UNCHANGED = tuple(
+    field.name
+    for field in fields(Row)
+    if field.name in (ROW.names or ()) and field.name not in (*NAMED, "domain", "reward", "advantage")
+)
 
-    domain, flags = int(cells["domain"]), int(cells["flags"])
+
+def row_of(index: int, cells: np.void, names: Sequence[str]) -> Row:
+    values: dict[str, Any] = dict(zip(ROW.names or (), cells.item(), strict=True))
+    domain, flags = values["domain"], values["flags"]
+    shown: dict[str, Any] = {column: values[column] for column in _UNCHANGED}
+    shown |= {column: names[values[column]] for column in NAMED}
+    shown |= {column: None if isnan(values[column]) else values[column] for column in ("reward", "advantage")}
     return Row(
         index=index,
-        **{column: names[cells[column]] for column in NAMED},
-        **{column: int(cells[column]) for column in _INTEGERS},
         domain=DOMAINS[domain] if domain < len(DOMAINS) else "",
-        reward=number(cells["reward"]),
-        advantage=number(cells["advantage"]),
-        time=float(cells["time"]),
         whole=bool(flags & BODY),
         images=bool(flags & IMAGES),
+        **shown,
     )
-
-
-_INTEGERS = (
-    "step",
-    "ticket",
-    "row",
-    "member",
-    "tokens",
-    "prompt",
-    "turns",
-    "samples",
-    "version_min",
-    "version_max",
-)
 
 
 MOST_TEXT = 1 << 20

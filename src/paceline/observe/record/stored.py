@@ -1,26 +1,109 @@
-"""A snapshot of a run's record: rows mapped, names read, bodies and texts read on demand."""
+"""A snapshot of a run's record: rows mapped, names read, bodies and texts read on demand.
+
+Decodes a body: every turn in full, every sample as it shipped, bit for bit.
+"""
 
 import json
 import os
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
-from paceline.data.sample import Ticket
+from paceline.data.sample import STREAM_DTYPES, Sample, Ticket
+from paceline.data.streams import unfold
+from paceline.observe.monitor.directory import Lines
+from paceline.observe.record.body import (
+    TURN_STREAMS,
+    RolloutRecord,
+    ShortRolloutRecord,
+    TurnTokens,
+    streams_of,
+    turns_of,
+)
 from paceline.observe.record.layout import BODY, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.lines import Lines
 from paceline.observe.record.record_writer import mapped, whole_rows
-from paceline.observe.record.rows import Gone, Told, row_of
-from paceline.observe.record.short_codec import decode, told_samples, told_turns
+from paceline.observe.record.rows import Gone, Told, ToldTurn, row_of
 
 _BLOCK = 16 << 20
+_NUMBERS = {"prompt_ids": "<i4", "completion_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "log_z": "<f4"}
+"""Fields of a turn that are arrays."""
+
+_decoder = msgspec.msgpack.Decoder(RolloutRecord | ShortRolloutRecord)
 
 
-def strange_schema(at: RecordFiles) -> str | None:
+def decode(data: bytes) -> RolloutRecord | ShortRolloutRecord:
+    """The body; garbage raises `ValueError`."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a rollout: {error}") from error
+
+
+def _turns(body: RolloutRecord | ShortRolloutRecord) -> list[ToldTurn]:
+    """Every turn whole again."""
+    if isinstance(body, ShortRolloutRecord):
+        fields = asdict(body.turn)
+        for name, kind in _NUMBERS.items():
+            fields[name] = None if fields[name] is None else np.array(fields[name], kind)
+        return [ToldTurn(**fields)]
+    turns: list[ToldTurn] = []
+    for record in body.turns:
+        fields = asdict(record)
+        like, shared, messages = fields.pop("like"), fields.pop("shared"), fields.pop("shared_messages")
+        for name, kind in _NUMBERS.items():
+            if isinstance(fields[name], bytes):
+                fields[name] = np.frombuffer(fields[name], kind)
+        if isinstance(record.versions, int):
+            fields["versions"] = np.full(len(fields["completion_ids"]), record.versions, "<i4")
+        past = turns[like] if like >= 0 else None
+        if past is not None:
+            fields["prompt_ids"] = np.concatenate([past.full_ids[:shared], fields["prompt_ids"]])
+            if messages:
+                fields["messages"] = [*(past.messages or ()), past.message][:messages] + (record.messages or [])
+        if isinstance(record.tools, bool):
+            fields["tools"] = past.tools if past is not None and record.tools else None
+        turns.append(ToldTurn(**fields))
+    return turns
+
+
+def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[ToldTurn]) -> list[Sample]:
+    """The samples as they shipped."""
+    ticket = Ticket(*body.ticket)
+
+    def sample(record: Any, streams: Mapping[str, NDArray]) -> Sample:
+        drawn = ticket if record.ticketed else None
+        return Sample(
+            **streams, ended=record.ended, env=ticket.env, ticket=drawn, rollout=record.rollout, spans=record.spans
+        )
+
+    if isinstance(body, ShortRolloutRecord):
+        if body.sample is None:
+            return []
+        streams = {name: np.frombuffer(data, STREAM_DTYPES[name]) for name, data in body.sample.streams.items()}
+        return [sample(body.sample, {"token_ids": turns[0].full_ids.astype(np.int64)} | streams)]
+    tokens = [TurnTokens(turn.logprobs.tobytes(), turn.versions.tobytes(), turn.temperature) for turn in turns]
+    samples = []
+    for record in body.samples:
+        streams = {}
+        if record.turn >= 0:
+            streams["token_ids"] = turns[record.turn].full_ids[: record.length].astype(np.int64)
+        if record.from_turns:
+            expected = streams_of(record.length, record.spans, turns_of(record.spans, tokens, record.turn))
+            for bit, name in enumerate(TURN_STREAMS):
+                if expected is not None and record.from_turns >> bit & 1:
+                    streams[name] = np.frombuffer(expected[bit], STREAM_DTYPES[name])
+        for name, stream in record.streams.items():
+            streams[name] = unfold(stream, np.dtype(STREAM_DTYPES[name]), record.length, record.spans)
+        samples.append(sample(record, streams))
+    return samples
+
+
+def schema_problem(at: RecordFiles) -> str | None:
     """Why a record cannot be read, if it is another version's."""
     try:
         schema = json.loads(at.schema.read_text())["schema"]
@@ -64,11 +147,7 @@ class RecordView:
             if descriptor is not None:
                 os.close(descriptor)
 
-    @cached_property
-    def _ends(self) -> NDArray[Any]:
-        return self.rows["text_offset"] + self.rows["text_size"]
-
-    def told(self, index: int) -> Told:
+    def read(self, index: int) -> Told:
         cells = self.rows[index]
         row = row_of(index, cells, self.names)
         if not cells["flags"] & BODY:
@@ -79,8 +158,8 @@ class RecordView:
             raise Gone(f"rollout {index} is no longer whole: rollouts.data was cut")
         try:
             body = decode(data)
-            turns = told_turns(body)
-            samples = told_samples(body, turns)
+            turns = _turns(body)
+            samples = _samples(body, turns)
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise Gone(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
@@ -106,7 +185,7 @@ class RecordView:
         except (ValueError, OverflowError, OSError):
             return {}
 
-    def saying(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+    def containing(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         """Of these rows, in rising order, those whose text holds the needle."""
         starts, sizes = self.rows["text_offset"][among], self.rows["text_size"][among]
         found = np.zeros(len(among), bool)

@@ -19,26 +19,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.monitor.directory import RunDirectory, replace_file
+from paceline.observe.monitor.directory import RunDirectory, left_out, replace_file
 from paceline.observe.record.stored import identity
 
-LINE: np.dtype[Any] = np.dtype(
-    [
-        ("number", "<i8"),
-        ("draw", "<i8"),
-        ("row", "<i8"),
-        ("replays", "<i8"),
-        ("epoch", "<i4"),
-        ("step", "<i4"),
-        ("since", "<i4"),
-        ("env", "<u2"),
-        ("state", "<u2"),
-        ("reason", "<u2"),
-    ]
-)
 NAMED = ("env", "state", "reason")
 """Columns that hold the number of a name."""
-COUNTED = ("number", "draw", "row", "replays", "epoch", "step", "since")
+LINE: np.dtype[Any] = np.dtype(
+    [
+        *((column, "<i8") for column in ("number", "draw", "row", "replays")),
+        *((column, "<i4") for column in ("epoch", "step", "since")),
+        *((column, "<u2") for column in NAMED),
+    ]
+)
 NOTHING = -(2**31)
 """The value of a column that a line leaves out."""
 MOST_NAMES = 2**16
@@ -66,8 +58,9 @@ _line_decoder = msgspec.json.Decoder(_Line)
 class NameTable:
     """Every name once, by the number that columns have for it. Numbers stay as they are while names are added."""
 
-    def __init__(self, names: Sequence[str] = ("",)) -> None:
-        self.all = list(names)
+    def __init__(self, names: list[str]) -> None:
+        """New names are added to the given list."""
+        self.all = names
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def number(self, name: str) -> int:
@@ -95,12 +88,12 @@ def parsed(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]:
     named = names.numbered(list(map(attrgetter(*NAMED), lines)))
     for place, column in enumerate(NAMED):
         columns[column] = named[:, place]
-    for column in COUNTED:
+    for column in sorted(set(LINE.names or ()) - set(NAMED)):
         columns[column] = np.fromiter(map(attrgetter(column), lines), "<i8", len(lines))
     return columns, strange
 
 
-def told(line: np.void, names: NameTable) -> dict[str, Any]:
+def as_dict(line: np.void, names: NameTable) -> dict[str, Any]:
     """A line as it was written."""
     found: dict[str, Any] = {key: int(line[key]) for key in ("number", "epoch", "draw", "row")}
     found |= {key: names.all[line[key]] for key in ("env", "state")}
@@ -128,19 +121,19 @@ SCHEMA = 1
 _INDEX_BLOCK = 1 << 20
 
 
-class JournalPosition(msgspec.Struct, frozen=True):
+class JournalPosition(msgspec.Struct):
     """How far the journal was read, and what the lines leave out."""
 
-    at: int
+    at: int = 0
     """Bytes that were read; the next line begins there."""
-    digest: str
-    """Their fingerprint."""
-    count: int
+    digest: str = ""
+    """Their fingerprint, as of the last time this was saved."""
+    count: int = 0
     """Lines that were read, those that are no ticket's among them."""
-    strange: int
-    first: int
+    strange: int = 0
+    first: int = 0
     """The number of the first that is no ticket's, counted from 1; 0 where there is none."""
-    names: list[str]
+    names: list[str] = msgspec.field(default_factory=lambda: [""])
     schema: int = SCHEMA
 
 
@@ -239,7 +232,7 @@ class Tickets:
     def life(self, number: int, env: str | None = None) -> list[dict[str, Any]]:
         """All states of one ticket, the earliest first."""
         journal = self._read()
-        lives = [told(line, journal.names) for line in journal.of(number)]
+        lives = [as_dict(line, journal.names) for line in journal.of(number)]
         return [line for line in lives if env is None or line["env"] == env]
 
     def find(
@@ -254,7 +247,7 @@ class Tickets:
         journal = self._read()
         fitting = journal.fitting(env, state, reason)
         page = fitting[offset : None if limit is None else offset + limit]
-        return FoundTickets(len(fitting), [told(line, journal.names) for line in page])
+        return FoundTickets(len(fitting), [as_dict(line, journal.names) for line in page])
 
     def states(self) -> dict[str, int]:
         """How many tickets are in each state now."""
@@ -279,21 +272,14 @@ class Tickets:
 
     def problems(self, patient: bool = True) -> list[str]:
         """What could not be read. Without `patient`, only what is known, where the rest would take a while to read."""
-        if patient or self._behind() < _SOON:
+        if patient or identity(self._path)[2] - self._position.at < _SOON:
             self._read()
-        if not self._strange:
-            return []
-        many = f"{self._strange} lines are" if self._strange > 1 else "a line is"
-        return [f"{self._path.name}: {many} no ticket's and left out, the first is line {self._first}"]
+        return left_out(self._path, "no ticket's", self._position.strange, self._position.first)
 
     def _forget(self) -> None:
         self._identity = (0, 0)
-        self._at = self._count = self._strange = self._first = self._kept = 0
-        self._journal = _Journal(np.empty(0, LINE), NameTable())
-
-    def _behind(self) -> int:
-        """Bytes that were not read yet."""
-        return identity(self._path)[2] - self._at
+        self._position, self._saved = JournalPosition(), 0
+        self._journal = _Journal(np.empty(0, LINE), NameTable(self._position.names))
 
     def _read(self) -> _Journal:
         with self._lock:
@@ -304,11 +290,11 @@ class Tickets:
                 return self._journal
             try:
                 now = os.fstat(descriptor)
-                if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._at:
+                if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._position.at:
                     self._forget()
                     self._identity = now.st_dev, now.st_ino
                     self._recall(descriptor)
-                if now.st_size > self._at:
+                if now.st_size > self._position.at:
                     self._go_on(descriptor, now.st_size)
             finally:
                 os.close(descriptor)
@@ -316,36 +302,28 @@ class Tickets:
 
     def _recall(self, descriptor: int) -> None:
         """Begin where an earlier reader stopped."""
-        if (kept := load(self._index, descriptor)) is not None:
-            head, lines = kept
-            self._at, self._count, self._kept = head.at, head.count, head.count
-            self._strange, self._first = head.strange, head.first
-            self._journal = _Journal(lines, NameTable(head.names))
+        if (saved := load(self._index, descriptor)) is not None:
+            self._position, lines = saved
+            self._saved = self._position.count
+            self._journal = _Journal(lines, NameTable(self._position.names))
 
     def _go_on(self, descriptor: int, size: int) -> None:
         """Read what came since, block by block: all of it at once would take ten times its room."""
-        names, found = self._journal.names, [self._journal.lines]
-        for data in _whole_lines(descriptor, self._at, size):
+        position, names, found = self._position, self._journal.names, [self._journal.lines]
+        for data in _whole_lines(descriptor, position.at, size):
             lines, strange = parsed(data, names)
-            self._leave_out(strange)
-            self._at += len(data)
-            self._count += len(lines) + len(strange)
+            if strange and not position.first:
+                position.first = position.count + strange[0] + 1
+            position.strange += len(strange)
+            position.at += len(data)
+            position.count += len(lines) + len(strange)
             found.append(lines)
         if len(found) > 1:
             self._journal = _Journal(np.concatenate(found), names)
-        if self._count - self._kept >= self._worth:
-            self._keep(descriptor)
-
-    def _leave_out(self, strange: Sequence[int]) -> None:
-        if strange and not self._first:
-            self._first = self._count + strange[0] + 1
-        self._strange += len(strange)
-
-    def _keep(self, descriptor: int) -> None:
-        read, names = digest(descriptor, self._at), self._journal.names.all
-        head = JournalPosition(self._at, read, self._count, self._strange, self._first, names)
-        save(self._index, head, self._journal.lines)
-        self._kept = self._count
+        if position.count - self._saved >= self._worth:
+            position.digest = digest(descriptor, position.at)
+            save(self._index, position, self._journal.lines)
+            self._saved = position.count
 
 
 def _whole_lines(descriptor: int, start: int, end: int) -> Iterator[bytes]:

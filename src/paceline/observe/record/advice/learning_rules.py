@@ -27,7 +27,6 @@ def check_mismatch(sight: AdviceWindow, env: str) -> Advisory | None:
     if not grows and now.low <= sight.advice.mismatch:
         return None
     return Advisory(
-        rule="mismatch",
         title="Engine and trainer disagree" + (" more and more" if grows else ""),
         seen=f"`{METRIC}` is {now.value:.2g} nats a token, {line.first:.2g} at the beginning of these steps and "
         f"{line.last:.2g} at their end; early in the run it was {before:.2g}.",
@@ -36,7 +35,6 @@ def check_mismatch(sight: AdviceWindow, env: str) -> Advisory | None:
         )
         + f" (least squares, errors widened for autocorrelation), limit {sight.advice.mismatch:g}; {len(values)} steps",
         caution="It compares tokens whose weights are the trainer's own, so staleness is no part of it.",
-        steps=sight.steps,
         knobs=_mismatch_knobs(sight),
         rollouts=_longest(sight),
         metrics=[METRIC, "mismatch/numerics", "mismatch/staleness", "mismatch/mask"],
@@ -95,8 +93,6 @@ def check_parting(sight: AdviceWindow, env: str) -> Advisory | None:
     if not sight.env(env).get("contamination"):
         knobs.append(sight.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
     return Advisory(
-        rule="parting",
-        env=env,
         title=f"Training reward of `{env}` leaves held-out reward behind",
         seen=f"Since step {int(steps[0])} training went from {up.first:.3f} to {up.last:.3f}, held-out from "
         f"{other.first:.3f} to {other.last:.3f}. Held-out was best at step {best} ({held_out.max():.3f}).",
@@ -134,8 +130,6 @@ def check_judges(sight: AdviceWindow, env: str) -> Advisory | None:
         return None
     apart = np.ptp(scores, axis=1)
     return Advisory(
-        rule="judges",
-        env=env,
         title=f"Judges of `{env}` disagree",
         seen=f"{', '.join(f'`{name}`' for name in names)} differ by {apart.mean():.2f} on average over {len(scores)} "
         f"rollouts, on scores from {scores.min():g} to {scores.max():g}.",
@@ -143,7 +137,6 @@ def check_judges(sight: AdviceWindow, env: str) -> Advisory | None:
         f"each group out), limit {sight.advice.judges:g}; 1 is agreement, 0 is chance",
         caution="Who is a judge is guessed from the names of metrics. Judges that are meant to look at different "
         "things need not agree.",
-        steps=sight.steps,
         knobs=[sight.knob("advice.pause", ["judges"], "draw nothing from it until its judges are mended")],
         rollouts=sight.numbers(table.places[there][np.argsort(-apart, kind="stable")]),
         metrics=[f"metric/{env}/{name}" for name in names],
@@ -193,8 +186,6 @@ def check_flat_groups(sight: AdviceWindow, env: str) -> Advisory | None:
     worst = float((dull & (groups.high <= groups.low.min() + SAME)).sum() / dull.sum())
     how = f"every reward was exactly {always:g}" if always is not None else f"{worst:.0%} of them all at the lowest"
     return Advisory(
-        rule="flat_groups",
-        env=env,
         title=f"Most groups of `{env}` teach nothing",
         seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {how}.{done}",
         sure=f"{dull.sum() / left.sum():.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
@@ -203,7 +194,6 @@ def check_flat_groups(sight: AdviceWindow, env: str) -> Advisory | None:
         if always is None
         else "A reward that never changes is more often a fault of the reward than a task "
         "too hard: read one of the rollouts first.",
-        steps=sight.steps,
         knobs=_flat_groups_knobs(sight, env),
         rollouts=sight.numbers(groups.first[dull][::-1]),
         metrics=[f"reward/{env}/std", f"reward/{env}/mean", "dropped/zero_advantage"],

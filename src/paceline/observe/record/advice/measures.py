@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.advice import AdvisoryName
-
 SURE = 3.0
 """Standard errors between a figure and its limit. Ten rules look at every environment again and again: at two, a
 healthy run would hear of something every few looks."""
@@ -174,7 +172,8 @@ class Knob:
 class Advisory:
     """Something a run's figures say against it. Sentences are for the user; `backticks` mark names and keys."""
 
-    rule: AdvisoryName
+    rule: str = ""
+    """The name of its rule (`AdvisoryName`)."""
     env: str = ""
     """The environment it speaks of; empty where it is the whole run."""
     title: str
@@ -184,8 +183,8 @@ class Advisory:
     """Which statistic says so, with its error, and how much was looked at."""
     caution: str = ""
     """What the figures cannot say."""
-    steps: tuple[int, int]
-    """The steps looked at."""
+    steps: tuple[int, int] = (0, 0)
+    """The steps looked at; those of the window where a rule gives none."""
     knobs: list[Knob] = field(default_factory=list)
     rollouts: list[int] = field(default_factory=list)
     """Numbers of rollouts in the record that show it, the most telling first."""

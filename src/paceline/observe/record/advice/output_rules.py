@@ -34,8 +34,6 @@ def check_format(sight: AdviceWindow, env: str) -> Advisory | None:
     if by_form.low <= sight.advice.format or added.high >= 1 - sight.advice.format:
         return None
     return Advisory(
-        rule="format",
-        env=env,
         title=f"The reward of `{env}` follows form, not content",
         seen=f"Within groups, {_list(form)} explain{'s' if len(form) == 1 else ''} {by_form.value:.0%} of the "
         f"differences in reward; {_list(other) + ' add' if other else 'nothing else is reported, and adds'} "
@@ -45,7 +43,6 @@ def check_format(sight: AdviceWindow, env: str) -> Advisory | None:
         caution="This says what the reward moves with, not what it is made of. Which metric is one of form is guessed "
         "from its name, and what the environment does not report cannot be seen: let it report whether "
         "the answer is right.",
-        steps=sight.steps,
         knobs=[sight.knob("advice.pause", ["format"], "draw nothing from it until its reward is mended")],
         rollouts=_paid_for_form(sight, table, form),
         metrics=[f"metric/{env}/{name}" for name in [*form, *other]][:6],
@@ -111,14 +108,11 @@ def check_truncation(sight: AdviceWindow, env: str) -> Advisory | None:
     if not sight.get("length.mask_truncated"):
         knobs.append(sight.knob("length.mask_truncated", True, "what was cut off is not blamed for it"))
     return Advisory(
-        rule="truncation",
-        env=env,
         title=f"Replies of `{env}` are cut off",
         seen=f"{cut.sum()} of {len(cut)} rollouts ended at `sampling.max_tokens` = {limit}. They got "
         f"{rows['reward'][cut].mean():.3f} on average{whole}.",
         sure=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
         f"{sight.advice.truncation:g}; {len(np.unique(rows['ticket']))} rows of {sight.trained} steps",
-        steps=sight.steps,
         knobs=knobs,
         rollouts=sight.numbers(places[cut][::-1]),
         metrics=["truncated_ratio", "length"],
@@ -144,14 +138,11 @@ def check_length(sight: AdviceWindow, env: str) -> Advisory | None:
     grows = change > 0
     order = np.argsort(sight.rows["tokens"][places][-512:], kind="stable")
     return Advisory(
-        rule="length",
-        env=env,
         title=f"Replies of `{env}` {'grow' if grows else 'shrink'}, and the reward does not rise",
         seen=f"The mean length went from {line.first:.1f} to {line.last:.1f} tokens ({change:+.0%}); the mean reward "
         f"from {pay.first:.3f} to {pay.last:.3f}.",
         sure=f"slope {line.slope:+.3g} ± {line.error:.2g} tokens a step, reward {pay.slope:+.2g} ± {pay.error:.2g} "
         f"(least squares, errors widened for autocorrelation); {len(steps)} steps",
-        steps=sight.steps,
         knobs=_length_knobs(sight, grows),
         rollouts=sight.numbers(places[-512:][order[::-1] if grows else order]),
         metrics=["length", f"reward/{env}/mean", "truncated_ratio"],
@@ -187,7 +178,6 @@ def check_entropy(sight: AdviceWindow, env: str) -> Advisory | None:
     flat = [group for name in stuck for group in sight.groups(name).first[::-1][:4]]
     paid, temperature = float(sight.get("trainer.entropy_coef", 0.0)), float(sight.get("sampling.temperature", 1.0))
     return Advisory(
-        rule="entropy",
         title="Entropy has collapsed, and the task is not learnt",
         seen=f"It fell from {start:.3g} in the first {FEW} steps to {now.value:.3g} nats a token, "
         f"{now.value / start:.0%} of it, and rewards stand still: "
@@ -195,7 +185,6 @@ def check_entropy(sight: AdviceWindow, env: str) -> Advisory | None:
         + ".",
         sure=f"last {FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {sight.advice.entropy * start:.2g}; no reward "
         f"rises by as much as a standard error over {sight.trained} steps",
-        steps=sight.steps,
         knobs=[
             sight.knob("trainer.entropy_coef", max(1e-3, 2 * paid), "pay for it"),
             sight.knob("sampling.temperature", round(1.2 * temperature, 2), "try more"),

@@ -4,7 +4,7 @@ The list of advisory rules, and `advise`, which runs them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -47,13 +47,13 @@ RULES = (
 
 def advise(sight: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
     """The advisories of these rules, or of all."""
-    found = [
-        rule.look(sight, env)
+    return [
+        replace(found, rule=rule.name, env=env, steps=found.steps if any(found.steps) else sight.steps)
         for rule in RULES
         if names is None or rule.name in names
         for env in (sight.envs if rule.by_env else [""])
+        if (found := rule.look(sight, env)) is not None
     ]
-    return [advisory for advisory in found if advisory is not None]
 
 
 def advice(run: RunFolder) -> RenderableType:

@@ -29,14 +29,12 @@ def check_idle(sight: AdviceWindow, env: str) -> Advisory | None:
     dropped = average(sight.series("drop_ratio")[1]).value
     filtered = f" {dropped:.0%} of the groups that were sampled never trained." if dropped > 0.5 else ""
     return Advisory(
-        rule="idle",
         title=f"The {names} {'has' if len(idle) == 1 else 'have'} nothing to do most of the time",
         seen="Idle: " + ", ".join(f"the {part} {found.value:.0%}" for part, found in idle) + " of a step."
         f" {_longest_phase(sight)}{filtered}",
         sure="; ".join(f"{part} {found.value:.2f} ± {found.error:.2f}" for part, found in idle)
         + f" (means over {idle[0][1].count} steps, errors widened for autocorrelation), limit {sight.advice.idle:g}",
         caution="Where nothing can be made faster, an idle part is no fault: it is what the other one costs.",
-        steps=sight.steps,
         knobs=_idle_knobs(sight, dict(idle), dropped),
         rollouts=_in_vain(sight) if filtered else [],
         metrics=["busy/trainer", "busy/sampler", "time/step", "time/sample", "time/train"],
@@ -104,14 +102,11 @@ def check_starving(sight: AdviceWindow, env: str) -> Advisory | None:
     why = f"{worst.late:.0%} of its rollouts came too late for a batch" if slow else "its replies are short"
     places = sight.places(env)
     return Advisory(
-        rule="starving",
-        env=env,
         title=f"`{env}` leaves little to {', '.join(f'`{one.env}`' for one in hungry)}",
         seen=f"`{worst.env}` has {worst.share.value:.0%} of the place in the gradient that its weight asks for: {why}. "
         f"Mean length: {', '.join(f'`{one.env}` {one.length:.0f}' for one in fed)} tokens.",
         sure=f"{worst.share.value:.3f} ± {worst.share.error:.3f} of its due (mean over steps), limit "
         f"{sight.advice.starving:g}; {worst.share.count} steps",
-        steps=sight.steps,
         knobs=_starving_knobs(sight, worst, slow),
         rollouts=sight.numbers(places[-512:][np.argsort(-sight.rows["tokens"][places[-512:]], kind="stable")]),
         metrics=[f"reward_trained/{one.env}/mean" for one in fed] + ["dropped/stale"],

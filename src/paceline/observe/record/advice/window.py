@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from paceline.config.advice import AdviceConfig
 from paceline.observe.record.advice.measures import MOST_ROLLOUTS, Knob
-from paceline.observe.record.facts import REPLAYED, understood
-from paceline.observe.record.folder import RunFolder
-from paceline.observe.record.layout import EVALUATION, NOWHERE, TRAINING
+from paceline.observe.record.folder import RunFolder, resolved_config
+from paceline.observe.record.layout import EVALUATION, NOWHERE, REPLAYED, TRAINING
 
 MOST_ROWS = 400_000
 """Of a window that holds more, the newest are enough for any of the figures."""
@@ -110,7 +109,7 @@ class AdviceWindow:
         """Tries of one row by one actor, two or more."""
         places = self.places(env)
         rows = self.rows[places]
-        key = rows["ticket"] * 65536 + rows["actor"]
+        key = _group_keys(rows)
         order = np.argsort(key, kind="stable")
         starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0]) if len(order) else np.empty(0, int)
         if not len(starts):
@@ -144,7 +143,11 @@ class AdviceWindow:
         """The environment's metrics of its newest rollouts."""
         if env not in self._read:
             places = self.places(env)[-MOST_READ:]
-            self._read[env] = MetricTable.of(self, places)
+            rows, measured = self.rows[places], [self.measured(number) for number in (self.first + places).tolist()]
+            names = sorted({name for metrics in measured for name in metrics})
+            columns = {name: np.array([_number(metrics.get(name)) for metrics in measured]) for name in names}
+            groups = np.unique(_group_keys(rows), return_inverse=True)[1] if len(rows) else np.empty(0, int)
+            self._read[env] = MetricTable(places, rows["reward"].astype(float), groups, columns)
         return self._read[env]
 
     def evaluated(self, env: str) -> NDArray[Any]:
@@ -178,25 +181,25 @@ class MetricTable:
     """Which belong together: the same number, from 0 on."""
     columns: dict[str, NDArray[Any]]
 
-    @classmethod
-    def of(cls, sight: AdviceWindow, places: NDArray[Any]) -> "MetricTable":
-        rows = sight.rows[places]
-        told = [sight.measured(sight.first + int(place)) for place in places]
-        names = sorted({name for metrics in told for name in metrics})
-        columns = {name: np.array([_number(metrics.get(name)) for metrics in told]) for name in names}
-        key = rows["ticket"] * 65536 + rows["actor"]
-        groups = np.unique(key, return_inverse=True)[1] if len(key) else np.empty(0, int)
-        return cls(places, rows["reward"].astype(float), groups, columns)
-
     def within(self, values: NDArray[Any]) -> NDArray[Any]:
         """The values less the mean of their group."""
         counts = np.maximum(1, np.bincount(self.groups))
         return values - (np.bincount(self.groups, values) / counts)[self.groups]
 
 
+def _group_keys(rows: NDArray[Any]) -> NDArray[Any]:
+    """A number for each row that tries of one row by one actor share."""
+    return rows["ticket"] * 65536 + rows["actor"]
+
+
 def sight_of(run: RunFolder) -> AdviceWindow:
-    """The run's directory as it is now."""
-    config, columns = _config(run), run.metrics()
+    """The run's directory as it is now. The config is empty where it is another version's, so that nothing is said of
+    environments."""
+    try:
+        config = resolved_config(run.config())
+    except ValueError:
+        config = {}
+    columns = run.metrics()
     view = run.rollouts.view()
     kept = run.rollouts.kept
     low, _ = window(columns, view.rows, limits(config).steps)
@@ -205,14 +208,6 @@ def sight_of(run: RunFolder) -> AdviceWindow:
     rows = np.array(view.rows[first:]) if kept else view.rows[:0]
     names = {key: number for number, key in enumerate(zip(view.kinds, view.names, strict=True))}
     return AdviceWindow(config, columns, rows, names, first, view.measured, kept)
-
-
-def _config(run: RunFolder) -> dict[str, Any]:
-    """The run file with every key; empty where it is another version's, so that nothing is said of environments."""
-    try:
-        return understood(run.config())
-    except ValueError:
-        return {}
 
 
 def limits(config: Mapping[str, Any]) -> AdviceConfig:

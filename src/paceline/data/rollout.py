@@ -3,11 +3,10 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from paceline.data import Sample, Ticket
+from paceline.data.sample import Sample, Ticket
 from paceline.data.streams import Packed
-from paceline.engine import Finish
 
 Message = dict
 
@@ -50,7 +49,8 @@ class Turn(_Packing):
     completion_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    finish: Finish
+    finish: Literal["stop", "length"]
+    """As `paceline.engine.Finish`."""
     temperature: float
     log_z: list[float] | None = None
     recomputed: bool = False
