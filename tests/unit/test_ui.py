@@ -16,11 +16,12 @@ import paceline.observe.web
 from launching import Launched
 from paceline.commands import main
 from paceline.config import ConfigError
+from paceline.observe.analysis.timeline import LaneSpan, bin_spans, from_metrics, from_record
+from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
 from paceline.observe.web import build_app, load_options
 from paceline.observe.web.guard import HEADERS
 from paceline.observe.web.routes import GROUPS
-from paceline.observe.web.vitals import Stretch, binned, family, from_metrics, recorded
 from recorded import Told, served, torn
 
 
@@ -237,7 +238,7 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
         TimelineSpan("environment words", "playing", 0.0, 1.0, 1, 4.0),
         TimelineSpan("environment words", "playing", 1.0, 2.0, 1, 8.0),
     ]
-    told = [(one.lane, one.kind, one.share) for one in recorded(spans)]
+    told = [(one.lane, one.kind, one.share) for one in from_record(spans)]
     assert told == [
         ("trainer", "wait", 1.0),
         ("trainer", "train", 1.0),
@@ -250,12 +251,12 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
 
 def test_bins_hold_the_same_seconds_as_the_stretches_they_stand_for():
     spans = [
-        Stretch(
+        LaneSpan(
             "trainer", "train" if place % 2 else "wait", place * 0.37, place * 0.37 + 0.3, share=1 / (1 + place % 3)
         )
         for place in range(500)
     ]
-    bins = binned(spans, (0.0, 185.0), 40)
+    bins = bin_spans(spans, (0.0, 185.0), 40)
     for kind in ("train", "wait"):
         told, done = (
             sum((one.end - one.start) * one.share for one in many if one.kind == kind) for many in (bins, spans)

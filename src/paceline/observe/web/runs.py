@@ -19,11 +19,11 @@ from typing import Annotated, Any
 from fastapi import Depends, Query, Request
 
 from paceline.errors import PacelineError
+from paceline.observe.analysis.vitals import table_row, tags
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import Changed, RunFolder, find_runs
 from paceline.observe.record.folder import Columns
 from paceline.observe.web.answers import refuse
-from paceline.observe.web.vitals import tags, vitals
 
 Signature = tuple[int, int, int]
 """File, size and time of change; zeros where there is none."""
@@ -163,7 +163,7 @@ class Runs:
         before = self._told.get(path)
         if before is None or files != before.files or before.told["alive"] or read:
             run, whole = self.at(path), read or (before is not None and before.whole)
-            told = vitals(name, run, run.problems(patient=read) if whole else run.brief_problems())
+            told = table_row(name, run, run.problems(patient=read) if whole else run.brief_problems())
             self._told[path] = before = _RunLine(files, whole, told)
         return before.told
 

@@ -17,9 +17,9 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from paceline.config.fields import KeyPath, Spot, spot_at
+from paceline.observe.analysis import timeline
 from paceline.observe.web.answers import FiniteJsonResponse, encoded
 from paceline.observe.web.runs import AllRuns, FolderNews, News, OneRun, RunNews, read_metrics, standing
-from paceline.observe.web.vitals import lanes_of
 
 LOOK_SECONDS = 0.5
 BEAT_SECONDS = 10.0
@@ -67,7 +67,7 @@ def lanes(
     bins: Annotated[int, Query(ge=1, le=4000)] = 600,
 ) -> Response:
     """The lanes between two times (seconds since 1970), in at most so many bins."""
-    return FiniteJsonResponse(lanes_of(run, start, end, bins))
+    return FiniteJsonResponse(timeline.lanes(run, start, end, bins))
 
 
 @router.get("/metrics")
