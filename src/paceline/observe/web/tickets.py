@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder
-from paceline.observe.web.tokens.credit import figure
 
 REASONS = {
     "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",

@@ -1,10 +1,9 @@
 """Explains one token: which losses train it, by which formula, with which numbers, and what is not known.
 
-Computes the loss of one token in plain Python: the terms of `paceline.trainer.terms` without torch.
-
 The record holds the sampler's log probability and not the trainer's, so the ratio r = pi / old is known only where it
 must be 1. Elsewhere a card shows the term at r = 1, where the policy stands if it has not moved since, and from where
-on a bound would hold the token back. Tests hold every term to the trainer's own.
+on a bound would hold the token back. No bound holds a token at r = 1, so there the terms of `paceline.trainer.terms`
+are these few products, without torch. Tests hold each to the trainer's own.
 """
 
 import math
@@ -17,9 +16,10 @@ from paceline.config import RunConfig
 from paceline.config import algorithm as algorithms
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
+from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, Told
 from paceline.observe.web.tickets import TRAINS, fate
-from paceline.observe.web.tokens.credit import CardLine, Peer, Share, advantage, figure, share_of
+from paceline.observe.web.tokens.credit import CardLine, Peer, Share, advantage, share_of
 from paceline.observe.web.tokens.strip import Strip, settings_of, trained_by
 
 
@@ -32,50 +32,6 @@ class Token:
     """log of what the ratio is measured from; None where it was not kept."""
     ref: float | None = None
     base: float | None = None
-
-
-def rl_term(c: config.LossConfig, a: float, log_pi: float, log_old: float, log_s: float = 0.0) -> tuple[float, bool]:
-    """The unscaled loss, and whether a bound held the token back. `log_s` is a sequence's mean log ratio, for gspo."""
-    log_r = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_pi - log_old))
-    r = math.exp(log_r)
-    match c:
-        case config.DPPOConfig():
-            d = math.exp(log_pi) - math.exp(log_old)
-            left = (a > 0 and d > c.high) or (a < 0 and d < -c.low)
-            return (0.0 if left else -a * r) + c.kl_tau * log_r**2, left
-        case config.PPOConfig():
-            loss, left = _clipped(r, a, c.clip_low, c.clip_high)
-            if c.dual_clip is not None and a < 0 and loss > -a * c.dual_clip:
-                return -a * c.dual_clip, True
-            return loss, left
-        case config.GSPOConfig():
-            return _clipped(math.exp(log_s), a, c.clip_low, c.clip_high)
-        case config.CISPOConfig():
-            bounded = min(max(r, c.min_ratio), c.max_ratio)
-            return -bounded * a * log_pi, bounded != r
-        case config.ReinforceConfig():
-            weight = 1.0 if c.max_ratio is None else min(r, c.max_ratio)
-            return -weight * a * log_pi, c.max_ratio is not None and weight != r
-    raise ValueError(f"the terms of a loss of type {c.type} are unknown")
-
-
-def ref_kl_term(log_pi: float, log_mu: float, ref: float) -> tuple[float, bool]:
-    """Reverse KL to a teacher, with the ratio to the sampler."""
-    pull, d = ref - log_pi, math.exp(log_pi) - math.exp(log_mu)
-    left = d > REF_KL_TRUST if pull > 0 else d < -REF_KL_TRUST
-    r = math.exp(max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_pi - log_mu)))
-    return (0.0 if left else -pull * r), left
-
-
-def kl_term(kind: str, log_pi: float, base: float) -> float:
-    """The estimators k1, k2, k3 of the divergence from a reference."""
-    d = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_pi - base))
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[kind]
-
-
-def _clipped(r: float, a: float, low: float, high: float) -> tuple[float, bool]:
-    plain, bounded = -a * r, -a * min(max(r, 1 - low), 1 + high)
-    return max(plain, bounded), bounded > plain
 
 
 FORMULAS = {
@@ -102,10 +58,15 @@ def rl_line(c: config.LossConfig, token: Token) -> CardLine:
         return CardLine(
             name="rl term", formula=formula, note="The sampler's log probability was not kept.", replay=True
         )
-    log_pi = token.old if token.old is not None else 0.0
-    value, _ = rl_term(c, a, log_pi, log_pi)
-    numbers = f"−({figure(a)}) · {figure(log_pi)}" if needs else f"−({figure(a)}) · 1"
-    return CardLine(name="rl term at r = 1", formula=formula, numbers=numbers, value=value)
+    weight = 1.0  # r, within the bounds of its weight
+    match c:
+        case config.CISPOConfig():
+            weight = min(max(1.0, c.min_ratio), c.max_ratio)
+        case config.ReinforceConfig() if c.max_ratio is not None:
+            weight = min(1.0, c.max_ratio)
+    log_pi = token.old if needs and token.old is not None else 1.0
+    numbers = f"−({figure(a)}) · {figure(log_pi)}"
+    return CardLine(name="rl term at r = 1", formula=formula, numbers=numbers, value=0.0 - weight * a * log_pi)
 
 
 def bound(c: config.LossConfig, token: Token) -> str:
@@ -145,8 +106,7 @@ def ref_kl_line(token: Token) -> CardLine:
     formula = "−(log teacher − log π) · r"
     if token.ref is None or token.old is None:
         return CardLine(name="ref_kl term", formula=formula, note="The teacher's or the sampler's score was not kept.")
-    value, _ = ref_kl_term(token.old, token.old, token.ref)
-    numbers = f"−({figure(token.ref)} − {figure(token.old)})"
+    value, numbers = token.old - token.ref, f"−({figure(token.ref)} − {figure(token.old)})"
     mu, up = math.exp(token.old), token.ref > token.old
     edge = _edge("Dropped", mu + REF_KL_TRUST if up else mu - REF_KL_TRUST, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}")
     return CardLine(name="ref_kl term at r = 1", formula=formula, numbers=numbers, value=value, note=edge)
@@ -158,7 +118,8 @@ def kl_line(c: config.KLConfig, token: Token) -> CardLine:
     formula = f"kl.coef · ({shape}), d = log π − log reference"
     if token.base is None or token.old is None:
         return CardLine(name="kl term", formula=formula, note="The reference is scored at train time.", replay=True)
-    value = c.coef * kl_term(c.kind, token.old, token.base)
+    d = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, token.old - token.base))
+    value = c.coef * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[c.kind]
     numbers = f"{figure(c.coef)} · {c.kind}(d = {figure(token.old - token.base)})"
     return CardLine(name="kl term at r = 1", formula=formula, numbers=numbers, value=value)
 

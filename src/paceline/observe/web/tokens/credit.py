@@ -1,15 +1,13 @@
-"""Explains a rollout's advantage: the algorithm's formula with its numbers, beside the recorded value.
+"""Explains a rollout's advantage, and the weight of a token's loss in its step: one over the normaliser.
 
 The formulas are those of `paceline.algorithms`, on rewards that the record kept; tests hold the two together. Where
 they differ on a run, its rewards were changed after the credit was given, or one of the two is wrong; the card says so.
-
-Computes the weight of a token's loss in its step: one over the normaliser, as the trainer folds it.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config import algorithm as config
 from paceline.data import Sample, Scales, count, fold, minibatches
+from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, Told
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.record.stored import identity
@@ -102,7 +101,7 @@ def _group(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer], p
     of = f"mean of the {whom}" + (f" ({len(peers)} rollouts)" if len(peers) > 1 else " (itself alone)")
     value = mine - mean if np.ptp(rewards) else 0.0
     formula, numbers = f"reward − {of}", f"{figure(mine)} − {figure(mean)}"
-    spread = {"none": 1.0, "population": float(rewards.std()), "sample": _sample(rewards)}[algo.std]
+    spread = float(rewards.std(ddof=int(algo.std == "sample"))) if len(rewards) > 1 else 0.0
     if algo.std != "none" and spread > 1e-8:
         value /= spread
         formula, numbers = f"({formula}) / their standard deviation", f"({numbers}) / {figure(spread)}"
@@ -115,7 +114,7 @@ def _group(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer], p
 
 
 def _max_rl(peers: Sequence[Peer], place: int) -> CardLine:
-    rewards = earned(config.GRPOConfig(), peers)
+    rewards = np.array([peer.reward for peer in peers], np.float64)
     mine, mean = float(rewards[place]), float(rewards.mean())
     if mean <= 0:
         return CardLine(name="advantage", formula="0, since the group's mean reward is not above 0", value=0.0)
@@ -127,38 +126,25 @@ def _max_rl(peers: Sequence[Peer], place: int) -> CardLine:
 def _running(me: Peer, recorded: float | None) -> CardLine:
     if recorded is None:
         return CardLine(name="advantage", formula="reward − running mean of this role")
-    numbers = f"{figure(me.reward)} − {figure(me.reward - recorded)}"
-    note = "The running mean is not recorded; it is what the reward and the advantage leave."
-    formula = "reward − running mean of what this role earned before"
-    return CardLine(name="advantage", formula=formula, numbers=numbers, value=recorded, note=note)
+    return CardLine(
+        name="advantage",
+        formula="reward − running mean of what this role earned before",
+        numbers=f"{figure(me.reward)} − {figure(me.reward - recorded)}",
+        value=recorded,
+        note="The running mean is not recorded; it is what the reward and the advantage leave.",
+    )
 
 
 def _checked(line: CardLine, recorded: float | None) -> CardLine:
     if recorded is None or line.value is None or abs(recorded - line.value) <= CLOSE * max(1.0, abs(line.value)):
         return line
-    note = f"The record says {figure(recorded)}: rewards or credit were changed after one another."
-    return CardLine(
-        name=line.name,
-        formula=line.formula,
-        numbers=line.numbers,
-        value=line.value,
-        note=f"{note} {line.note}".strip(),
-        wrong=True,
-    )
-
-
-def _sample(rewards: NDArray) -> float:
-    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
-
-
-def figure(value: float) -> str:
-    """Four digits, or all of a large number, with a real minus."""
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}").replace("-", "−")
+    note = f"The record says {figure(recorded)}: rewards or credit were changed after one another. {line.note}"
+    return replace(line, note=note.strip(), wrong=True)
 
 
 MOST_TOKENS = 4_000_000
 """Tokens of a batch that is counted for a card; the replay page takes its time for larger ones."""
-_MOST_KEPT = 64
+_MOST_RECENT = 64
 STATES = ("trained", "replayed", "skipped")
 
 
@@ -180,7 +166,7 @@ class Share:
     totals: NDArray
 
 
-_kept: OrderedDict[tuple, Counted | None] = OrderedDict()
+_recent: OrderedDict[tuple, Counted | None] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -193,7 +179,7 @@ def share_of(run: RunFolder, told: Told, number: int, config: RunConfig) -> Shar
     if counted is None or part is None:
         return None
     trainer, totals = config.trainer, counted.totals[part]
-    own = [cut(sample, config) for sample in told.samples]
+    own = [truncate(sample, config) for sample in told.samples]
     scales = fold(own, trainer.normalise, trainer.fixed_length, totals=totals)
     return Share(scales[number], totals)
 
@@ -209,7 +195,7 @@ def _rows(run: RunFolder, step: int) -> list[Row]:
     return run.rollouts.find(Query(step=(step, step), state=STATES, sort="step", limit=None)).rows
 
 
-def cut(sample: Sample, config: RunConfig) -> Sample:
+def truncate(sample: Sample, config: RunConfig) -> Sample:
     """The part of the sample that the trainer sees."""
     limit = config.trainer.max_sample_tokens
     return sample if limit is None else sample.truncated_to(limit)
@@ -219,12 +205,12 @@ def _counted(run: RunFolder, step: int, config: RunConfig) -> Counted | None:
     rows, trainer = _rows(run, step), config.trainer
     key = (run.path, identity(RecordFiles(run.path).index)[:2], step, len(rows), trainer.minibatches)
     with _lock:
-        if key not in _kept:
+        if key not in _recent:
             small = sum(row.prompt + row.tokens for row in rows) <= MOST_TOKENS and all(row.whole for row in rows)
-            _kept[key] = _count(run, [row.index for row in rows], config) if small else None
-            while len(_kept) > _MOST_KEPT:
-                _kept.popitem(last=False)
-        return _kept[key]
+            _recent[key] = _count(run, [row.index for row in rows], config) if small else None
+            while len(_recent) > _MOST_RECENT:
+                _recent.popitem(last=False)
+        return _recent[key]
 
 
 def _count(run: RunFolder, indices: list[int], config: RunConfig) -> Counted:
@@ -232,7 +218,7 @@ def _count(run: RunFolder, indices: list[int], config: RunConfig) -> Counted:
     owner: list[int] = []
     for index in indices:
         mine = run.rollouts.get(index).samples
-        samples += [cut(sample, config) for sample in mine]
+        samples += [truncate(sample, config) for sample in mine]
         owner += [index] * len(mine)
     parts = minibatches(samples, config.trainer.minibatches)
     step_of = {owner[place]: number for number, part in enumerate(parts) for place in part}
