@@ -80,7 +80,7 @@ def shown(app, run, told):
     """An app that has both results."""
     path = run.resolve()
     for data, changes in zip(told, ({}, TIGHT), strict=True):
-        app.desk.kept.put(path, name_of(3, changes), ReplayResult(data, 3, changes))
+        app.desk.results.put(path, name_of(3, changes), ReplayResult(data, 3, changes))
     return app
 
 
@@ -267,7 +267,7 @@ def test_a_desk_that_closes_ends_its_processes(app, run):
     until(lambda: processes(run.resolve()))
     app.desk.close()
     assert processes(run.resolve()) == []
-    assert app.desk.kept.of(run.resolve()) == {}
+    assert app.desk.results.of(run.resolve()) == {}
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_two_results_are_compared_token_by_token(shown):
 def test_results_of_other_samples_are_not_laid_side_by_side(shown, run, told):
     other = json.loads(told[0])
     other["samples"][0]["ids"][0] += 1
-    shown.desk.kept.put(run.resolve(), "3-strange", ReplayResult(json.dumps(other).encode(), 3, {"x": 1}))
+    shown.desk.results.put(run.resolve(), "3-strange", ReplayResult(json.dumps(other).encode(), 3, {"x": 1}))
     answer = shown.ask("GET", "replay/result", params={"run": "kept", "of": "3", "against": "3-strange"})
     assert answer.status_code == 409
     assert "replay the step again" in answer.json()["error"]
@@ -342,7 +342,7 @@ def test_a_result_or_sample_that_is_not_there_is_said(shown):
 
 def test_few_results_are_remembered_and_the_newest_stay(shown, run, told):
     for number in range(10):
-        shown.desk.kept.put(run.resolve(), f"n{number}", ReplayResult(told[0], 3, {"n": number}))
+        shown.desk.results.put(run.resolve(), f"n{number}", ReplayResult(told[0], 3, {"n": number}))
     kept = [one["key"] for one in shown.get("replay", run="kept")["results"]]
     assert kept == [f"n{number}" for number in range(4, 10)]
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.observe.web import build_app
-from paceline.observe.web.answers import encoded
+from paceline.observe.web.http import encoded
 from paceline.observe.web.rollouts.episode import EpisodeTurn, in_order, plain, shown
 from paceline.observe.web.rollouts.group import common, parted
 from paceline.runtime.league import leagues

@@ -1,8 +1,4 @@
-"""Runs of a folder, by names that cannot lead out of it, each kept open while a page looks at it.
-
-Dependencies of the routes: all runs, and the one run that a request names.
-
-Live updates: finds what has changed in a run since a page last read it.
+"""Opens the runs of a folder by names that cannot lead out of it, and finds what changed since a page last read them.
 
 A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
 that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
@@ -16,14 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, HTTPException, Query, Request
 
 from paceline.errors import PacelineError
 from paceline.observe.analysis.vitals import table_row, tags
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import Changed, RunFolder, find_runs
 from paceline.observe.record.folder import Columns
-from paceline.observe.web.answers import refuse
 
 Signature = tuple[int, int, int]
 """File, size and time of change; zeros where there is none."""
@@ -129,8 +124,8 @@ class Runs:
         if path is None:
             for found in self._found():
                 if found.name == name and (link := link_out(found)):
-                    raise refuse(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
-            raise refuse(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
+                    raise HTTPException(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
+            raise HTTPException(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
         return self.at(path)
 
     def at(self, path: Path) -> RunFolder:
@@ -188,7 +183,7 @@ MOST_EVENTS = 500
 """A run that notes something each second for a week has more than a page can hold."""
 
 
-def standing(run: RunFolder, patient: bool) -> dict[str, Any]:
+def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     """Status, staleness allowed, the last events and what could not be read; of a long journal only with `patient`."""
     config, events = run.config(), run.events()
     return {
@@ -245,7 +240,7 @@ class RunNews:
                 yield "metrics", told, mark
         news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
         if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
-            told = standing(self._run, patient)
+            told = run_state(self._run, patient)
             self._seen |= {"status": told["status"], "problems": told["problems"]}
             yield "standing", told, ""
         elif self._changed("status", asdict(self._run.status())):

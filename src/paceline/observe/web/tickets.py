@@ -1,9 +1,7 @@
-"""The life of one ticket, from the draw to the gradient, put together from the journal, the record and the metrics.
+"""Describes the life of a ticket, from the draw to the gradient, and the fate of a rollout, in sentences.
 
 The journal knows states and no times. Times come from what surrounds them: a version is published at a known moment, so
 what it sampled came after; a step's phases are lanes.
-
-Describes the fate of a group or rollout, and the rule that decided it, in sentences.
 """
 
 from collections.abc import Sequence
@@ -38,13 +36,11 @@ TRAINS = ("trained", "replayed")
 def fate(state: str) -> str:
     """A rollout's state as a sentence."""
     if state.startswith("dropped:"):
-        reason = state.removeprefix("dropped:")
-        return f"Dropped, so it did not train: {why(reason)}."
+        return f"Dropped, so it did not train: {_why(state.removeprefix('dropped:'))}."
     return STATES.get(state, state)
 
 
-def why(reason: str) -> str:
-    """A reason for a drop, in words."""
+def _why(reason: str) -> str:
     return REASONS.get(reason, reason)
 
 
@@ -57,12 +53,21 @@ def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any
     """Tickets of a page, each with how often it was played and why it was dropped."""
     out = []
     for ticket in rows:
-        life = run.tickets.life(ticket["number"], ticket["env"])
-        attempts = sum(line["state"] == "in flight" for line in life)
-        told = {"attempts": attempts, "why": why(ticket["reason"]) if "reason" in ticket else ""}
-        first = next((line["replays"] for line in life if "replays" in line), None)
-        out.append(ticket | told | ({} if first is None else {"replays": first}))
+        journal = run.tickets.life(ticket["number"], ticket["env"])
+        row = ticket | {"attempts": _flights(journal), "why": _why(ticket["reason"]) if "reason" in ticket else ""}
+        first = _first(journal)
+        out.append(row if first is None else row | {"replays": first})
     return out
+
+
+def _flights(journal: Sequence[dict[str, Any]]) -> int:
+    """How often the ticket was played."""
+    return sum(line["state"] == "in flight" for line in journal)
+
+
+def _first(journal: Sequence[dict[str, Any]]) -> int | None:
+    """The ticket that this one replays, if it does."""
+    return next((line["replays"] for line in journal if "replays" in line), None)
 
 
 def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
@@ -71,15 +76,14 @@ def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
     found = run.rollouts.find(Query(ticket=number, domain="training", sort="step", limit=MOST))
     if not journal and not found.total:
         return None
-    last = journal[-1] if journal else {}
-    first = next((line["replays"] for line in journal if "replays" in line), None)
+    last, first = journal[-1] if journal else {}, _first(journal)
     return {
         "number": number,
         "state": last.get("state", ""),
         "stages": [
-            *(_drawn(journal, first) if journal else []),
-            *_sampled(run, found.rows, journal, first),
-            *_scored(found.rows),
+            *([_drawn(journal[0], first)] if journal else []),
+            _sampled(run, found.rows, journal, first),
+            *([_scored(found.rows)] if found.rows else []),
             *_judged(journal, found.rows),
             *_trained(run, last),
             *_replays(run, number, last),
@@ -91,51 +95,46 @@ def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
     }
 
 
-def _drawn(journal: Sequence[dict[str, Any]], first: int | None) -> list[dict[str, Any]]:
-    line = journal[0]
+def _drawn(line: dict[str, Any], first: int | None) -> dict[str, Any]:
     place = f"row {line['row']} of `{line['env']}`: draw {line['draw']}, epoch {line['epoch']}"
     if first is not None:
-        return [
-            {"name": "replayed", "text": f"The group of ticket {first} entered once more ({place}).", "ticket": first}
-        ]
-    return [{"name": "drawn", "text": f"Drawn from the data: {place}."}]
+        text = f"The group of ticket {first} entered once more ({place})."
+        return {"name": "replayed", "text": text, "ticket": first}
+    return {"name": "drawn", "text": f"Drawn from the data: {place}."}
 
 
 def _sampled(
     run: RunFolder, rows: Sequence[Row], journal: Sequence[dict[str, Any]], first: int | None
-) -> list[dict[str, Any]]:
-    flights = sum(line["state"] == "in flight" for line in journal)
+) -> dict[str, Any]:
     if not rows:
         last = journal[-1]["state"] if journal else ""
         texts = {"in flight": "It is being played, or was when the run stopped.", "dropped": "It left no rollout."}
-        return [{"name": "sampled", "text": texts.get(last, "Its rollouts are not in the record (yet).")}]
+        return {"name": "sampled", "text": texts.get(last, "Its rollouts are not in the record (yet).")}
     versions = [row.version_min for row in rows if row.version_min >= 0] + [row.version_max for row in rows]
     low, high = min(versions), max(versions)
     tokens = sum(row.tokens for row in rows)
     text = f"{_many(len(rows), 'rollout')}, {tokens:,} tokens sampled"
     if high >= 0:
         text += f" by version {low}" + (f" to {high}: new weights came while it played" if high > low else "")
-    if flights > 1:
+    if (flights := _flights(journal)) > 1:
         text += f"; played in {flights} attempts, since the run stopped in between"
     stage: dict[str, Any] = {"name": "sampled", "text": f"{text}.", "versions": [low, high]}
     if first is not None:
         stage["text"] = f"Sampled for ticket {first}: {stage['text']}"
     elif high >= 0 and (since := _published(run, high)) is not None:
         stage |= {"after": since}
-    return [stage]
+    return stage
 
 
-def _scored(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _scored(rows: Sequence[Row]) -> dict[str, Any]:
     paid = [row.reward for row in rows if row.reward is not None and not row.error]
     failed = [row for row in rows if row.error]
-    if not rows:
-        return []
-    told = []
+    parts = []
     if paid:
-        told.append(f"Rewards from {figure(min(paid))} to {figure(max(paid))}, mean {figure(sum(paid) / len(paid))}")
+        parts.append(f"Rewards from {figure(min(paid))} to {figure(max(paid))}, mean {figure(sum(paid) / len(paid))}")
     if failed:
-        told.append(f"{_many(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
-    return [{"name": "scored", "text": "; ".join(told) + "." if told else "No reward was given."}]
+        parts.append(f"{_many(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
+    return {"name": "scored", "text": "; ".join(parts) + "." if parts else "No reward was given."}
 
 
 def _judged(journal: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -146,8 +145,8 @@ def _judged(journal: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict
         stages.append({"name": "accepted", "text": f"Judged worth training and kept for a batch.{spread}"})
     if journal and journal[-1]["state"] == "dropped":
         reason = journal[-1].get("reason", "")
-        told = f"Dropped (`{reason}`): {why(reason)}."
-        stage = {"name": "dropped", "text": told + ("" if stages else spread), "reason": reason}
+        text = f"Dropped (`{reason}`): {_why(reason)}."
+        stage = {"name": "dropped", "text": text + ("" if stages else spread), "reason": reason}
         stages.append(stage | ({"step": rows[0].step, "by": rows[0].time} if rows else {}))
     return stages
 
@@ -160,12 +159,12 @@ def _trained(run: RunFolder, last: dict[str, Any]) -> list[dict[str, Any]]:
     loss = [f"{name} {figure(measured[name])}" for name in ("loss", "grad_norm", "lr") if name in measured]
     text = f"Shipped and trained in step {step}" + (f" ({', '.join(loss)})" if loss else "") + "."
     phases = _phases(run, step)
-    trained: dict[str, Any] = {"name": "trained", "text": text, "step": step, "phases": phases}
-    published: dict[str, Any] = {"name": "published", "text": f"The weights it helped to make are version {step}."}
     ends = {phase["name"]: phase["end"] for phase in phases}
-    for stage, kind in ((trained, "train"), (published, "publish")):
-        stage["time"] = ends.get(kind)
-    return [trained, published]
+    published = f"The weights it helped to make are version {step}."
+    return [
+        {"name": "trained", "text": text, "step": step, "phases": phases, "time": ends.get("train")},
+        {"name": "published", "text": published, "time": ends.get("publish")},
+    ]
 
 
 def _replays(run: RunFolder, number: int, last: dict[str, Any]) -> list[dict[str, Any]]:
@@ -174,12 +173,16 @@ def _replays(run: RunFolder, number: int, last: dict[str, Any]) -> list[dict[str
         return []
     query = Query(env=last["env"], row=last["row"], state="replayed", domain="training", sort="step", limit=MOST)
     again = dict.fromkeys((row.ticket, row.step) for row in run.rollouts.find(query).rows)
-    found = []
-    for ticket, step in again:
-        if any(line.get("replays") == number for line in run.tickets.life(ticket)):
-            told = f"Trained once more in step {step}, as ticket {ticket}."
-            found.append({"name": "replayed", "text": told, "ticket": ticket, "step": step})
-    return found
+    return [
+        {
+            "name": "replayed",
+            "text": f"Trained once more in step {step}, as ticket {ticket}.",
+            "ticket": ticket,
+            "step": step,
+        }
+        for ticket, step in again
+        if any(line.get("replays") == number for line in run.tickets.life(ticket))
+    ]
 
 
 def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:

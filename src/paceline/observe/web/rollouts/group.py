@@ -3,19 +3,18 @@
 Turns the filters of the rollouts page into a query, and builds its table lines and counts.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import Depends
+from fastapi import Depends, HTTPException
 from fastapi import Query as Asked
 
+from paceline.observe.monitor.text import one_line
 from paceline.observe.record import Gone, Query, Row, RunFolder, Told
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
-from paceline.observe.web.answers import refuse
 from paceline.observe.web.rollouts.episode import plain
 
 MOST_TRIES = 64
@@ -30,7 +29,7 @@ Said = list[tuple[str, str]]
 def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The messages that all tries begin with, and those of each from there on."""
     rows = tries(rollouts, index)
-    told = [_read(rollouts, row.index) for row in rows[:MOST_TRIES]]
+    told = [get_or_none(rollouts, row.index) for row in rows[:MOST_TRIES]]
     said = [_said(one) if one is not None else [] for one in told]
     spoken = [one for one in said if one]
     shared = _shared(spoken)
@@ -91,7 +90,8 @@ def common(one: str, other: str) -> int:
     return low
 
 
-def _read(rollouts: Rollouts, index: int) -> Told | None:
+def get_or_none(rollouts: Rollouts, index: int) -> Told | None:
+    """The rollout; None where it cannot be read, or the run went back since it was found."""
     try:
         return rollouts.get(index)
     except Gone:
@@ -144,7 +144,7 @@ def _query(
 ) -> Query:
     """`error` is `any`, `none` or a kind of failure; ranges include both ends."""
     if sort.removeprefix("-") not in SORTS:
-        raise refuse(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
+        raise HTTPException(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
     return Query(
         env=env,
         actor=actor,
@@ -172,29 +172,21 @@ def counts(run: RunFolder) -> dict[str, dict[str, int]]:
     """How many rollouts of the run have each value of the columns that can be chosen from."""
     view = run.rollouts.view()
     found = {}
-    for column in ("env", "actor", "state", "finish", "error"):
-        found[column] = _counted(view.rows[column], view.names)
-    found["domain"] = _counted(view.rows["domain"], DOMAINS)
+    for column in ("env", "actor", "state", "finish", "error", "domain"):
+        names = DOMAINS if column == "domain" else view.names
+        many = zip(names, np.bincount(view.rows[column]), strict=False)
+        found[column] = {name: int(count) for name, count in many if count}
     found["error"].pop("", None)
     return found
 
 
-def _counted(numbers: np.ndarray, names: Iterable[str]) -> dict[str, int]:
-    many = np.bincount(numbers)
-    return {name: int(count) for name, count in zip(names, many, strict=False) if count}
-
-
 def line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
     """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
-    told = asdict(row)
-    if not row.whole:
-        return told
-    try:
-        rollout = run.rollouts.get(row.index)
-    except Gone:  # the run went back since the row was found
-        return told
+    rollout = get_or_none(run.rollouts, row.index) if row.whole else None
+    if rollout is None:
+        return asdict(row)
     said = [plain(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
-    return told | {"excerpt": _excerpt([*said, rollout.error or ""], text)}
+    return asdict(row) | {"excerpt": _excerpt([*said, rollout.error or ""], text)}
 
 
 def _excerpt(said: list[str], text: str) -> str:
@@ -202,10 +194,6 @@ def _excerpt(said: list[str], text: str) -> str:
     for words in said if wanted else ():
         if (at := words.casefold().find(wanted)) >= 0:
             start = max(0, at - EXCERPT // 3)
-            return ("…" if start else "") + _flat(words[start : start + EXCERPT + len(text)])
+            return ("…" if start else "") + one_line(words[start : start + EXCERPT + len(text)])
     last = next((words for words in reversed(said) if words.strip()), "")
-    return _flat(last[: 4 * EXCERPT])[:EXCERPT]
-
-
-def _flat(words: str) -> str:
-    return " ".join(words.split())
+    return one_line(last[: 4 * EXCERPT])[:EXCERPT]

@@ -1,15 +1,11 @@
-"""Tickets: a page of them by their last state, and the life of one.
-
-Tokens of one rollout, and one token explained.
-"""
+"""Routes of tickets (a page of them by their last state, and the life of one) and of the tokens of a rollout."""
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, HTTPException, Query, Response
 
 from paceline.data import State
-from paceline.observe.record import Gone, RunFolder, Told
-from paceline.observe.web.answers import FiniteJsonResponse, refuse
+from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.runs import OneRun
 from paceline.observe.web.tickets import life_of, listed
 from paceline.observe.web.tokens.card import card_of
@@ -57,7 +53,7 @@ def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] =
         ticket = rows[0]["number"]
     life = life_of(run, ticket)
     if life is None:
-        raise refuse(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
+        raise HTTPException(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
     return FiniteJsonResponse(life)
 
 
@@ -71,7 +67,7 @@ def tokens(run: OneRun, id: Place = None, sample: Place = None, turn: Place = No
     index = newest(run) if id is None else id
     if index is None:
         return FiniteJsonResponse(NOTHING)
-    told = _told(run, index)
+    told = run.rollouts.get(index)
     return FiniteJsonResponse(page_of(run, told, strip_of(told, sample, turn)))
 
 
@@ -87,15 +83,8 @@ def card(
     index = newest(run) if id is None else id
     if index is None:
         return FiniteJsonResponse(NOTHING)
-    told = _told(run, index)
+    told = run.rollouts.get(index)
     strip = strip_of(told, sample, turn)
     if strip is None or at >= len(strip.ids):
-        raise refuse(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
+        raise HTTPException(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
     return FiniteJsonResponse(card_of(run, told, strip, at))
-
-
-def _told(run: RunFolder, index: int) -> Told:
-    try:
-        return run.rollouts.get(index)
-    except Gone as error:
-        raise refuse(404, str(error)) from None
