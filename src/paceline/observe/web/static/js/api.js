@@ -1,4 +1,5 @@
-// Asking the server. What it refuses comes as a sentence, and so does a server that does not answer.
+// Asking the server, and following its live updates. What it refuses comes as a sentence, and so does a server that
+// does not answer.
 
 export class Refused extends Error {
   constructor(message, status) {
@@ -31,4 +32,44 @@ export function address(path, parameters = {}) {
   }
   const text = query.toString();
   return `/api/${path}${text ? `?${text}` : ""}`;
+}
+
+/**
+ * Follow a stream of server-sent events. `parameters` is asked anew at each start, so that a page goes on from where it
+ * is. `listeners` maps an event's name to a function of what it says. Returns a function that ends it.
+ */
+export function follow(parameters, listeners) {
+  let source = null;
+  let mark = "";
+  const state = document.getElementById("link");
+  const lost = () => {
+    state.textContent = "connection lost, trying again";
+    state.hidden = false;
+  };
+  const start = () => {
+    source = new EventSource(address("live", parameters(mark)));
+    source.addEventListener("open", () => (state.hidden = true));
+    source.addEventListener("error", lost);
+    for (const [name, listener] of Object.entries(listeners)) {
+      source.addEventListener(name, (event) => {
+        if (event.lastEventId) mark = event.lastEventId;
+        listener(JSON.parse(event.data));
+      });
+    }
+  };
+  const stop = () => {
+    source?.close();
+    source = null;
+  };
+  const seen = () => {
+    if (document.hidden) stop();
+    else if (!source) start();
+  };
+  document.addEventListener("visibilitychange", seen);
+  if (!document.hidden) start();
+  return () => {
+    document.removeEventListener("visibilitychange", seen);
+    stop();
+    state.hidden = true;
+  };
 }

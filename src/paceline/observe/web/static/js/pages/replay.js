@@ -1,10 +1,9 @@
 // A step computed once more, token by token: where its loss comes from, and what it would have been with other settings.
-import { ask } from "../api.js";
+import { address, ask, Refused } from "../api.js";
 import { announce, fill, h, say } from "../dom.js";
 import { seconds } from "../format.js";
-import { outcome } from "../replay/outcome.js";
 import { settingsForm } from "../replay/form.js";
-import { cancel, ended, start } from "../replay/send.js";
+import { outcome } from "../replay/outcome.js";
 import { changed } from "../replay/words.js";
 import { toRun } from "../router.js";
 
@@ -143,4 +142,34 @@ function given(text) {
 function same(one, other) {
   const keys = Object.keys(one);
   return keys.length === Object.keys(other).length && keys.every((key) => one[key] === other[key]);
+}
+
+const LOOK_MS = 500;
+
+async function post(path, run, body) {
+  let answer;
+  try {
+    answer = await fetch(address(path, { run }), {
+      method: "POST", headers: { "Content-Type": "application/json", Accept: "application/json" }, body: JSON.stringify(body),
+    });
+  } catch {
+    throw new Refused("The server does not answer. Is `paceline ui` still running?", 0);
+  }
+  const told = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Refused(told.error || `The server answered ${answer.status}.`, answer.status);
+  return told.job;
+}
+
+const start = (run, step, settings) => post("replay/start", run, { step, settings });
+const cancel = (run) => post("replay/cancel", run, {});
+
+/** Look at a job until it ends; `tell` gets its progress. Null when `left()` says that the reader has left. */
+async function ended(run, job, tell, left) {
+  while (job?.state === "working") {
+    tell(job);
+    await new Promise((done) => setTimeout(done, LOOK_MS));
+    if (left()) return null;
+    ({ job } = await ask("replay/job", { run }));
+  }
+  return job;
 }
