@@ -230,14 +230,14 @@ def test_a_page_does_not_wait_for_a_long_journal_and_hears_later_what_it_says(tm
     (tmp_path / "long" / "tickets.jsonl").write_bytes(b"garbage\n" + few * (5_000_000 // len(few)))
     runs = Runs(tmp_path)
     run = runs.open("long")
-    assert run_state(run, patient=False)["problems"] == runs.vitals(patient=False)["long"]["problems"] == []
+    assert run_state(run, patient=False)["problems"] == runs.table(patient=False)["long"]["problems"] == []
     news = RunNews(run, "")
     heard = [told["problems"] for _ in range(3) for name, told, _ in news.look() if name == "standing"]
     assert heard[0] == []
     ((problem,),) = heard[1:]
     assert problem.endswith("the first is line 1")
     assert run_state(run, patient=False)["problems"] == [problem]
-    assert runs.vitals(patient=True)["long"]["problems"] == [problem]
+    assert runs.table(patient=True)["long"]["problems"] == [problem]
 
 
 def test_the_table_of_runs_hears_of_one_journal_after_the_other(tmp_path):

@@ -18,7 +18,7 @@ from paceline.observe.record import RunFolder, open_run
 from paceline.observe.terminal import snapshot
 from paceline.observe.terminal.app import TopApp
 from paceline.observe.terminal.drawing import RESCAN_SECONDS, RunPoller, bar
-from paceline.observe.web.runs import Opened, Runs
+from paceline.observe.web.runs import CachedRunFolder, Runs
 from recorded import Told, torn
 from tokened import tokened
 
@@ -228,7 +228,7 @@ def test_where_there_is_no_run_a_sentence_says_so(tmp_path, capsys, make):
 def test_the_record_is_looked_through_now_and_then_and_files_are_read_on(tmp_path, monkeypatch):
     told = Told(tmp_path, "run").step(5)
     now = [told.now]
-    run = Opened(told.path)
+    run = CachedRunFolder(told.path)
     asked: list[int] = []
     monkeypatch.setattr(RunFolder, "metrics", _counted(RunFolder.metrics, asked))
     looker = RunPoller(run, clock=lambda: now[0])
@@ -266,12 +266,12 @@ def test_signs_of_a_living_run_tell_pace_and_what_is_left(tmp_path):
 
 def test_a_look_without_a_new_step_tells_the_same_as_a_first_look(tmp_path):
     told = Told(tmp_path, "run").step(12)
-    run = Opened(told.path)
+    run = CachedRunFolder(told.path)
     before = vitals(run, told.now + 1)
     told.note("still here")
     again = vitals(run, told.now + 5, before)
     assert again.rewards is before.rewards, "curves are not looked through again"
-    assert replace(again, columns={}) == replace(vitals(Opened(told.path), told.now + 5), columns={})
+    assert replace(again, columns={}) == replace(vitals(CachedRunFolder(told.path), told.now + 5), columns={})
     told.step()
     assert vitals(run, told.now, again).status.step == 13
     assert vitals(run, told.now, again).rewards != before.rewards

@@ -41,21 +41,24 @@ def client(runs: Path):
     return _client(runs)
 
 
-def _client(folder: Path, key: str | None = None, base: str = "http://127.0.0.1:8200", **options) -> "Client":
-    return Client(build_app(folder, key), base, **options)
+def _client(folder: Path, key: str | None = None, base: str = "http://127.0.0.1:8200") -> "Client":
+    return Client(build_app(folder, key), base)
 
 
 class Client:
     """A plain client of the app; each request has a loop of its own."""
 
-    def __init__(self, app, base: str, **options) -> None:
-        self.app, self.base, self.options = app, base, options
+    def __init__(self, app, base: str = "http://127.0.0.1:8200") -> None:
+        self.app, self.base = app, base
 
     def get(self, path: str, **options) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def request(self, method: str, path: str, **options) -> httpx.Response:
         async def ask() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url=self.base, **self.options) as client:
-                return await client.get(path, **options)
+            async with httpx.AsyncClient(transport=transport, base_url=self.base) as client:
+                return await client.request(method, path, **options)
 
         return asyncio.run(ask())
 

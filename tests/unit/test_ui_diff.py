@@ -1,6 +1,5 @@
 """The diff page's server: the first difference in words, both sides of it, and what was the same before."""
 
-import asyncio
 import json
 import shutil
 import threading
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from test_ui import Client
 
 from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import MISSING, compare
@@ -36,12 +36,7 @@ class App:
         self.app = build_app(folder)
 
     def ask(self, **params) -> httpx.Response:
-        async def once() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8200") as client:
-                return await client.get("/api/diff", params=params)
-
-        return asyncio.run(once())
+        return Client(self.app).get("/api/diff", params=params)
 
     def diff(self, **params) -> dict:
         """The answer, however often one must ask."""

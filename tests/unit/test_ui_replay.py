@@ -1,6 +1,5 @@
 """The replay page's server: who may start a process, with which settings, how it ends, and what its result says."""
 
-import asyncio
 import ctypes
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from test_ui import Client
 
 from paceline.config import load
 from paceline.observe.web import build_app
@@ -53,12 +53,7 @@ class App:
         self.app.state.replays = self.desk = ReplayRunner()
 
     def ask(self, method: str, path: str, **options) -> httpx.Response:
-        async def once() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8200") as client:
-                return await client.request(method, f"/api/{path}", **options)
-
-        return asyncio.run(once())
+        return Client(self.app).request(method, f"/api/{path}", **options)
 
     def get(self, path: str, **params) -> dict:
         answer = self.ask("GET", path, params=params)

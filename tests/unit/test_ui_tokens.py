@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(runs: Path) -> Client:
-    return Client(build_app(runs), "http://127.0.0.1:8200")
+    return Client(build_app(runs))
 
 
 def _index(runs: Path, ticket: int, member: int, run: str = "tokens") -> int:
@@ -107,7 +107,7 @@ def test_other_vocabularies_are_read_as_they_write_spaces_and_bytes(spec, texts)
 
 def test_without_a_tokenizer_ids_are_shown_and_the_page_says_where_it_looked(client, runs, tmp_path):
     tokened(tmp_path, "away", **{"model.name": tmp_path / "nowhere"}).end()
-    here = Client(build_app(tmp_path), "http://127.0.0.1:8200")
+    here = Client(build_app(tmp_path))
     told = here.get("/api/tokens?run=away&id=1").json()
     assert told["texts"] is None
     assert str(tmp_path / "nowhere" / "tokenizer.json") in told["tokenizer"]
@@ -166,7 +166,7 @@ def test_a_reward_that_was_changed_after_the_credit_is_found(runs, client, tmp_p
     data = np.memmap(RecordFiles(told.path).index, view.rows.dtype, "r+")
     data["reward"][index] = 0.95
     data.flush()
-    line = _lines(Client(build_app(tmp_path), "http://127.0.0.1:8200"), index, len(PROMPT), "bug")["advantage"]
+    line = _lines(Client(build_app(tmp_path)), index, len(PROMPT), "bug")["advantage"]
     assert line["wrong"]
     assert "The record says −0.25" in line["note"]
 
@@ -236,7 +236,7 @@ def _gspo(loss, tokens):
 @pytest.mark.parametrize("normalise", ["token", "sample", "fixed"])
 def test_loss_shares_of_a_policy_that_has_not_moved_are_the_trainers(tmp_path, normalise):
     told = tokened(tmp_path, "shares", length=20, **{"trainer.normalise": normalise}).end()
-    client, run = Client(build_app(tmp_path), "http://127.0.0.1:8200"), open_run(told.path)
+    client, run = Client(build_app(tmp_path)), open_run(told.path)
     batch = run.rollouts.batch(3)
     trainer = load(None, [f"--trainer.normalise={normalise}"]).config.trainer
     scales = fold(batch, normalise, trainer.fixed_length)
@@ -308,12 +308,12 @@ def test_whatever_is_missing_is_a_sentence(client, runs, tmp_path):
     told = tokened(tmp_path, "cut").end()
     written = (told.path / "config.toml").read_text()
     (told.path / "config.toml").write_text(f"{written}\n[future]\nkey = 3\n")
-    here = Client(build_app(tmp_path), "http://127.0.0.1:8200")
+    here = Client(build_app(tmp_path))
     assert "advantage" in _lines(here, _index(tmp_path, 0, 0, "cut"), len(PROMPT), "cut")
     (told.path / "config.toml").write_text('name = "x"\nfuture = 3\n')
     at = RecordFiles(told.path).data
     at.write_bytes(at.read_bytes()[:-40])
-    here = Client(build_app(tmp_path), "http://127.0.0.1:8200")
+    here = Client(build_app(tmp_path))
     card = here.get("/api/tokens/card", params={"run": "cut", "id": 1, "at": 7}).json()
     assert "does not understand the run's config" in card["why"]
     assert here.get("/api/tokens?run=cut").status_code == 200

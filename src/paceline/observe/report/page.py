@@ -22,7 +22,7 @@ from paceline.observe.record import Gone, Query, Row, RunFolder, open_run
 from paceline.observe.record.advice import Advisory, advise, sight_of
 from paceline.observe.record.advice.telling import silence
 from paceline.observe.report.charts import charts, timeline
-from paceline.observe.web.rollouts.episode import talks
+from paceline.observe.web.rollouts.episode import conversations
 
 LATE = 20
 """Steps before the last whose rollouts are looked at: what the policy does now, not what it did at first."""
@@ -225,7 +225,7 @@ def _conversations(run: RunFolder, each: int) -> Iterator[Markup]:
 
 def _conversation(run: RunFolder, row: Row) -> dict[str, Any]:
     try:
-        found = talks(run.rollouts.get(row.index))
+        found = conversations(run.rollouts.get(row.index))
     except Gone as error:
         return {"problem": f"It cannot be read: {error}"}
     if not found["shown"]:

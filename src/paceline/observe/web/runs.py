@@ -24,7 +24,7 @@ Signature = tuple[int, int, int]
 """File, size and time of change; zeros where there is none."""
 
 
-class Opened(RunFolder):
+class CachedRunFolder(RunFolder):
     """A run folder that keeps its metrics as columns, and adds only the lines that came since.
 
     What it hands out is never changed afterwards: other threads read it while this one goes on.
@@ -33,7 +33,7 @@ class Opened(RunFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(RunDirectory(path))
         self._reading = threading.Lock()
-        self._kept: Columns = {}
+        self._columns: Columns = {}
         self._signature: Signature = (0, 0, 0)
         self._changed: tuple[Signature, list[Changed]] | None = None
 
@@ -48,13 +48,13 @@ class Opened(RunFolder):
             return super().metrics(since)
         with self._reading:
             now = signature(self.path / "metrics.jsonl")
-            if now != self._signature or not self._kept:
-                steps = self._kept.get("step", [])
+            if now != self._signature or not self._columns:
+                steps = self._columns.get("step", [])
                 goes_on = steps and now[0] == self._signature[0] and now[1] >= self._signature[1]
                 last = int(max(step or 0 for step in steps)) if goes_on else -1
-                self._kept = joined(self._kept, super().metrics(last + 1)) if goes_on else super().metrics()
+                self._columns = joined(self._columns, super().metrics(last + 1)) if goes_on else super().metrics()
                 self._signature = now
-            return self._kept
+            return self._columns
 
 
 def signature(path: Path) -> Signature:
@@ -72,22 +72,19 @@ def joined(columns: Columns, more: Columns) -> Columns:
     return {name: columns.get(name, [None] * before) + more.get(name, [None] * added) for name in names}
 
 
-SAYING = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
+STATE_FILES = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
 """Files that say how a run is."""
-
-
 ELSEWHERE = ("checkpoints", "export")
 
 
 @dataclass(frozen=True, slots=True)
-class _RunLine:
-    """The line of a run in the table."""
+class _TableRow:
+    """The row of a run in the table, and the files it was made of."""
 
     files: list[Signature]
-    """As they were then."""
     whole: bool
     """Whether its tickets were read, too."""
-    told: dict[str, Any]
+    row: dict[str, Any]
 
 
 def link_out(run: Path) -> str | None:
@@ -108,8 +105,8 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._open: dict[Path, RunFolder] = {}
-        self._told: dict[Path, _RunLine] = {}
-        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._rows: dict[Path, _TableRow] = {}
+        self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def names(self) -> dict[str, Path]:
         """Every run by its name. A folder that is a run itself holds that one alone."""
@@ -132,20 +129,20 @@ class Runs:
         """The open run at a path that `names` gave; one object each, so that what was read once is kept."""
         with self._lock:
             if path not in self._open:
-                self._open[path] = Opened(path)
+                self._open[path] = CachedRunFolder(path)
             return self._open[path]
 
-    def vitals(self, patient: bool) -> dict[str, dict[str, Any]]:
-        """Every run in a line, by its name. Only what may have changed is read again: files that did, and a run that
-        lives, since a process dies without writing. Journals of tickets take long to read and have little to say here,
-        so that each call with `patient` reads one more."""
+    def table(self, patient: bool) -> dict[str, dict[str, Any]]:
+        """Every run's row, by its name. Only what may have changed is read again: files that did, and a run that lives,
+        since a process dies without writing. Journals of tickets take long to read and have little to say here, so that
+        each call with `patient` reads one more."""
         names = self.names()
-        told = {name: self._vitals(name, path) for name, path in names.items()}
+        rows = {name: self._row(name, path) for name, path in names.items()}
         if patient:
-            with self._telling:
-                for name in [name for name, path in names.items() if not self._told[path].whole][:1]:
-                    told[name] = self._vitals(name, names[name], read=True)
-        return told
+            with self._reading:
+                for name in [name for name, path in names.items() if not self._rows[path].whole][:1]:
+                    rows[name] = self._row(name, names[name], read=True)
+        return rows
 
     def read_ahead(self) -> None:
         """Read what takes long the first time, of the newest run, before a page asks for it."""
@@ -153,14 +150,14 @@ class Runs:
             for path in list(self.names().values())[:1]:
                 self.at(path).problems()
 
-    def _vitals(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
-        files = [signature(path / file) for file in SAYING]
-        before = self._told.get(path)
-        if before is None or files != before.files or before.told["alive"] or read:
+    def _row(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
+        files = [signature(path / file) for file in STATE_FILES]
+        before = self._rows.get(path)
+        if before is None or files != before.files or before.row["alive"] or read:
             run, whole = self.at(path), read or (before is not None and before.whole)
-            told = table_row(name, run, run.problems(patient=read) if whole else run.brief_problems())
-            self._told[path] = before = _RunLine(files, whole, told)
-        return before.told
+            row = table_row(name, run, run.problems(patient=read) if whole else run.brief_problems())
+            self._rows[path] = before = _TableRow(files, whole, row)
+        return before.row
 
 
 def _runs(request: Request) -> Runs:
@@ -234,15 +231,15 @@ class RunNews:
                 yield "gone", {}, ""
             return
         if self._changed("metrics", signature(root / "metrics.jsonl")):
-            told, mark = read_metrics(self._run, self._mark)
+            columns, mark = read_metrics(self._run, self._mark)
             if mark != self._mark:
                 self._mark = mark
-                yield "metrics", told, mark
+                yield "metrics", columns, mark
         news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
         if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
-            told = run_state(self._run, patient)
-            self._seen |= {"status": told["status"], "problems": told["problems"]}
-            yield "standing", told, ""
+            state = run_state(self._run, patient)
+            self._seen |= {"status": state["status"], "problems": state["problems"]}
+            yield "standing", state, ""
         elif self._changed("status", asdict(self._run.status())):
             yield "status", self._seen["status"], ""
         sizes = {name: signature(root / name)[1] for name in GROWING}
@@ -259,12 +256,12 @@ class FolderNews:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._told: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, dict[str, Any]] = {}
 
     def look(self) -> Iterator[News]:
         """The runs that are new or have changed, and the names of those that went."""
-        before, self._told = self._told, self._runs.vitals(patient=bool(self._told))
-        changed = [told for name, told in self._told.items() if told != before.get(name)]
-        gone = [name for name in before if name not in self._told]
+        before, self._rows = self._rows, self._runs.table(patient=bool(self._rows))
+        changed = [row for name, row in self._rows.items() if row != before.get(name)]
+        gone = [name for name in before if name not in self._rows]
         if changed or gone:
             yield "runs", {"changed": changed, "gone": gone}, ""

@@ -1,7 +1,4 @@
-"""Shows the rollouts of a group side by side, and where each departs from the first.
-
-Turns the filters of the rollouts page into a query, and builds its table lines and counts.
-"""
+"""Shows the rollouts of a group side by side, queries the table of rollouts, and tells the fate of one in words."""
 
 from dataclasses import asdict
 from itertools import takewhile
@@ -15,22 +12,22 @@ from paceline.observe.monitor.text import one_line
 from paceline.observe.record import Gone, Query, Row, RunFolder, Told
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
-from paceline.observe.web.rollouts.episode import plain
+from paceline.observe.web.rollouts.episode import flat_text
 
 MOST_TRIES = 64
 """Columns that a page can hold."""
 MOST_SAID = 20_000
 """Characters of one message there; the rollout's own page has all of them."""
 
-Said = list[tuple[str, str]]
+RoleTexts = list[tuple[str, str]]
 """Role and text of each message."""
 
 
-def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
+def compare_tries(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The messages that all tries begin with, and those of each from there on."""
     rows = tries(rollouts, index)
     told = [get_or_none(rollouts, row.index) for row in rows[:MOST_TRIES]]
-    said = [_said(one) if one is not None else [] for one in told]
+    said = [_role_texts(one) if one is not None else [] for one in told]
     spoken = [one for one in said if one]
     shared = _shared(spoken)
     first = spoken[0] if spoken else []
@@ -42,7 +39,7 @@ def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
                 "metrics": one.metrics if one else {},
                 "error": one.error if one else None,
                 "first": words is first,
-                "pieces": parted(first[shared:], words[shared:]),
+                "pieces": split_from_first(first[shared:], words[shared:]),
             }
             for row, one, words in zip(rows, told, said, strict=False)
         ],
@@ -60,7 +57,7 @@ def tries(rollouts: Rollouts, index: int) -> list[Row]:
     return here if len(here) > 1 else sorted(alike, key=lambda row: row.member)
 
 
-def parted(first: Said, other: Said) -> list[dict[str, Any]]:
+def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]:
     """Messages in pieces: what is as in the first, and from where they part on what is not."""
     together = True
     pieces = []
@@ -98,13 +95,13 @@ def get_or_none(rollouts: Rollouts, index: int) -> Told | None:
         return None
 
 
-def _said(told: Told) -> Said:
+def _role_texts(told: Told) -> RoleTexts:
     if told.turns and told.turns[-1].messages is None:
         return [("assistant", turn.text) for turn in told.turns]
-    return [(str(m.get("role", "")) if isinstance(m, dict) else "", plain(m)) for m in told.messages]
+    return [(str(m.get("role", "")) if isinstance(m, dict) else "", flat_text(m)) for m in told.messages]
 
 
-def _shared(said: list[Said]) -> int:
+def _shared(said: list[RoleTexts]) -> int:
     """How many messages all begin with; the last one is always the tries' own."""
     most = min((len(one) - 1 for one in said), default=0)
     alike = takewhile(lambda at: all(one[at] == said[0][at] for one in said), range(most))
@@ -180,12 +177,12 @@ def counts(run: RunFolder) -> dict[str, dict[str, int]]:
     return found
 
 
-def line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
+def table_line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
     """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
     rollout = get_or_none(run.rollouts, row.index) if row.whole else None
     if rollout is None:
         return asdict(row)
-    said = [plain(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
+    said = [flat_text(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
     return asdict(row) | {"excerpt": _excerpt([*said, rollout.error or ""], text)}
 
 
@@ -197,3 +194,37 @@ def _excerpt(said: list[str], text: str) -> str:
             return ("…" if start else "") + one_line(words[start : start + EXCERPT + len(text)])
     last = next((words for words in reversed(said) if words.strip()), "")
     return one_line(last[: 4 * EXCERPT])[:EXCERPT]
+
+
+REASONS = {
+    "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",
+    "group_too_small": "fewer rollouts survived than the environment's min_group_size",
+    "stale": "its oldest trained token was more than `staleness` versions old when its batch was to ship",
+    "oversampled": "more groups were started than the batch needed, and the rest would be too old for the next one",
+    "shunned": "its draw broke a step in an earlier life of the run, so it was not played again",
+    "group_filter": "the function in filters.group did not keep it",
+    "failed": "the run ended while the group was being judged",
+    "environment": "the environment let this episode go: it answered with no outcome",
+    "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
+}
+STATES = {
+    "trained": "It trained.",
+    "replayed": "It trained once more: a replay under a ticket of its own.",
+    "skipped": "Its step was left out, since the gradient was bad.",
+    "evaluated": "Played to see how good the policy is; it never trains.",
+    "matched": "Played against the league to rate the policy; it never trains.",
+    "failed": "The episode failed, so it is outside the group's baseline and does not train.",
+}
+TRAINS = ("trained", "replayed")
+
+
+def fate(state: str) -> str:
+    """A rollout's state as a sentence."""
+    if state.startswith("dropped:"):
+        return f"Dropped, so it did not train: {why_dropped(state.removeprefix('dropped:'))}."
+    return STATES.get(state, state)
+
+
+def why_dropped(reason: str) -> str:
+    """A reason for a drop, in words."""
+    return REASONS.get(reason, reason)

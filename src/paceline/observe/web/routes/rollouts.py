@@ -1,7 +1,4 @@
-"""Routes of rollouts: a filtered page, one of them in full, its group, its episode, and the league.
-
-Reads a run's leagues from its newest checkpoint: ratings, and the points of each pair of players.
-"""
+"""Routes of rollouts: a filtered page, one of them in full, its group, its episode, and the league."""
 
 import json
 from dataclasses import asdict, replace
@@ -14,8 +11,8 @@ from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import RunFolder
 from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.rollouts.episode import story, talks
-from paceline.observe.web.rollouts.group import OneQuery, counts, line, side_by_side, tries
+from paceline.observe.web.rollouts.episode import conversations, episode_story
+from paceline.observe.web.rollouts.group import OneQuery, compare_tries, counts, table_line, tries
 from paceline.observe.web.runs import OneRun
 from paceline.selfplay.payoff import Payoff
 
@@ -83,7 +80,7 @@ def rollouts(run: OneRun, query: OneQuery) -> Response:
         {
             "total": found.total,
             "all": run.rollouts.count,
-            "rows": [line(run, row, query.text) for row in found.rows],
+            "rows": [table_line(run, row, query.text) for row in found.rows],
             "counts": counts(run),
             "kept": run.rollouts.kept,
             "problems": run.rollouts.problems(),
@@ -105,7 +102,7 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
             "reward": told.reward,
             "metrics": told.metrics,
             "error": told.error,
-            "talks": talks(told),
+            "talks": conversations(told),
             "beside": beside and asdict(beside),
             "tries": len(tries(run.rollouts, index)),
             "seats": len(run.rollouts.episode(index)),
@@ -117,13 +114,13 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
 @router.get("/group")
 def group(run: OneRun, index: Index) -> Response:
     """All tries of its ticket, side by side."""
-    return FiniteJsonResponse(side_by_side(run.rollouts, index))
+    return FiniteJsonResponse(compare_tries(run.rollouts, index))
 
 
 @router.get("/episode")
 def episode(run: OneRun, index: Index) -> Response:
     """All seats of its episode in one line of time."""
-    return FiniteJsonResponse(story(run.rollouts, index))
+    return FiniteJsonResponse(episode_story(run.rollouts, index))
 
 
 @router.get("/league")

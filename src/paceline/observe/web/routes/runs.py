@@ -135,7 +135,7 @@ def _spot(path: KeyPath, table: Any) -> Spot | None:
 @router.get("/runs")
 def runs(runs: AllRuns) -> Response:
     """Every run of the folder, in a line."""
-    return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.vitals(patient=False).values())})
+    return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.table(patient=False).values())})
 
 
 @router.get("/run")

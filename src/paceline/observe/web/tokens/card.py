@@ -20,7 +20,7 @@ from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
 from paceline.data import Scales
 from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, Told
-from paceline.observe.web.tickets import TRAINS, fate
+from paceline.observe.web.rollouts.group import TRAINS, fate
 from paceline.observe.web.tokens.credit import CardLine, Peer, advantage, share_of
 from paceline.observe.web.tokens.strip import Strip, settings_of, trained_by
 

@@ -22,7 +22,7 @@ from paceline.config import RunConfig
 from paceline.config.model import QUICKSTART
 from paceline.data import Sample
 from paceline.observe.record import Query, RunFolder, Told, ToldTurn
-from paceline.observe.web.tickets import TRAINS, fate
+from paceline.observe.web.rollouts.group import TRAINS, fate
 from paceline.observe.web.tokens.credit import place_of
 
 LARGEST = 256 << 20

@@ -8,11 +8,13 @@ export class Refused extends Error {
   }
 }
 
-/** GET /api/<path> with these parameters; lists repeat their name, null and undefined are left out. */
-export async function ask(path, parameters = {}, signal = undefined) {
+/** GET /api/<path> with these parameters, or POST a body; lists repeat their name, null and undefined are left out. */
+export async function ask(path, parameters = {}, signal = undefined, body = undefined) {
+  const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  const type = body === undefined ? {} : { "Content-Type": "application/json" };
   let answer, told;
   try {
-    answer = await fetch(address(path, parameters), { signal, headers: { Accept: "application/json" } });
+    answer = await fetch(address(path, parameters), { signal, ...sent, headers: { ...type, Accept: "application/json" } });
     told = await answer.json(); // which a request that is called off while its body comes breaks off too
   } catch (error) {
     if (error.name === "AbortError") throw error;

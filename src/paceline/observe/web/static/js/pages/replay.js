@@ -1,5 +1,5 @@
 // A step computed once more, token by token: where its loss comes from, and what it would have been with other settings.
-import { address, ask, Refused } from "../api.js";
+import { ask } from "../api.js";
 import { announce, fill, h, say } from "../dom.js";
 import { seconds } from "../format.js";
 import { settingsForm } from "../replay/form.js";
@@ -146,20 +146,8 @@ function same(one, other) {
 
 const LOOK_MS = 500;
 
-async function post(path, run, body) {
-  let answer;
-  try {
-    answer = await fetch(address(path, { run }), {
-      method: "POST", headers: { "Content-Type": "application/json", Accept: "application/json" }, body: JSON.stringify(body),
-    });
-  } catch {
-    throw new Refused("The server does not answer. Is `paceline ui` still running?", 0);
-  }
-  const told = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Refused(told.error || `The server answered ${answer.status}.`, answer.status);
-  return told.job;
-}
-
+// The only requests that change something are POSTs in JSON from our own page.
+const post = async (path, run, body) => (await ask(path, { run }, undefined, body)).job;
 const start = (run, step, settings) => post("replay/start", run, { step, settings });
 const cancel = (run) => post("replay/cancel", run, {});
 
