@@ -42,9 +42,9 @@ def address(folder):
     for changes in ({}, TIGHT):
         config = load(run / "config.toml", [f"--{key}={value}" for key, value in changes.items()]).config
         told = json.loads(as_json(run, replay(run, 3, config), config))
-        desk.kept.put(run.resolve(), name_of(3, changes), ReplayResult(json.dumps(told).encode(), 3, changes))
+        desk.results.put(run.resolve(), name_of(3, changes), ReplayResult(json.dumps(told).encode(), 3, changes))
     told["samples"][0]["text"][0] = HOSTILE
-    desk.kept.put(run.resolve(), name_of(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
+    desk.results.put(run.resolve(), name_of(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.observe.web.app.ReplayRunner", lambda: desk)
         with served(folder) as here:

@@ -140,7 +140,7 @@ def test_a_replay_brings_the_ratio_and_the_rule_that_held_a_token_back(browser, 
     about = {"components": ["rl"], "weights": {"exact": True, "from": "here"}, "loss": {}, "samples": told}
     app = build_app(folder)
     app.state.replays = ReplayRunner()
-    app.state.replays.kept.put(run.path.resolve(), "1", ReplayResult(json.dumps(about).encode(), 1, {}))
+    app.state.replays.results.put(run.path.resolve(), "1", ReplayResult(json.dumps(about).encode(), 1, {}))
     monkeypatch.setattr(recorded, "build_app", lambda *_: app)
     with served(folder) as here:
         page = browser.new_page()

@@ -30,7 +30,7 @@ ON_THE_WAY = (
     "paceline.trainer",
     "paceline.selfplay",
     "paceline.observe.web",
-    "paceline.observe.terminal.watching",
+    "paceline.observe.terminal.app",
     "paceline.observe.report",
     "paceline.planner",
 )

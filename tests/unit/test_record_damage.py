@@ -10,12 +10,12 @@ from rich.console import Console
 
 from paceline.commands import main
 from paceline.config import load
+from paceline.observe.analysis.timeline import lanes
 from paceline.observe.monitor import RunPlan, RunRecorder, Screen
 from paceline.observe.monitor.doctor import examine
 from paceline.observe.record import open_run
 from paceline.observe.record.layout import LANE, RecordFiles
-from paceline.observe.web.runs import Opened
-from paceline.observe.web.vitals import lanes_of
+from paceline.observe.web.runs import CachedRunFolder
 from paceline.planner import compare, keep_plan
 from recorded import Told, torn
 from talking import Talking
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_leaves_damaged_lines_to_their_readers(run):
 
 @pytest.mark.parametrize("step", ["Infinity", "1e999", "NaN", "9" * 400, '"seven"'])
 def test_a_step_that_is_no_number_is_a_gap_and_later_lines_are_still_read(run, step):
-    opened = Opened(run)
+    opened = CachedRunFolder(run)
     before = opened.metrics()["step"]
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": {step}, "time": 1.0, "loss": 1.0}}\n')
@@ -103,9 +103,9 @@ def test_a_step_that_is_no_number_is_a_gap_and_later_lines_are_still_read(run, s
 
 @pytest.mark.parametrize("time", ["NaN", "Infinity", "null", '"noon"'])
 def test_a_time_that_is_no_number_leaves_the_other_steps_their_lanes(run, time):
-    before = lanes_of(open_run(run), None, None, 2)
+    before = lanes(open_run(run), None, None, 2)
     damage(run / "metrics.jsonl", f'{{"step": 3, "time": {time}, "time/train": 2.0, "time/step": 3.0}}')
-    assert lanes_of(open_run(run), None, None, 2) == before
+    assert lanes(open_run(run), None, None, 2) == before
 
 
 @pytest.mark.parametrize("column", ["start", "end", "value"])
@@ -113,7 +113,7 @@ def test_a_span_that_is_no_number_is_left_out(run, column):
     talking = Talking(run)
     talking.keeper.spans(1, [("run", "train", 10.0 + n, 10.5 + n) for n in range(9)])
     talking.close()
-    before = lanes_of(open_run(run), None, None, 2)
+    before = lanes(open_run(run), None, None, 2)
     assert before["source"] == "record"
     path = RecordFiles(run).lanes
     odd = np.fromfile(path, LANE)[:1]
@@ -121,4 +121,4 @@ def test_a_span_that_is_no_number_is_left_out(run, column):
         odd[column] = wrong
         with path.open("ab") as file:
             file.write(odd.tobytes())
-    assert lanes_of(open_run(run), None, None, 2) == before
+    assert lanes(open_run(run), None, None, 2) == before

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from paceline.commands import main
+from paceline.observe.analysis.vitals import vitals
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import Advisory, Knob
-from paceline.observe.report.curves import BINS, Scale, around, chart, tag, thinned
-from paceline.observe.report.page import POLICY, STYLE, advisories, page
-from paceline.observe.terminal.look import Look
-from paceline.observe.terminal.signs import signs
+from paceline.observe.report.charts import BINS, Scale, bounds, chart, thin
+from paceline.observe.report.page import POLICY, STYLE, TEMPLATES, page
+from paceline.observe.terminal.drawing import RunSnapshot
 from recorded import Told, torn
 from tokened import tokened
 
@@ -207,7 +207,7 @@ def test_a_copied_run_makes_the_same_report(runs, tmp_path):
     assert here.replace(str(runs), "") == there.replace(str(tmp_path), "").replace(str(runs), "")
 
 
-def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_terminal(runs):
+def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_terminal(runs, monkeypatch):
     found = Advisory(
         rule="truncation",
         title="half of the replies are cut off",
@@ -218,13 +218,16 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
         knobs=[Knob("sampling.max_tokens", 512, 256, "room to finish")],
         rollouts=[7, 9],
     )
-    told = _passive(advisories([found], "")).text
+    monkeypatch.setattr("paceline.observe.report.page.advise", lambda sight: [found])
+    told = _told(runs, "finished")
     for words in (found.title, found.seen, "(steps 3 to 40)", found.sure, found.caution, "7, 9", "(now 256)"):
         assert words in told
     assert "--sampling.max_tokens 512" in told
-    assert _passive(advisories([], "nothing to say")).text == "Nothing to say."
+    monkeypatch.setattr("paceline.observe.report.page.advise", lambda sight: [])
+    monkeypatch.setattr("paceline.observe.report.page.silence", lambda sight: "nothing to say")
+    assert "Nothing to say." in _told(runs, "finished")
     screen = Console(file=StringIO(), width=200)
-    screen.print(Look(signs(open_run(runs / "finished")), [found], []).drawn(200))
+    screen.print(RunSnapshot(vitals(open_run(runs / "finished")), [found], []).drawn(200))
     assert f"{found.title}: {found.seen}" in screen.file.getvalue()
 
 
@@ -233,10 +236,9 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
 )
 def test_any_values_make_a_chart_within_its_frame(values):
     drawn = chart("any", "", {"a": list(enumerate(values, 1))}, 0.0)
-    numbers = [float(n) for n in re.findall(r'(?:cy|y1)="([^"]+)"', str(drawn))]
-    numbers += [
-        float(pair.split(",")[1]) for found in re.findall(r'points="([^"]+)"', str(drawn)) for pair in found.split()
-    ]
+    (curve,) = drawn["curves"]
+    numbers = [y for y, _ in drawn["rows"]] + [y for _, y in curve["dots"]]
+    numbers += [float(pair.split(",")[1]) for pair in curve["line"].split()]
     assert numbers
     assert all(0 <= number <= 190 for number in numbers)
 
@@ -248,7 +250,7 @@ def test_nothing_makes_no_chart():
 def test_thinning_keeps_every_spike():
     points = [(float(n), 0.0) for n in range(100_000)]
     points[77_777] = (77_777.0, 9.0)
-    found = thinned(points, BINS)
+    found = thin(points, BINS)
     assert len(found) <= 2 * BINS
     assert (77_777.0, 9.0) in found
     assert list(found) == sorted(found)
@@ -256,10 +258,11 @@ def test_thinning_keeps_every_spike():
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.004, 0.0037), (3.0, 3.01), (0.0, 123_456.0)])
 def test_ticks_are_few_and_within(low, high):
-    ticks = Scale(*around([low, high]), 0, 100).ticks(4)
+    ticks = Scale(*bounds([low, high]), 0, 100).ticks(4)
     assert 1 <= len(ticks) <= 6
-    assert all(around([low, high])[0] <= tick <= around([low, high])[1] for tick in ticks)
+    assert all(bounds([low, high])[0] <= tick <= bounds([low, high])[1] for tick in ticks)
 
 
-def test_whatever_is_no_element_is_escaped():
-    assert tag("p", "<b>", tag("i", "&"), None, 3, title='"<') == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i>3</p>'
+def test_whatever_a_template_is_given_is_escaped():
+    made = TEMPLATES.from_string('<p title="{{ title }}">{{ text }}</p>').render(title='"<', text="<b>\x1b\n")
+    assert made == '<p title="&#34;&lt;">&lt;b&gt;\\x1b\n</p>'

@@ -16,7 +16,7 @@ from paceline.observe.monitor import RunRecorder
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import tickets
 from paceline.observe.record.tickets import Tickets
-from paceline.observe.web.runs import FolderNews, RunNews, Runs, standing
+from paceline.observe.web.runs import FolderNews, RunNews, Runs, run_state
 from paceline.runtime import session
 from recorded import Told
 
@@ -230,14 +230,14 @@ def test_a_page_does_not_wait_for_a_long_journal_and_hears_later_what_it_says(tm
     (tmp_path / "long" / "tickets.jsonl").write_bytes(b"garbage\n" + few * (5_000_000 // len(few)))
     runs = Runs(tmp_path)
     run = runs.open("long")
-    assert standing(run, patient=False)["problems"] == runs.vitals(patient=False)["long"]["problems"] == []
+    assert run_state(run, patient=False)["problems"] == runs.table(patient=False)["long"]["problems"] == []
     news = RunNews(run, "")
     heard = [told["problems"] for _ in range(3) for name, told, _ in news.look() if name == "standing"]
     assert heard[0] == []
     ((problem,),) = heard[1:]
     assert problem.endswith("the first is line 1")
-    assert standing(run, patient=False)["problems"] == [problem]
-    assert runs.vitals(patient=True)["long"]["problems"] == [problem]
+    assert run_state(run, patient=False)["problems"] == [problem]
+    assert runs.table(patient=True)["long"]["problems"] == [problem]
 
 
 def test_the_table_of_runs_hears_of_one_journal_after_the_other(tmp_path):
@@ -256,4 +256,4 @@ def test_the_table_of_runs_hears_of_one_journal_after_the_other(tmp_path):
 def test_a_short_journal_is_read_at_once(tmp_path):
     Told(tmp_path, "short").step(1).end()
     (tmp_path / "short" / "tickets.jsonl").write_bytes(b"garbage\n" + journal(0))
-    assert len(standing(Runs(tmp_path).open("short"), patient=False)["problems"]) == 1
+    assert len(run_state(Runs(tmp_path).open("short"), patient=False)["problems"]) == 1

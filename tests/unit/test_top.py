@@ -11,13 +11,14 @@ import pytest
 from textual.pilot import Pilot
 
 from paceline.commands import main
+from paceline.observe.analysis.text import around, figure, harmless, line, moment
+from paceline.observe.analysis.vitals import vitals
 from paceline.observe.monitor import RunDirectory, RunPlan
 from paceline.observe.record import RunFolder, open_run
 from paceline.observe.terminal import snapshot
-from paceline.observe.terminal.look import SELDOM, Looker, around, bar, figure, harmless, line, moment
-from paceline.observe.terminal.signs import signs
-from paceline.observe.terminal.watching import Top
-from paceline.observe.web.runs import Opened, Runs
+from paceline.observe.terminal.app import TopApp
+from paceline.observe.terminal.drawing import RESCAN_SECONDS, RunPoller, bar
+from paceline.observe.web.runs import CachedRunFolder, Runs
 from recorded import Told, torn
 from tokened import tokened
 
@@ -38,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     living.let_go()
 
 
-def _screen(app: Top) -> str:
+def _screen(app: TopApp) -> str:
     """What stands on the terminal, row by row."""
     return "\n".join("".join(segment.text for segment in row) for row in app.screen._compositor.render_strips())
 
@@ -48,7 +49,7 @@ def _words(screen: str) -> str:
     return " ".join(screen.split())
 
 
-async def _settled(app: Top, pilot: Pilot) -> str:
+async def _settled(app: TopApp, pilot: Pilot) -> str:
     """The screen once the last look is over and drawn. The pilot itself takes a process that gets no core for one that
     has nothing to do."""
     while not (app._looking and app._looking.is_finished and app._seen is app._looking.result):
@@ -60,7 +61,7 @@ async def _settled(app: Top, pilot: Pilot) -> str:
     return screens[-1]
 
 
-async def _looked(app: Top, pilot: Pilot) -> str:
+async def _looked(app: TopApp, pilot: Pilot) -> str:
     """The screen after a look that began now: one that is under way may have read before."""
     while app._looking and not app._looking.is_finished:
         await pilot.pause()
@@ -68,11 +69,11 @@ async def _looked(app: Top, pilot: Pilot) -> str:
     return await _settled(app, pilot)
 
 
-def _watched(path: Path, *keys: str, size: tuple[int, int] = (80, 24)) -> tuple[Top, list[str]]:
+def _watched(path: Path, *keys: str, size: tuple[int, int] = (80, 24)) -> tuple[TopApp, list[str]]:
     """The real app on a terminal of this size: its screen at first, and after each key."""
 
-    async def live() -> tuple[Top, list[str]]:
-        app, screens = Top(Runs(path)), []
+    async def live() -> tuple[TopApp, list[str]]:
+        app, screens = TopApp(Runs(path)), []
         async with app.run_test(size=size) as pilot:
             for key in ("", *keys):
                 if key:
@@ -134,8 +135,8 @@ def test_t_changes_the_theme_and_a_question_mark_explains(runs):
 
 
 def test_q_leaves(runs):
-    async def live() -> Top:
-        app = Top(Runs(runs))
+    async def live() -> TopApp:
+        app = TopApp(Runs(runs))
         async with app.run_test() as pilot:
             await pilot.press("q")
             while app.is_running:  # noqa: ASYNC110 - its own loop ends it
@@ -149,7 +150,7 @@ def test_a_run_that_goes_on_is_seen_at_the_next_look(tmp_path):
     told = Told(tmp_path, "run", began=time.time() - 60).step(3)
 
     async def live() -> list[str]:
-        app, screens = Top(Runs(tmp_path)), []
+        app, screens = TopApp(Runs(tmp_path)), []
         async with app.run_test() as pilot:
             for more in (0, 4, None):
                 told.step(more) if more is not None else told.let_go()
@@ -169,7 +170,7 @@ def test_a_run_whose_folder_goes_is_named(tmp_path):
     told = Told(folder, "run").step(2).end()
 
     async def live() -> str:
-        app = Top(Runs(folder))
+        app = TopApp(Runs(folder))
         async with app.run_test() as pilot:
             await _settled(app, pilot)
             told.path.rename(tmp_path.parent / "elsewhere")
@@ -199,7 +200,7 @@ def test_an_environment_with_a_hostile_name_is_shown_as_text(tmp_path):
 def test_into_a_pipe_one_plain_picture_goes_and_torch_is_not_needed(runs):
     code = (
         "import sys; from paceline.commands import main; assert main(sys.argv[1:]) == 0\n"
-        "import paceline.observe.terminal.watching, paceline.observe.report\n"
+        "import paceline.observe.terminal.app, paceline.observe.report\n"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(
@@ -227,16 +228,16 @@ def test_where_there_is_no_run_a_sentence_says_so(tmp_path, capsys, make):
 def test_the_record_is_looked_through_now_and_then_and_files_are_read_on(tmp_path, monkeypatch):
     told = Told(tmp_path, "run").step(5)
     now = [told.now]
-    run = Opened(told.path)
+    run = CachedRunFolder(told.path)
     asked: list[int] = []
     monkeypatch.setattr(RunFolder, "metrics", _counted(RunFolder.metrics, asked))
-    looker = Looker(run, clock=lambda: now[0])
+    looker = RunPoller(run, clock=lambda: now[0])
     assert looker.look().problems == []
     (told.path / "tickets.jsonl").write_text("nonsense\n")
-    now[0] += SELDOM / 2
+    now[0] += RESCAN_SECONDS / 2
     assert looker.look().problems == [], "too soon to look again"
     told.step(2)
-    now[0] += SELDOM
+    now[0] += RESCAN_SECONDS
     assert any("tickets.jsonl" in problem for problem in looker.look().problems)
     assert asked == [0, 6], "only the lines that came since"
     told.let_go()
@@ -252,28 +253,28 @@ def _counted(real, asked: list[int]):
 
 def test_signs_of_a_living_run_tell_pace_and_what_is_left(tmp_path):
     told = Told(tmp_path, "run", steps=100).step(30)
-    seen = signs(open_run(told.path), now=told.now + 0.5)
+    seen = vitals(open_run(told.path), now=told.now + 0.5)
     assert seen.pace == pytest.approx(0.9 + 0.4 / 10, abs=0.05)
     assert seen.left == pytest.approx(70 * seen.pace - 0.5)
     assert seen.losses["loss"] == pytest.approx(sum(v for k, v in seen.losses.items() if k != "loss"))
     assert seen.dropped["stale"] == 4
     told.end()
-    done = signs(open_run(told.path))
+    done = vitals(open_run(told.path))
     assert done.left is None
     assert done.onward[1].endswith("--resume latest --steps 60")
 
 
 def test_a_look_without_a_new_step_tells_the_same_as_a_first_look(tmp_path):
     told = Told(tmp_path, "run").step(12)
-    run = Opened(told.path)
-    before = signs(run, told.now + 1)
+    run = CachedRunFolder(told.path)
+    before = vitals(run, told.now + 1)
     told.note("still here")
-    again = signs(run, told.now + 5, before)
+    again = vitals(run, told.now + 5, before)
     assert again.rewards is before.rewards, "curves are not looked through again"
-    assert replace(again, columns={}) == replace(signs(Opened(told.path), told.now + 5), columns={})
+    assert replace(again, columns={}) == replace(vitals(CachedRunFolder(told.path), told.now + 5), columns={})
     told.step()
-    assert signs(run, told.now, again).status.step == 13
-    assert signs(run, told.now, again).rewards != before.rewards
+    assert vitals(run, told.now, again).status.step == 13
+    assert vitals(run, told.now, again).rewards != before.rewards
     told.let_go()
 
 
@@ -282,7 +283,7 @@ def test_a_run_that_died_goes_on_from_its_newest_whole_checkpoint(tmp_path):
     for step in (4, 8):
         (told.path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (told.path / "checkpoints" / "step-000004" / "state.json").write_text("{}")
-    what, command = signs(open_run(told.path)).onward
+    what, command = vitals(open_run(told.path)).onward
     assert what == "to go on from step-000004", "8 was not written to its end"
     assert command.endswith("config.toml --resume latest")
 
@@ -292,7 +293,7 @@ def test_a_pause_between_two_lives_is_no_step(tmp_path):
     told.now += 86_400
     told.recorder.begin(_plan(told))
     told.step(5)
-    assert signs(open_run(told.path)).pace < 2
+    assert vitals(open_run(told.path)).pace < 2
     told.let_go()
 
 
@@ -301,11 +302,11 @@ def _plan(told: Told) -> RunPlan:
 
 
 def test_lanes_are_shares_of_the_last_minute_by_record_or_by_metrics(tmp_path):
-    plain = signs(open_run(Told(tmp_path, "plain").step(20).let_go().path))
+    plain = vitals(open_run(Told(tmp_path, "plain").step(20).let_go().path))
     shares = {lane.lane: lane.share for lane in plain.busy.lanes}
     assert set(shares) == {"engine", "trainer", "publish", "evaluation"}
     assert shares["trainer"] == pytest.approx(0.52 / 0.94, abs=0.08), "0.5 s of training and 0.02 of scoring in 0.94 s"
-    kept = signs(open_run(tokened(tmp_path).let_go().path))
+    kept = vitals(open_run(tokened(tmp_path).let_go().path))
     assert {lane.lane for lane in kept.busy.lanes} == {"trainer", "publish"}
     assert all(0 < lane.share <= 1 for lane in kept.busy.lanes)
 

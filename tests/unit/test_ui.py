@@ -16,11 +16,12 @@ import paceline.observe.web
 from launching import Launched
 from paceline.commands import main
 from paceline.config import ConfigError
+from paceline.observe.analysis.timeline import LaneSpan, bin_spans, from_metrics, from_record
+from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
 from paceline.observe.web import build_app, load_options
-from paceline.observe.web.guard import HEADERS
+from paceline.observe.web.http import HEADERS
 from paceline.observe.web.routes import GROUPS
-from paceline.observe.web.vitals import Stretch, binned, family, from_metrics, recorded
 from recorded import Told, served, torn
 
 
@@ -40,21 +41,24 @@ def client(runs: Path):
     return _client(runs)
 
 
-def _client(folder: Path, key: str | None = None, base: str = "http://127.0.0.1:8200", **options) -> "Client":
-    return Client(build_app(folder, key), base, **options)
+def _client(folder: Path, key: str | None = None, base: str = "http://127.0.0.1:8200") -> "Client":
+    return Client(build_app(folder, key), base)
 
 
 class Client:
     """A plain client of the app; each request has a loop of its own."""
 
-    def __init__(self, app, base: str, **options) -> None:
-        self.app, self.base, self.options = app, base, options
+    def __init__(self, app, base: str = "http://127.0.0.1:8200") -> None:
+        self.app, self.base = app, base
 
     def get(self, path: str, **options) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def request(self, method: str, path: str, **options) -> httpx.Response:
         async def ask() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url=self.base, **self.options) as client:
-                return await client.get(path, **options)
+            async with httpx.AsyncClient(transport=transport, base_url=self.base) as client:
+                return await client.request(method, path, **options)
 
         return asyncio.run(ask())
 
@@ -237,7 +241,7 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
         TimelineSpan("environment words", "playing", 0.0, 1.0, 1, 4.0),
         TimelineSpan("environment words", "playing", 1.0, 2.0, 1, 8.0),
     ]
-    told = [(one.lane, one.kind, one.share) for one in recorded(spans)]
+    told = [(one.lane, one.kind, one.share) for one in from_record(spans)]
     assert told == [
         ("trainer", "wait", 1.0),
         ("trainer", "train", 1.0),
@@ -250,12 +254,12 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
 
 def test_bins_hold_the_same_seconds_as_the_stretches_they_stand_for():
     spans = [
-        Stretch(
+        LaneSpan(
             "trainer", "train" if place % 2 else "wait", place * 0.37, place * 0.37 + 0.3, share=1 / (1 + place % 3)
         )
         for place in range(500)
     ]
-    bins = binned(spans, (0.0, 185.0), 40)
+    bins = bin_spans(spans, (0.0, 185.0), 40)
     for kind in ("train", "wait"):
         told, done = (
             sum((one.end - one.start) * one.share for one in many if one.kind == kind) for many in (bins, spans)

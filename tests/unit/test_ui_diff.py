@@ -1,17 +1,19 @@
 """The diff page's server: the first difference in words, both sides of it, and what was the same before."""
 
-import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
+from test_ui import Client
 
 from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import MISSING, compare
-from paceline.observe.web import build_app, diffing
-from paceline.observe.web.diffing import CHAIN, MEANING, Comparing, Left, Watched, told
+from paceline.observe.web import build_app
+from paceline.observe.web.routes import compare as comparing
+from paceline.observe.web.routes.compare import CHAIN, MEANING, AbandonableCounter, Abandoned, RunComparison, describe
 from recorded import Told
 from replayed import replayable
 
@@ -34,12 +36,7 @@ class App:
         self.app = build_app(folder)
 
     def ask(self, **params) -> httpx.Response:
-        async def once() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8200") as client:
-                return await client.get("/api/diff", params=params)
-
-        return asyncio.run(once())
+        return Client(self.app).get("/api/diff", params=params)
 
     def diff(self, **params) -> dict:
         """The answer, however often one must ask."""
@@ -95,7 +92,7 @@ def test_a_sampled_token_is_shown_among_its_neighbours_on_both_sides(runs, monke
 
     monkeypatch.setattr(other.rollouts, "get", changed)
     compared = compare(one, other)
-    answer = told(one, other, compared)
+    answer = describe(one, other, compared)
     first = compared.first
     assert (first.kind, first.token, first.indices) == ("token", 2, (index, index))
     assert answer["same"]["rollouts"] == compared.rollouts - 1
@@ -121,7 +118,7 @@ def test_a_stream_of_a_sample_leads_to_its_place_in_the_sample(runs, monkeypatch
         return found
 
     monkeypatch.setattr(other.rollouts, "get", changed)
-    answer = told(one, other, compare(one, other))
+    answer = describe(one, other, compare(one, other))
     index = answer["first"]["indices"][0]
     place = int(one.rollouts.get(index).samples[0].loss_mask.nonzero()[0][1])
     assert answer["first"]["stream"] == "advantages"
@@ -179,13 +176,13 @@ def test_a_tolerance_looks_past_rounding(runs):
 
 
 def test_work_that_nobody_waits_for_is_given_up(runs, monkeypatch):
-    seen = Watched()
+    seen = AbandonableCounter()
     seen["rollouts"] += 1
-    monkeypatch.setattr(diffing, "PATIENCE_SECONDS", -1.0)
-    with pytest.raises(Left):
+    monkeypatch.setattr(comparing, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(Abandoned):
         seen["rollouts"] += 1
-    comparing = Comparing(open_run(runs / "one"), open_run(runs / "other"), 0.0, diffing.threading.Semaphore(1))
-    assert comparing.standing(60)["state"] == "failed"
+    comparison = RunComparison(open_run(runs / "one"), open_run(runs / "other"), 0.0, threading.Semaphore(1))
+    assert comparison.progress(60)["state"] == "failed"
 
 
 def test_every_kind_of_difference_has_a_meaning():

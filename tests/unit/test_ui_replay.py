@@ -1,6 +1,5 @@
 """The replay page's server: who may start a process, with which settings, how it ends, and what its result says."""
 
-import asyncio
 import ctypes
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from test_ui import Client
 
 from paceline.config import load
 from paceline.observe.web import build_app
@@ -53,12 +53,7 @@ class App:
         self.app.state.replays = self.desk = ReplayRunner()
 
     def ask(self, method: str, path: str, **options) -> httpx.Response:
-        async def once() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8200") as client:
-                return await client.request(method, f"/api/{path}", **options)
-
-        return asyncio.run(once())
+        return Client(self.app).request(method, f"/api/{path}", **options)
 
     def get(self, path: str, **params) -> dict:
         answer = self.ask("GET", path, params=params)
@@ -80,7 +75,7 @@ def shown(app, run, told):
     """An app that has both results."""
     path = run.resolve()
     for data, changes in zip(told, ({}, TIGHT), strict=True):
-        app.desk.kept.put(path, name_of(3, changes), ReplayResult(data, 3, changes))
+        app.desk.results.put(path, name_of(3, changes), ReplayResult(data, 3, changes))
     return app
 
 
@@ -267,7 +262,7 @@ def test_a_desk_that_closes_ends_its_processes(app, run):
     until(lambda: processes(run.resolve()))
     app.desk.close()
     assert processes(run.resolve()) == []
-    assert app.desk.kept.of(run.resolve()) == {}
+    assert app.desk.results.of(run.resolve()) == {}
 
 
 @pytest.fixture
@@ -325,7 +320,7 @@ def test_two_results_are_compared_token_by_token(shown):
 def test_results_of_other_samples_are_not_laid_side_by_side(shown, run, told):
     other = json.loads(told[0])
     other["samples"][0]["ids"][0] += 1
-    shown.desk.kept.put(run.resolve(), "3-strange", ReplayResult(json.dumps(other).encode(), 3, {"x": 1}))
+    shown.desk.results.put(run.resolve(), "3-strange", ReplayResult(json.dumps(other).encode(), 3, {"x": 1}))
     answer = shown.ask("GET", "replay/result", params={"run": "kept", "of": "3", "against": "3-strange"})
     assert answer.status_code == 409
     assert "replay the step again" in answer.json()["error"]
@@ -342,7 +337,7 @@ def test_a_result_or_sample_that_is_not_there_is_said(shown):
 
 def test_few_results_are_remembered_and_the_newest_stay(shown, run, told):
     for number in range(10):
-        shown.desk.kept.put(run.resolve(), f"n{number}", ReplayResult(told[0], 3, {"n": number}))
+        shown.desk.results.put(run.resolve(), f"n{number}", ReplayResult(told[0], 3, {"n": number}))
     kept = [one["key"] for one in shown.get("replay", run="kept")["results"]]
     assert kept == [f"n{number}" for number in range(4, 10)]
 

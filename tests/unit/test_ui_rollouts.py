@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.observe.web import build_app
-from paceline.observe.web.answers import encoded
-from paceline.observe.web.rollouts.episode import EpisodeTurn, in_order, plain, shown
-from paceline.observe.web.rollouts.group import common, parted
+from paceline.observe.web.http import encoded
+from paceline.observe.web.rollouts.episode import EpisodeTurn, flat_text, message_view, order_turns
+from paceline.observe.web.rollouts.group import common, split_from_first
 from paceline.runtime.league import leagues
 from paceline.selfplay.payoff import Payoff
 from recorded import Told
@@ -182,15 +182,15 @@ keys = st.sampled_from(["role", "content", "tool_calls", "name", "type", "text",
 @given(values | st.dictionaries(keys, values | st.lists(st.dictionaries(keys, values, max_size=3), max_size=2)))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_a_message_is_it_can_be_shown(message):
-    told = shown(message)
+    told = message_view(message)
     assert json.loads(encoded(told))
     assert all(isinstance(part["text"], str) for part in told["parts"])
-    assert isinstance(plain(message), str)
+    assert isinstance(flat_text(message), str)
 
 
 def _parts(*sources) -> list[dict]:
     content = [{"type": "image_url", "image_url": {"url": source}} for source in sources]
-    return shown({"role": "user", "content": content})["parts"]
+    return message_view({"role": "user", "content": content})["parts"]
 
 
 def _data(kind: str, raw: bytes) -> str:
@@ -228,19 +228,19 @@ def test_a_picture_in_a_message_is_shown_however_apis_write_it():
         {"type": "input_image", "image_url": data},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": raw}},
     ):
-        (told,) = shown({"role": "user", "content": [part]})["parts"]
+        (told,) = message_view({"role": "user", "content": [part]})["parts"]
         assert (told["kind"], told["source"]) == ("image", data)
 
 
 def test_tools_thoughts_and_what_nobody_knows_are_all_there():
     call = {"id": "call_1", "function": {"name": "look_up", "arguments": '{"word":"a"}'}}
-    told = shown(
+    told = message_view(
         {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [call], "mood": "good"}
     )
     assert [part["kind"] for part in told["parts"]] == ["thought", "text", "other"]
     assert told["calls"] == [{"name": "look_up", "arguments": '{\n "word": "a"\n}', "id": "call_1"}]
     assert "mood" in told["parts"][-1]["text"]
-    assert shown({"role": "tool", "tool_call_id": "call_1", "content": "b"})["answers"] == "call_1"
+    assert message_view({"role": "tool", "tool_call_id": "call_1", "content": "b"})["answers"] == "call_1"
 
 
 def test_every_conversation_of_a_rollout_is_shown_and_says_which_words_were_sampled(tmp_path):
@@ -271,14 +271,14 @@ def test_two_texts_part_where_they_first_differ(start, one, other):
     at = common(left, right)
     assert left[:at] == right[:at]
     assert at == min(len(left), len(right)) or left[at] != right[at]
-    (piece,) = parted([("assistant", left)], [("assistant", right)])
+    (piece,) = split_from_first([("assistant", left)], [("assistant", right)])
     assert piece["same"] + piece["rest"] == right
 
 
 def test_nothing_after_a_parting_counts_as_the_same():
     first = [("assistant", "I look"), ("tool", "42"), ("assistant", "it is 42")]
     other = [("assistant", "I guess"), ("tool", "42"), ("assistant", "it is 42")]
-    pieces = parted(first, other)
+    pieces = split_from_first(first, other)
     assert [(piece["same"], piece["rest"]) for piece in pieces] == [("I ", "guess"), ("", "42"), ("", "it is 42")]
 
 
@@ -340,7 +340,7 @@ def test_every_turn_of_every_seat_comes_once_and_in_its_order(said, dice):
         for seat in said
     ]
     after = [dice.choice([None, *range(len(said))]) for _ in said]
-    order = in_order(spoken, [None if parent == seat else parent for seat, parent in enumerate(after)])
+    order = order_turns(spoken, [None if parent == seat else parent for seat, parent in enumerate(after)])
     for seat, texts in enumerate(said):
         assert [at for who, at in order if who == seat] == list(range(len(texts)))
     assert len(order) == sum(map(len, said))
@@ -351,7 +351,7 @@ def test_whoever_was_started_by_another_speaks_after_them():
         [EpisodeTurn([], SimpleNamespace(text="try"))] * 2,
         [EpisodeTurn([], SimpleNamespace(text="a question"))],
     )
-    assert in_order([child, parent], [1, None]) == [(1, 0), (0, 0), (0, 1)]
+    assert order_turns([child, parent], [1, None]) == [(1, 0), (0, 0), (0, 1)]
 
 
 def test_the_league_is_what_the_command_says_and_a_broken_one_is_a_sentence(tmp_path):

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +33,7 @@ _VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | dict.fro
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class RenderedRow:
     """One row rendered."""
 
     text: str
@@ -45,16 +44,18 @@ class Shown:
     """Replies the template rewrites beyond recognition, so that they cannot be placed."""
 
 
-def show_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> list[Shown]:
+def show_rows(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console
+) -> list[RenderedRow]:
     """Print the first rows, and what they come to."""
-    painter = Painter(tokenizer)
-    shown: list[Shown] = []
+    printer = RowPrinter(tokenizer)
+    shown: list[RenderedRow] = []
     for number, row in enumerate(islice(rows, limit), start=1):
         try:
-            shown.append(painter.render(row))
+            shown.append(printer.render(row))
         except RenderError as error:
             raise RenderError(f"row {number}: {error}") from error
-        painter.show(console, number, row, shown[-1])
+        printer.show(console, number, row, shown[-1])
     console.rule(style="dim")
     console.print(_summary(shown, len(rows)))
     return shown
@@ -69,14 +70,13 @@ def show_messages(messages: Sequence[Message], console: Console) -> None:
         role = str(message.get("role", "?"))
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
         called = [f"→ {call.get('name')}({call.get('arguments')})" for call in calls]
-        page.add_row(
-            Text(role, ROLES.get(role, "white")), _visible("\n".join([message_text(message), *called]).strip())
-        )
+        text = "\n".join([message_text(message), *called]).strip()
+        page.add_row(Text(role, ROLES.get(role, "white")), text.translate(_VISIBLE))
     console.print(page, markup=False)
 
 
-class Painter:
-    """A tokenizer's way to show rows."""
+class RowPrinter:
+    """Renders rows with a tokenizer, and prints them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -84,11 +84,11 @@ class Painter:
         added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         self._marks = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
 
-    def render(self, row: Row) -> Shown:
+    def render(self, row: Row) -> RenderedRow:
         messages = row.get("messages")
         if messages is None:
             ids = list(row["input_token_ids"])
-            return Shown(str(self._tokenizer.decode(ids)), [], len(ids), 0)
+            return RenderedRow(str(self._tokenizer.decode(ids)), [], len(ids), 0)
         tools = row.get("tools") if isinstance(row.get("tools"), list) else None
 
         def write(some: Sequence[Message], reply: bool) -> str:
@@ -96,13 +96,13 @@ class Painter:
 
         if messages[-1]["role"] != "assistant":
             text = write(messages, True)
-            return Shown(text, [], len(self._offsets(text)), 0)
+            return RenderedRow(text, [], len(self._offsets(text)), 0)
         text = write(messages, False)
         spans = [self._reply(write, text, messages, at) for at, m in enumerate(messages) if m["role"] == "assistant"]
         trained = [span for span in spans if span is not None]
         offsets = self._offsets(text)
         count = sum(any(start <= at < end for start, end in trained) for at in offsets)
-        return Shown(text, trained, len(offsets), count, len(spans) - len(trained))
+        return RenderedRow(text, trained, len(offsets), count, len(spans) - len(trained))
 
     def _reply(
         self, write: Callable[[Sequence[Message], bool], str], whole: str, messages: Sequence[Message], at: int
@@ -114,9 +114,9 @@ class Painter:
             return len(opening), len(closed.rstrip())
         # Some templates write a reply otherwise once the conversation goes on (thoughts are gone, say), and some open
         # the next one unasked. Then only the words themselves tell where it ends.
-        said = message_text(messages[at]).strip()
-        start = _common(opening, whole) if at else max(0, whole.find(said))
-        for words in filter(None, (said, said.rpartition("</think>")[2].strip())):
+        reply = message_text(messages[at]).strip()
+        start = _common(opening, whole) if at else max(0, whole.find(reply))
+        for words in filter(None, (reply, reply.rpartition("</think>")[2].strip())):
             if found := re.compile(rf"\s*(<think>.*?</think>\s*)?{re.escape(words)}", re.DOTALL).match(whole, start):
                 ending = self._marks.match(whole, found.end())
                 return start, ending.end() if ending else found.end()
@@ -130,23 +130,24 @@ class Painter:
         pieces = [str(self._tokenizer.decode([i])) for i in self._tokenizer.encode(text, add_special_tokens=False)]
         return [0, *accumulate(map(len, pieces))][: len(pieces)]
 
-    def show(self, console: Console, number: int, row: Row, shown: Shown) -> None:
+    def show(self, console: Console, number: int, row: Row, shown: RenderedRow) -> None:
         kind = f", {shown.trained_tokens} trained" if shown.trained or shown.unplaced else ""
         console.rule(Text(f"row {number}: {amount(shown.tokens, 'token')}{kind}", "bold"), align="left", style="dim")
         page = Table.grid(padding=(0, 2), expand=True)
         page.add_column(ratio=1, overflow="fold")
         cells = [self._paint(shown)]
-        if row.get("answer") is not None:
+        if (answer := row.get("answer")) is not None:
+            text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
             page.add_column(max_width=max(12, console.width // 4), overflow="fold")
-            cells.append(Text("answer\n", "dim").append(_visible(_answer(row["answer"])), ANSWER))
+            cells.append(Text("answer\n", "dim").append(text.translate(_VISIBLE), ANSWER))
         page.add_row(*cells)
         console.print(page)
         if shown.unplaced:
             lost = amount(shown.unplaced, "assistant message")
             console.print(Text(f"{lost}: the template rewrites what was said, so it is not coloured", "red"))
 
-    def _paint(self, shown: Shown) -> Text:
-        text = Text(_visible(shown.text), CONTEXT)
+    def _paint(self, shown: RenderedRow) -> Text:
+        text = Text(shown.text.translate(_VISIBLE), CONTEXT)
         for mark in self._marks.finditer(shown.text):
             text.stylize(TEMPLATE, *mark.span())
         for span in shown.trained:
@@ -158,19 +159,11 @@ class Painter:
 
 
 def _common(one: str, other: str) -> int:
-    """How far two texts are the same."""
+    """The length of the common beginning of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _visible(text: str) -> str:
-    return text.translate(_VISIBLE)
-
-
-def _answer(answer: Any) -> str:
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
-
-
-def _summary(shown: Sequence[Shown], rows: int) -> Text:
+def _summary(shown: Sequence[RenderedRow], rows: int) -> Text:
     counts = [one.tokens for one in shown] or [0]
     mean = sum(counts) / len(counts)
     text = Text(f"{len(shown)} of {rows:,} rows, {min(counts)} to {max(counts)} tokens, {mean:.0f} on average   ")

@@ -1,8 +1,4 @@
-"""Runs of a folder, by names that cannot lead out of it, each kept open while a page looks at it.
-
-Dependencies of the routes: all runs, and the one run that a request names.
-
-Live updates: finds what has changed in a run since a page last read it.
+"""Opens the runs of a folder by names that cannot lead out of it, and finds what changed since a page last read them.
 
 A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
 that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
@@ -16,20 +12,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, HTTPException, Query, Request
 
 from paceline.errors import PacelineError
+from paceline.observe.analysis.vitals import table_row, tags
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import Changed, RunFolder, find_runs
 from paceline.observe.record.folder import Columns
-from paceline.observe.web.answers import refuse
-from paceline.observe.web.vitals import tags, vitals
 
 Signature = tuple[int, int, int]
 """File, size and time of change; zeros where there is none."""
 
 
-class Opened(RunFolder):
+class CachedRunFolder(RunFolder):
     """A run folder that keeps its metrics as columns, and adds only the lines that came since.
 
     What it hands out is never changed afterwards: other threads read it while this one goes on.
@@ -38,7 +33,7 @@ class Opened(RunFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(RunDirectory(path))
         self._reading = threading.Lock()
-        self._kept: Columns = {}
+        self._columns: Columns = {}
         self._signature: Signature = (0, 0, 0)
         self._changed: tuple[Signature, list[Changed]] | None = None
 
@@ -53,13 +48,13 @@ class Opened(RunFolder):
             return super().metrics(since)
         with self._reading:
             now = signature(self.path / "metrics.jsonl")
-            if now != self._signature or not self._kept:
-                steps = self._kept.get("step", [])
+            if now != self._signature or not self._columns:
+                steps = self._columns.get("step", [])
                 goes_on = steps and now[0] == self._signature[0] and now[1] >= self._signature[1]
                 last = int(max(step or 0 for step in steps)) if goes_on else -1
-                self._kept = joined(self._kept, super().metrics(last + 1)) if goes_on else super().metrics()
+                self._columns = joined(self._columns, super().metrics(last + 1)) if goes_on else super().metrics()
                 self._signature = now
-            return self._kept
+            return self._columns
 
 
 def signature(path: Path) -> Signature:
@@ -77,22 +72,19 @@ def joined(columns: Columns, more: Columns) -> Columns:
     return {name: columns.get(name, [None] * before) + more.get(name, [None] * added) for name in names}
 
 
-SAYING = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
+STATE_FILES = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
 """Files that say how a run is."""
-
-
 ELSEWHERE = ("checkpoints", "export")
 
 
 @dataclass(frozen=True, slots=True)
-class _RunLine:
-    """The line of a run in the table."""
+class _TableRow:
+    """The row of a run in the table, and the files it was made of."""
 
     files: list[Signature]
-    """As they were then."""
     whole: bool
     """Whether its tickets were read, too."""
-    told: dict[str, Any]
+    row: dict[str, Any]
 
 
 def link_out(run: Path) -> str | None:
@@ -113,8 +105,8 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._open: dict[Path, RunFolder] = {}
-        self._told: dict[Path, _RunLine] = {}
-        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._rows: dict[Path, _TableRow] = {}
+        self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def names(self) -> dict[str, Path]:
         """Every run by its name. A folder that is a run itself holds that one alone."""
@@ -129,28 +121,28 @@ class Runs:
         if path is None:
             for found in self._found():
                 if found.name == name and (link := link_out(found)):
-                    raise refuse(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
-            raise refuse(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
+                    raise HTTPException(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
+            raise HTTPException(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
         return self.at(path)
 
     def at(self, path: Path) -> RunFolder:
         """The open run at a path that `names` gave; one object each, so that what was read once is kept."""
         with self._lock:
             if path not in self._open:
-                self._open[path] = Opened(path)
+                self._open[path] = CachedRunFolder(path)
             return self._open[path]
 
-    def vitals(self, patient: bool) -> dict[str, dict[str, Any]]:
-        """Every run in a line, by its name. Only what may have changed is read again: files that did, and a run that
-        lives, since a process dies without writing. Journals of tickets take long to read and have little to say here,
-        so that each call with `patient` reads one more."""
+    def table(self, patient: bool) -> dict[str, dict[str, Any]]:
+        """Every run's row, by its name. Only what may have changed is read again: files that did, and a run that lives,
+        since a process dies without writing. Journals of tickets take long to read and have little to say here, so that
+        each call with `patient` reads one more."""
         names = self.names()
-        told = {name: self._vitals(name, path) for name, path in names.items()}
+        rows = {name: self._row(name, path) for name, path in names.items()}
         if patient:
-            with self._telling:
-                for name in [name for name, path in names.items() if not self._told[path].whole][:1]:
-                    told[name] = self._vitals(name, names[name], read=True)
-        return told
+            with self._reading:
+                for name in [name for name, path in names.items() if not self._rows[path].whole][:1]:
+                    rows[name] = self._row(name, names[name], read=True)
+        return rows
 
     def read_ahead(self) -> None:
         """Read what takes long the first time, of the newest run, before a page asks for it."""
@@ -158,14 +150,14 @@ class Runs:
             for path in list(self.names().values())[:1]:
                 self.at(path).problems()
 
-    def _vitals(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
-        files = [signature(path / file) for file in SAYING]
-        before = self._told.get(path)
-        if before is None or files != before.files or before.told["alive"] or read:
+    def _row(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
+        files = [signature(path / file) for file in STATE_FILES]
+        before = self._rows.get(path)
+        if before is None or files != before.files or before.row["alive"] or read:
             run, whole = self.at(path), read or (before is not None and before.whole)
-            told = vitals(name, run, run.problems(patient=read) if whole else run.brief_problems())
-            self._told[path] = before = _RunLine(files, whole, told)
-        return before.told
+            row = table_row(name, run, run.problems(patient=read) if whole else run.brief_problems())
+            self._rows[path] = before = _TableRow(files, whole, row)
+        return before.row
 
 
 def _runs(request: Request) -> Runs:
@@ -188,7 +180,7 @@ MOST_EVENTS = 500
 """A run that notes something each second for a week has more than a page can hold."""
 
 
-def standing(run: RunFolder, patient: bool) -> dict[str, Any]:
+def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     """Status, staleness allowed, the last events and what could not be read; of a long journal only with `patient`."""
     config, events = run.config(), run.events()
     return {
@@ -239,15 +231,15 @@ class RunNews:
                 yield "gone", {}, ""
             return
         if self._changed("metrics", signature(root / "metrics.jsonl")):
-            told, mark = read_metrics(self._run, self._mark)
+            columns, mark = read_metrics(self._run, self._mark)
             if mark != self._mark:
                 self._mark = mark
-                yield "metrics", told, mark
+                yield "metrics", columns, mark
         news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
         if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
-            told = standing(self._run, patient)
-            self._seen |= {"status": told["status"], "problems": told["problems"]}
-            yield "standing", told, ""
+            state = run_state(self._run, patient)
+            self._seen |= {"status": state["status"], "problems": state["problems"]}
+            yield "standing", state, ""
         elif self._changed("status", asdict(self._run.status())):
             yield "status", self._seen["status"], ""
         sizes = {name: signature(root / name)[1] for name in GROWING}
@@ -264,12 +256,12 @@ class FolderNews:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._told: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, dict[str, Any]] = {}
 
     def look(self) -> Iterator[News]:
         """The runs that are new or have changed, and the names of those that went."""
-        before, self._told = self._told, self._runs.vitals(patient=bool(self._told))
-        changed = [told for name, told in self._told.items() if told != before.get(name)]
-        gone = [name for name in before if name not in self._told]
+        before, self._rows = self._rows, self._runs.table(patient=bool(self._rows))
+        changed = [row for name, row in self._rows.items() if row != before.get(name)]
+        gone = [name for name in before if name not in self._rows]
         if changed or gone:
             yield "runs", {"changed": changed, "gone": gone}, ""

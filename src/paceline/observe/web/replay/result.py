@@ -1,11 +1,9 @@
-"""Views of a replayed step for the page: summary, heaviest tokens, one sample; alone or beside another step.
+"""Summarises a replayed step for the page, and lists the settings of the loss that a page may try.
 
 A large step has millions of tokens. The page gets sums for each sample and the tokens of those it opens.
 
-The settings of the loss that a page may try, and their flags of `paceline replay`.
-
-Names come from the config's models and values are checked against them: nothing a page sends becomes a command line as
-it stands. A loss of the user's own is not among them, for it would name code to run.
+Names of settings come from the config's models and values are checked against them: nothing a page sends becomes a
+command line as it stands. A loss of the user's own is not among them, for it would name code to run.
 """
 
 import math
@@ -15,13 +13,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import orjson
+from fastapi import HTTPException
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from paceline.config import ConfigError, load
 from paceline.config.fields import Spot
 from paceline.config.trainer import KLConfig, ProximalConfig, TrainerConfig
-from paceline.observe.web.answers import refuse
 
 TOP = 60
 """Tokens that are listed."""
@@ -33,15 +31,10 @@ class ReplayResult:
     """The output of `paceline replay --json`."""
 
     def __init__(self, data: bytes, step: int, changes: dict[str, Any]) -> None:
-        told = orjson.loads(data)
         self.step, self.changes = step, changes
-        self.samples: list[dict[str, Any]] = told.pop("samples")
-        self.about: dict[str, Any] = told
+        self.about: dict[str, Any] = orjson.loads(data)
+        self.samples: list[dict[str, Any]] = self.about.pop("samples")
         self._totals: dict[str, list[NDArray]] = {}
-
-    @property
-    def components(self) -> list[str]:
-        return self.about["components"]
 
     def shares(self, component: str) -> list[NDArray]:
         """Of each sample the shares of its trained tokens: of one component, or with "" of all of them."""
@@ -69,22 +62,22 @@ def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> di
         "other": None if other is None else {"about": other.about, "changes": other.changes},
         "count": len(one.samples),
         "tokens": sum(len(values) for values in mine),
-        "held_back": _held(one),
-        "other_held_back": None if other is None else _held(other),
+        "held_back": sum(map(_held_back, one.samples)),
+        "other_held_back": None if other is None else sum(map(_held_back, other.samples)),
         "largest": max((float(np.abs(values).max()) for values in weights if len(values)), default=0.0),
-        "samples": [_row(one, int(at), mine[at], theirs[at] if other else None) for at in order],
-        "top": _top(one, other, mine, theirs, weights),
+        "samples": [_row(one.samples[at], int(at), mine[at], theirs[at] if other else None) for at in order],
+        "top": list(_top(one, other, mine, theirs, weights)),
     }
 
 
 def sample(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[str, Any]:
     """One sample with all its tokens."""
     if not 0 <= number < len(one.samples):
-        raise refuse(404, f"there is no sample {number}: the step has {len(one.samples)}")
+        raise HTTPException(404, f"there is no sample {number}: the step has {len(one.samples)}")
     if other is not None:
         _check(one, other)
-    told = one.samples[number]
-    return told | {"sample": number, "other": None if other is None else other.samples[number]["trained"]}
+    found = {"sample": number, "other": None if other is None else other.samples[number]["trained"]}
+    return one.samples[number] | found
 
 
 def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
@@ -97,16 +90,15 @@ def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
     return total
 
 
-def _row(result: ReplayResult, at: int, mine: NDArray, theirs: NDArray | None) -> dict[str, Any]:
-    told = result.samples[at]
-    trained = told["trained"]
-    return {name: told[name] for name in ("env", "ticket", "member", "rollout", "number")} | {
+def _row(sample: dict[str, Any], at: int, mine: NDArray, theirs: NDArray | None) -> dict[str, Any]:
+    trained = sample["trained"]
+    return {name: sample[name] for name in ("env", "ticket", "member", "rollout", "number")} | {
         "sample": at,
-        "length": len(told["ids"]),
+        "length": len(sample["ids"]),
         "trained": len(mine),
         "share": float(mine.sum()),
         "other": None if theirs is None else float(theirs.sum()),
-        "held_back": len({one["token"] for one in trained["held_back"]}) if trained else 0,
+        "held_back": _held_back(sample),
         "skipped": bool(trained and trained["skipped"]),
     }
 
@@ -117,66 +109,56 @@ def _top(
     mine: Sequence[NDArray],
     theirs: Sequence[NDArray],
     weights: Sequence[NDArray],
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
+    """The tokens with the largest weights."""
     lengths = [len(values) for values in weights]
     if not sum(lengths):
-        return []
+        return
     flat = np.abs(np.concatenate(weights))
     owners = np.repeat(np.arange(len(weights)), lengths)
     starts = np.cumsum(lengths) - lengths
     best = np.argpartition(-flat, min(TOP, len(flat)) - 1)[:TOP]
-    found = []
     for place in best[np.argsort(-flat[best], kind="stable")]:
         if not flat[place]:
-            break
+            return
         number = int(owners[place])
         token = int(place - starts[number])
-        found.append(
-            _token(one, number, token)
-            | {"share": float(mine[number][token])}
-            | (
-                {}
-                if other is None
-                else {"other": float(theirs[number][token]), "other_rule": other.rule(number, token)}
-            )
-        )
-    return found
+        found = _token(one, number, token) | {"share": float(mine[number][token])}
+        if other is not None:
+            found |= {"other": float(theirs[number][token]), "other_rule": other.rule(number, token)}
+        yield found
 
 
 def _token(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
-    told, trained = result.samples[number], result.samples[number]["trained"]
-    place = trained["places"][token]
+    sample = result.samples[number]
+    trained, place = sample["trained"], sample["trained"]["places"][token]
     return {
         "sample": number,
         "token": token,
         "place": place,
-        "id": told["ids"][place],
-        "text": None if told["text"] is None else told["text"][place],
-        "rollout": told["rollout"],
-        "number": told["number"],
+        "id": sample["ids"][place],
+        "text": None if sample["text"] is None else sample["text"][place],
+        "rollout": sample["rollout"],
+        "number": sample["number"],
         "rule": result.rule(number, token),
     } | {name: trained[name][token] for name in ("ratio", "advantage", "logprob")}
 
 
-def _held(result: ReplayResult) -> int:
-    """Tokens that a bound held back."""
-    return sum(
-        len({one["token"] for one in told["trained"]["held_back"]}) for told in result.samples if told["trained"]
-    )
+def _held_back(sample: dict[str, Any]) -> int:
+    """Tokens of a sample that a bound held back."""
+    return len({one["token"] for one in sample["trained"]["held_back"]}) if sample["trained"] else 0
 
 
 def _check(one: ReplayResult, other: ReplayResult) -> None:
     """A run that went back in between has other samples under the same step."""
-    same = len(one.samples) == len(other.samples) and all(
-        mine["ids"] == theirs["ids"] and _places(mine) == _places(theirs)
-        for mine, theirs in zip(one.samples, other.samples, strict=True)
-    )
-    if not same:
-        raise refuse(409, "the two were replayed on different samples, since the run went on: replay the step again")
 
+    def tokens(result: ReplayResult) -> Iterator[tuple]:
+        return ((one["ids"], one["trained"] and one["trained"]["places"]) for one in result.samples)
 
-def _places(told: dict[str, Any]) -> list[int] | None:
-    return told["trained"] and told["trained"]["places"]
+    if list(tokens(one)) != list(tokens(other)):
+        raise HTTPException(
+            409, "the two were replayed on different samples, since the run went on: replay the step again"
+        )
 
 
 PLAIN = ("normalise", "fixed_length", "entropy_coef", "clip_skip_threshold")
@@ -220,15 +202,16 @@ def settings(config: Mapping[str, Any]) -> list[FormField]:
     loss = _table(trainer, "loss")
     sections = Spot.of_field(TrainerConfig.model_fields["loss"]).sections
     types = [name for name in sections if name != OWN_CODE]
-    told = [FormField(key="trainer.loss.type", kind="choice", options=types, value=loss.get("type", types[0]))]
+    chosen = loss.get("type", types[0])
+    found = [FormField(key="trainer.loss.type", kind="choice", options=types, value=chosen)]
     for name in types:
-        told += _fields("trainer.loss", sections[name], loss if loss.get("type", types[0]) == name else {}, of=name)
-    told += _fields("trainer", TrainerConfig, trainer, only=PLAIN)
+        found += _fields("trainer.loss", sections[name], loss if chosen == name else {}, of=name)
+    found += _fields("trainer", TrainerConfig, trainer, only=PLAIN)
     if trainer.get("proximal"):
-        told += _fields("trainer.proximal", ProximalConfig, trainer["proximal"])
+        found += _fields("trainer.proximal", ProximalConfig, trainer["proximal"])
     if _table(trainer, "kl").get("how") == "loss":
-        told += _fields("trainer.kl", KLConfig, trainer["kl"], only=("coef", "kind"))
-    return told
+        found += _fields("trainer.kl", KLConfig, trainer["kl"], only=("coef", "kind"))
+    return found
 
 
 def flags(file: Path, config: Mapping[str, Any], changes: Mapping[str, Value]) -> list[str]:
@@ -239,12 +222,12 @@ def flags(file: Path, config: Mapping[str, Any], changes: Mapping[str, Value]) -
     written = []
     for key, value in changes.items():
         if key not in allowed:
-            raise refuse(400, f"`{key}` cannot be changed here: choose among {', '.join(allowed)}")
+            raise HTTPException(400, f"`{key}` cannot be changed here: choose among {', '.join(allowed)}")
         written.append(_flag(allowed[key], value))
     try:
         load(file, written)
     except ConfigError as error:
-        raise refuse(400, "; ".join(error.problems).replace("command line: --", "")) from None
+        raise HTTPException(400, "; ".join(error.problems).replace("command line: --", "")) from None
     return written
 
 
@@ -259,7 +242,7 @@ def _flag(setting: FormField, value: Value) -> str:
         return f"--no-{setting.key}"
     if not fits[setting.kind]():
         wanted = f"one of {', '.join(setting.options)}" if setting.options else f"a {setting.kind}"
-        raise refuse(400, f"`{setting.key}` must be {wanted}")
+        raise HTTPException(400, f"`{setting.key}` must be {wanted}")
     return f"--{setting.key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
@@ -271,14 +254,12 @@ def _fields(
             continue
         spot = Spot.of_field(field)
         options = list(get_args(spot.annotation)) if get_origin(spot.annotation) is Literal else []
-        kind = "choice" if options else KINDS.get(spot.annotation, "number")
-        value = given.get(name) if name in given or spot.optional else spot.default
         yield FormField(
             key=f"{above}.{name}",
-            kind=kind,
+            kind="choice" if options else KINDS.get(spot.annotation, "number"),
             options=options,
             optional=spot.optional,
-            value=value,
+            value=given.get(name) if name in given or spot.optional else spot.default,
             help=spot.help,
             of=of,
         )

@@ -1,6 +1,6 @@
-"""Runs replays, one child process at a time for each run, and keeps the last few results.
+"""Runs `paceline replay`, one child process at a time for each run, and keeps the last few results.
 
-Runs `paceline replay` in a child process, since the server itself imports no torch.
+In a child process, since the server itself imports no torch:
 
     started -> its last line on stderr is what it does now -> done with a file of JSON, or failed with a sentence
 
@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from fastapi import HTTPException
+
 from paceline.observe.record import RunFolder
-from paceline.observe.web.answers import refuse
 from paceline.observe.web.replay.result import ReplayResult, Value, flags, own_code
 from paceline.util.process_exit import WITH_PARENT
 
@@ -47,22 +48,13 @@ class ReplayProcess:
         finished: Callable[[bytes], None],
         limit: float = LIMIT_SECONDS,
     ) -> None:
-        self.step, self.flags = step, tuple(flags)
+        self.step = step
         self.state: State = "working"
         self.failure = ""
         self.began = time.monotonic()
         self.ended: float | None = None
-        self._command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "paceline.commands",
-            "replay",
-            str(run),
-            str(step),
-            "--json",
-            *flags,
-        ]
+        replay = ["-P", "-m", "paceline.commands", "replay", str(run), str(step), "--json"]
+        self._command = [sys.executable, *replay, *flags]
         self._finished, self._limit = finished, limit
         self._stop = threading.Event()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
@@ -185,28 +177,28 @@ class ReplayRunner:
         self._limit = limit
         self._lock = threading.Lock()
         self._children: dict[Path, tuple[str, ReplayProcess]] = {}
-        self.kept = RecentResults()
+        self.results = RecentResults()
         self.close = weakref.finalize(self, _end, self._children)
 
     def start(self, run: RunFolder, step: int, changes: dict[str, Value]) -> dict[str, Any]:
         """Replay a step, with some settings changed; refused while another replay of the run goes on."""
         config = run.config()
         if not config:
-            raise refuse(409, "the run has no run file that can be read, so its model and loss are unknown")
+            raise HTTPException(409, "the run has no run file that can be read, so its model and loss are unknown")
         if reason := own_code(config):
-            raise refuse(409, f"{reason}: paceline replay {run.path} {step}")
+            raise HTTPException(409, f"{reason}: paceline replay {run.path} {step}")
         if step not in run.batches():
-            raise refuse(404, f"the samples of step {step} are not kept")
+            raise HTTPException(404, f"the samples of step {step} are not kept")
         written = flags(run.path / "config.toml", config, changes)
-        key, path, kept = name_of(step, changes), run.path, self.kept  # a child must not hold on to the desk
+        key, path, results = name_of(step, changes), run.path, self.results  # a child must not hold on to the runner
 
         def finished(data: bytes) -> None:
-            kept.put(path, key, ReplayResult(data, step, changes))
+            results.put(path, key, ReplayResult(data, step, changes))
 
         with self._lock:
             _, before = self._children.get(run.path, ("", None))
             if before is not None and before.state == "working":
-                raise refuse(409, "a step of this run is being replayed already: wait for it, or cancel it")
+                raise HTTPException(409, "a step of this run is being replayed already: wait for it, or cancel it")
             self._children[run.path] = key, ReplayProcess(run.path, step, written, finished, self._limit)
         return self.job(run) or {}
 

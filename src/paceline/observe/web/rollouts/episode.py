@@ -1,10 +1,8 @@
-"""The conversations of a rollout, and the turns of all seats of a self-play episode in one order.
+"""Converts messages for the page, and orders the turns of all seats of a self-play episode.
 
 The record has the turns of each seat in order, and no time for a single turn. The order between seats is therefore
 inferred from what they heard: a seat cannot quote words that were not said yet. Where nothing is quoted, seats speak in
 rounds, and the seat that spoke more often began.
-
-Converts a message for the page: texts, calls and images, whatever it holds.
 
 Messages are untrusted values. An image is shown only if its bytes are in the message and are of a kind that a
 browser draws without running anything; every other one is named and never loaded.
@@ -42,33 +40,28 @@ _NAMED = 120
 Part = dict[str, Any]
 
 
-def shown(message: Any) -> dict[str, Any]:
+def message_view(message: Any) -> dict[str, Any]:
     """One message: its role, its parts in order, the tools it calls, and which call it answers."""
     if not isinstance(message, dict):
         return {"role": "", "parts": [_other("a message that is no object", message)], "calls": []}
-    thoughts = [
-        _text(message[key], "thought") for key in THOUGHTS if isinstance(message.get(key), str) and message[key]
-    ]
+    thoughts = [_text(text, "thought") for key in THOUGHTS if isinstance(text := message.get(key), str) and text]
     more = {key: value for key, value in message.items() if key not in _SHOWN and value is not None}
+    others = [_other("also in this message", more)] if more else []
     calls = message.get("tool_calls")
     return {
         "role": _word(message.get("role")),
         "name": _word(message.get("name")),
-        "parts": [
-            *thoughts,
-            *_parts(message.get("content")),
-            *([_other("also in this message", more)] if more else []),
-        ],
+        "parts": [*thoughts, *_parts(message.get("content")), *others],
         "calls": [_call(call) for call in calls] if isinstance(calls, list | tuple) else [],
         "answers": _word(message.get("tool_call_id")),
     }
 
 
-def plain(message: Any) -> str:
+def flat_text(message: Any) -> str:
     """A message as one text, to compare and to quote from."""
-    told = shown(message)
-    calls = [f"{call['name']}({call['arguments']})" for call in told["calls"]]
-    return "\n".join([*(part["text"] for part in told["parts"]), *calls])
+    view = message_view(message)
+    calls = [f"{call['name']}({call['arguments']})" for call in view["calls"]]
+    return "\n".join([*(part["text"] for part in view["parts"]), *calls])
 
 
 def _parts(content: Any) -> list[Part]:
@@ -129,8 +122,8 @@ def _call(call: Any) -> dict[str, str]:
     if not isinstance(function, dict):
         return {"name": "", "arguments": _json(call), "id": ""}
     arguments = function.get("arguments")
-    told = _parsed(arguments) if isinstance(arguments, str) else _json(arguments)
-    return {"name": _word(function.get("name")), "arguments": told, "id": _word(call.get("id"))}
+    text = _parsed(arguments) if isinstance(arguments, str) else _json(arguments)
+    return {"name": _word(function.get("name")), "arguments": text, "id": _word(call.get("id"))}
 
 
 def _parsed(arguments: str) -> str:
@@ -159,25 +152,24 @@ def _json(value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    return _short(value) if isinstance(value, str) else "" if value is None else _short(str(value))
+    return "" if value is None else _short(str(value))
 
 
 def _short(text: str) -> str:
     return text if len(text) <= _NAMED else f"{text[:_NAMED]}…"
 
 
-MOST_TALKS = 20
+MOST_CONVERSATIONS = 20
 """Conversations of one rollout that a page can hold, the latest ones."""
 
 
-def talks(told: Told) -> dict[str, Any]:
-    """The conversations with their messages, and how many there are. What the policy said carries the facts of its
-    turn."""
+def conversations(told: Told) -> dict[str, Any]:
+    """The conversations with their messages, and how many there are. The policy's replies carry facts of their turn."""
     if not told.turns:
-        found = [{"messages": [shown(message) for message in told.messages]}] if told.messages else []
+        found = [{"messages": [message_view(message) for message in told.messages]}] if told.messages else []
         return {"total": len(found), "shown": found}
     last = ends(told.turns)
-    return {"total": len(last), "shown": [_talk(at, told.turns) for at in last[-MOST_TALKS:]]}
+    return {"total": len(last), "shown": [_conversation(at, told.turns) for at in last[-MOST_CONVERSATIONS:]]}
 
 
 def ends(turns: Sequence[ToldTurn]) -> list[int]:
@@ -191,17 +183,19 @@ def ends(turns: Sequence[ToldTurn]) -> list[int]:
     return [at for at, turn in enumerate(turns) if turn.messages is None or not goes_on(at)]
 
 
-def _talk(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
+def _conversation(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
     ending = turns[last]
     if ending.messages is None:
-        said = shown(ending.message) | {"turn": turn_facts(last, ending)}
+        said = message_view(ending.message) | {"turn": turn_facts(last, ending)}
         return {"prompt_tokens": len(ending.prompt_ids), "messages": [said]}
     whole = _whole(ending)
     spoken = {}
     for at, turn in enumerate(turns[: last + 1]):
         if turn.messages is not None and whole[: len(turn.messages) + 1] == _whole(turn):
             spoken[len(turn.messages)] = turn_facts(at, turn)
-    messages = [shown(message) | ({"turn": spoken[at]} if at in spoken else {}) for at, message in enumerate(whole)]
+    messages = [
+        message_view(message) | ({"turn": spoken[at]} if at in spoken else {}) for at, message in enumerate(whole)
+    ]
     return {"messages": messages, "tools": [_tool(tool) for tool in ending.tools or ()]}
 
 
@@ -239,16 +233,16 @@ class EpisodeTurn:
     turn: ToldTurn
 
 
-def story(rollouts: Rollouts, index: int) -> dict[str, Any]:
+def episode_story(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The seats with what they earned, and all their turns in one line."""
     rows = [rollouts.row(at) for at in rollouts.episode(index)]
     told = [_read(rollouts, row) for row in rows[:MOST_SEATS]]
     spoken = [_spoken(one.turns) for one in told]
     line = []
-    for seat, at in in_order(spoken, _after(told)):
+    for seat, at in order_turns(spoken, _after(told)):
         one = spoken[seat][at]
-        said = shown(one.turn.message) | {"turn": turn_facts(at, one.turn)}
-        line.append({"seat": seat, "heard": [shown(message) for message in one.heard], "said": said})
+        said = message_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
+        line.append({"seat": seat, "heard": [message_view(message) for message in one.heard], "said": said})
     return {
         "seats": [{"row": o.row, "parent": o.parent, "metrics": o.metrics, "error": o.error} for o in told],
         "line": line,
@@ -265,15 +259,15 @@ def _read(rollouts: Rollouts, row: Row) -> Told:
         return Told(row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward, error=str(error))
 
 
-def in_order(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | None]) -> list[tuple[int, int]]:
+def order_turns(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | None]) -> list[tuple[int, int]]:
     """Seat and turn, the earliest first. `after` is the seat whose first turn one must wait for, if any."""
-    heard = [["\n".join(plain(message) for message in one.heard) for one in seat] for seat in spoken]
+    heard = [["\n".join(flat_text(message) for message in one.heard) for one in seat] for seat in spoken]
     taken = [0] * len(spoken)
     order: list[tuple[int, int]] = []
 
     @cache
     def quoted(seat: int, at: int, other: int, words: int) -> bool:
-        return quotes(heard[seat][at], spoken[other][words].turn.text)
+        return is_quoted(heard[seat][at], spoken[other][words].turn.text)
 
     def waits(seat: int) -> bool:
         parent = after[seat]
@@ -289,7 +283,7 @@ def in_order(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | None
     return order
 
 
-def quotes(heard: str, words: str) -> bool:
+def is_quoted(heard: str, words: str) -> bool:
     """Whether these words were heard as such; short ones must not be a part of others."""
     words = words.strip()
     if len(words) > _SHORT:

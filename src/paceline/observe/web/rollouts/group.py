@@ -1,37 +1,33 @@
-"""Shows the rollouts of a group side by side, and where each departs from the first.
+"""Shows the rollouts of a group side by side, queries the table of rollouts, and tells the fate of one in words."""
 
-Turns the filters of the rollouts page into a query, and builds its table lines and counts.
-"""
-
-from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import Depends
+from fastapi import Depends, HTTPException
 from fastapi import Query as Asked
 
+from paceline.observe.monitor.text import one_line
 from paceline.observe.record import Gone, Query, Row, RunFolder, Told
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
-from paceline.observe.web.answers import refuse
-from paceline.observe.web.rollouts.episode import plain
+from paceline.observe.web.rollouts.episode import flat_text
 
 MOST_TRIES = 64
 """Columns that a page can hold."""
 MOST_SAID = 20_000
 """Characters of one message there; the rollout's own page has all of them."""
 
-Said = list[tuple[str, str]]
+RoleTexts = list[tuple[str, str]]
 """Role and text of each message."""
 
 
-def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
+def compare_tries(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The messages that all tries begin with, and those of each from there on."""
     rows = tries(rollouts, index)
-    told = [_read(rollouts, row.index) for row in rows[:MOST_TRIES]]
-    said = [_said(one) if one is not None else [] for one in told]
+    told = [get_or_none(rollouts, row.index) for row in rows[:MOST_TRIES]]
+    said = [_role_texts(one) if one is not None else [] for one in told]
     spoken = [one for one in said if one]
     shared = _shared(spoken)
     first = spoken[0] if spoken else []
@@ -43,7 +39,7 @@ def side_by_side(rollouts: Rollouts, index: int) -> dict[str, Any]:
                 "metrics": one.metrics if one else {},
                 "error": one.error if one else None,
                 "first": words is first,
-                "pieces": parted(first[shared:], words[shared:]),
+                "pieces": split_from_first(first[shared:], words[shared:]),
             }
             for row, one, words in zip(rows, told, said, strict=False)
         ],
@@ -61,7 +57,7 @@ def tries(rollouts: Rollouts, index: int) -> list[Row]:
     return here if len(here) > 1 else sorted(alike, key=lambda row: row.member)
 
 
-def parted(first: Said, other: Said) -> list[dict[str, Any]]:
+def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]:
     """Messages in pieces: what is as in the first, and from where they part on what is not."""
     together = True
     pieces = []
@@ -91,20 +87,21 @@ def common(one: str, other: str) -> int:
     return low
 
 
-def _read(rollouts: Rollouts, index: int) -> Told | None:
+def get_or_none(rollouts: Rollouts, index: int) -> Told | None:
+    """The rollout; None where it cannot be read, or the run went back since it was found."""
     try:
         return rollouts.get(index)
     except Gone:
         return None
 
 
-def _said(told: Told) -> Said:
+def _role_texts(told: Told) -> RoleTexts:
     if told.turns and told.turns[-1].messages is None:
         return [("assistant", turn.text) for turn in told.turns]
-    return [(str(m.get("role", "")) if isinstance(m, dict) else "", plain(m)) for m in told.messages]
+    return [(str(m.get("role", "")) if isinstance(m, dict) else "", flat_text(m)) for m in told.messages]
 
 
-def _shared(said: list[Said]) -> int:
+def _shared(said: list[RoleTexts]) -> int:
     """How many messages all begin with; the last one is always the tries' own."""
     most = min((len(one) - 1 for one in said), default=0)
     alike = takewhile(lambda at: all(one[at] == said[0][at] for one in said), range(most))
@@ -144,7 +141,7 @@ def _query(
 ) -> Query:
     """`error` is `any`, `none` or a kind of failure; ranges include both ends."""
     if sort.removeprefix("-") not in SORTS:
-        raise refuse(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
+        raise HTTPException(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
     return Query(
         env=env,
         actor=actor,
@@ -172,29 +169,21 @@ def counts(run: RunFolder) -> dict[str, dict[str, int]]:
     """How many rollouts of the run have each value of the columns that can be chosen from."""
     view = run.rollouts.view()
     found = {}
-    for column in ("env", "actor", "state", "finish", "error"):
-        found[column] = _counted(view.rows[column], view.names)
-    found["domain"] = _counted(view.rows["domain"], DOMAINS)
+    for column in ("env", "actor", "state", "finish", "error", "domain"):
+        names = DOMAINS if column == "domain" else view.names
+        many = zip(names, np.bincount(view.rows[column]), strict=False)
+        found[column] = {name: int(count) for name, count in many if count}
     found["error"].pop("", None)
     return found
 
 
-def _counted(numbers: np.ndarray, names: Iterable[str]) -> dict[str, int]:
-    many = np.bincount(numbers)
-    return {name: int(count) for name, count in zip(names, many, strict=False) if count}
-
-
-def line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
+def table_line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
     """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
-    told = asdict(row)
-    if not row.whole:
-        return told
-    try:
-        rollout = run.rollouts.get(row.index)
-    except Gone:  # the run went back since the row was found
-        return told
-    said = [plain(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
-    return told | {"excerpt": _excerpt([*said, rollout.error or ""], text)}
+    rollout = get_or_none(run.rollouts, row.index) if row.whole else None
+    if rollout is None:
+        return asdict(row)
+    said = [flat_text(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
+    return asdict(row) | {"excerpt": _excerpt([*said, rollout.error or ""], text)}
 
 
 def _excerpt(said: list[str], text: str) -> str:
@@ -202,10 +191,40 @@ def _excerpt(said: list[str], text: str) -> str:
     for words in said if wanted else ():
         if (at := words.casefold().find(wanted)) >= 0:
             start = max(0, at - EXCERPT // 3)
-            return ("…" if start else "") + _flat(words[start : start + EXCERPT + len(text)])
+            return ("…" if start else "") + one_line(words[start : start + EXCERPT + len(text)])
     last = next((words for words in reversed(said) if words.strip()), "")
-    return _flat(last[: 4 * EXCERPT])[:EXCERPT]
+    return one_line(last[: 4 * EXCERPT])[:EXCERPT]
 
 
-def _flat(words: str) -> str:
-    return " ".join(words.split())
+REASONS = {
+    "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",
+    "group_too_small": "fewer rollouts survived than the environment's min_group_size",
+    "stale": "its oldest trained token was more than `staleness` versions old when its batch was to ship",
+    "oversampled": "more groups were started than the batch needed, and the rest would be too old for the next one",
+    "shunned": "its draw broke a step in an earlier life of the run, so it was not played again",
+    "group_filter": "the function in filters.group did not keep it",
+    "failed": "the run ended while the group was being judged",
+    "environment": "the environment let this episode go: it answered with no outcome",
+    "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
+}
+STATES = {
+    "trained": "It trained.",
+    "replayed": "It trained once more: a replay under a ticket of its own.",
+    "skipped": "Its step was left out, since the gradient was bad.",
+    "evaluated": "Played to see how good the policy is; it never trains.",
+    "matched": "Played against the league to rate the policy; it never trains.",
+    "failed": "The episode failed, so it is outside the group's baseline and does not train.",
+}
+TRAINS = ("trained", "replayed")
+
+
+def fate(state: str) -> str:
+    """A rollout's state as a sentence."""
+    if state.startswith("dropped:"):
+        return f"Dropped, so it did not train: {why_dropped(state.removeprefix('dropped:'))}."
+    return STATES.get(state, state)
+
+
+def why_dropped(reason: str) -> str:
+    """A reason for a drop, in words."""
+    return REASONS.get(reason, reason)

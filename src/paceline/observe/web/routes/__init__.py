@@ -1,5 +1,5 @@
 """One module for each group of routes. A new group is a module with a `router`, named in GROUPS."""
 
-from paceline.observe.web.routes import ab, advice, live, replay, rollouts, tickets
+from paceline.observe.web.routes import compare, replay, rollouts, runs, tickets
 
-GROUPS = (live, rollouts, tickets, replay, advice, ab)
+GROUPS = (runs, rollouts, tickets, replay, compare)

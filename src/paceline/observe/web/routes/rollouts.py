@@ -1,11 +1,6 @@
-"""Routes of rollouts: a filtered page, one of them in full, its group, its episode, and the league.
-
-Reads a run's leagues from its newest checkpoint: ratings, and the points of each pair of players.
-"""
+"""Routes of rollouts: a filtered page, one of them in full, its group, its episode, and the league."""
 
 import json
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +9,10 @@ from fastapi import APIRouter, Query, Response
 
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.record import Gone, RunFolder
-from paceline.observe.web.answers import FiniteJsonResponse, refuse
-from paceline.observe.web.rollouts.episode import story, talks
-from paceline.observe.web.rollouts.group import OneQuery, counts, line, side_by_side, tries
+from paceline.observe.record import RunFolder
+from paceline.observe.web.http import FiniteJsonResponse
+from paceline.observe.web.rollouts.episode import conversations, episode_story
+from paceline.observe.web.rollouts.group import OneQuery, compare_tries, counts, table_line, tries
 from paceline.observe.web.runs import OneRun
 from paceline.selfplay.payoff import Payoff
 
@@ -26,9 +21,8 @@ STATE = "state.json"
 
 def has_league(run: RunFolder) -> bool:
     """Whether anything says that versions of the policy meet in this run: its run file, or what it measured."""
-    environments = run.config().get("env")
-    listed = environments if isinstance(environments, list) else []
-    asked = any(isinstance(env, dict) and env.get("league") for env in listed)
+    envs = run.config().get("env")
+    asked = isinstance(envs, list) and any(isinstance(env, dict) and env.get("league") for env in envs)
     return asked or any(name.startswith("league/") for name in run.metrics())
 
 
@@ -44,7 +38,7 @@ def leagues(run: RunFolder) -> dict[str, Any]:
         raise PacelineError("the checkpoint was replaced while it was read: ask once more") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PacelineError(f"the league in {path / STATE} cannot be read: {error}") from error
-    return {"step": state.get("step"), "leagues": [_told(name, payoff) for name, payoff in found.items()]}
+    return {"step": state.get("step"), "leagues": [_league(name, payoff) for name, payoff in found.items()]}
 
 
 def _newest(folder: Path) -> Path | None:
@@ -60,7 +54,7 @@ def _payoff(environment: dict[str, Any]) -> Payoff:
     return payoff
 
 
-def _told(name: str, payoff: Payoff) -> dict[str, Any]:
+def _league(name: str, payoff: Payoff) -> dict[str, Any]:
     ratings = payoff.ratings()
     players = [rating.player for rating in ratings]
     return {
@@ -76,26 +70,17 @@ router = APIRouter(prefix="/rollouts")
 Index = Annotated[int, Query(alias="id", ge=0, lt=2**62)]
 
 
-@contextmanager
-def _found() -> Generator[None]:
-    try:
-        yield
-    except Gone as error:
-        raise refuse(404, str(error)) from error
-
-
 @router.get("")
 def rollouts(run: OneRun, query: OneQuery) -> Response:
     """A page of what is asked for, how many there are, and what can be asked for. With a limit of 0 only counted."""
-    with _found():
-        found = run.rollouts.find(query)
+    found = run.rollouts.find(query)
     if not query.limit:
         return FiniteJsonResponse({"total": found.total, "all": run.rollouts.count})
     return FiniteJsonResponse(
         {
             "total": found.total,
             "all": run.rollouts.count,
-            "rows": [line(run, row, query.text) for row in found.rows],
+            "rows": [table_line(run, row, query.text) for row in found.rows],
             "counts": counts(run),
             "kept": run.rollouts.kept,
             "problems": run.rollouts.problems(),
@@ -107,10 +92,8 @@ def rollouts(run: OneRun, query: OneQuery) -> Response:
 @router.get("/one")
 def one(run: OneRun, index: Index, query: OneQuery) -> Response:
     """One rollout: its conversations, what it earned, and its neighbours among those that are asked for."""
-    with _found():
-        told = run.rollouts.get(index)
-        beside = run.rollouts.beside(index, replace(query, offset=0, limit=None))
-        mates, seats = tries(run.rollouts, index), run.rollouts.episode(index)
+    told = run.rollouts.get(index)
+    beside = run.rollouts.beside(index, replace(query, offset=0, limit=None))
     return FiniteJsonResponse(
         {
             "row": told.row,
@@ -119,10 +102,10 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
             "reward": told.reward,
             "metrics": told.metrics,
             "error": told.error,
-            "talks": talks(told),
+            "talks": conversations(told),
             "beside": beside and asdict(beside),
-            "tries": len(mates),
-            "seats": len(seats),
+            "tries": len(tries(run.rollouts, index)),
+            "seats": len(run.rollouts.episode(index)),
             "kept": run.rollouts.kept,
         }
     )
@@ -131,15 +114,13 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
 @router.get("/group")
 def group(run: OneRun, index: Index) -> Response:
     """All tries of its ticket, side by side."""
-    with _found():
-        return FiniteJsonResponse(side_by_side(run.rollouts, index))
+    return FiniteJsonResponse(compare_tries(run.rollouts, index))
 
 
 @router.get("/episode")
 def episode(run: OneRun, index: Index) -> Response:
     """All seats of its episode in one line of time."""
-    with _found():
-        return FiniteJsonResponse(story(run.rollouts, index))
+    return FiniteJsonResponse(episode_story(run.rollouts, index))
 
 
 @router.get("/league")

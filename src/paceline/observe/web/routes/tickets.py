@@ -1,19 +1,28 @@
-"""Tickets: a page of them by their last state, and the life of one.
+"""Routes of tickets (a page of them, and the life of one from the draw to the gradient) and of the tokens of a rollout.
 
-Tokens of one rollout, and one token explained.
+The journal knows states and no times. Times come from what surrounds them: a version is published at a known moment, so
+what it sampled came after; a step's phases are lanes.
 """
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, HTTPException, Query, Response
 
 from paceline.data import State
-from paceline.observe.record import Gone, RunFolder, Told
-from paceline.observe.web.answers import FiniteJsonResponse, refuse
+from paceline.observe.analysis.text import four_digits as figure
+from paceline.observe.record import Query as RolloutQuery
+from paceline.observe.record import Row, RunFolder
+from paceline.observe.web.http import FiniteJsonResponse
+from paceline.observe.web.rollouts.group import why_dropped
 from paceline.observe.web.runs import OneRun
-from paceline.observe.web.tickets import life_of, listed
 from paceline.observe.web.tokens.card import card_of
 from paceline.observe.web.tokens.strip import newest, page_of, strip_of
+
+MOST_ROLLOUTS = 400
+"""Rollouts of a ticket that are listed."""
+PHASES = ("score", "train", "publish")
 
 router = APIRouter()
 Name = Annotated[str | None, Query(max_length=1000)]
@@ -57,7 +66,7 @@ def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] =
         ticket = rows[0]["number"]
     life = life_of(run, ticket)
     if life is None:
-        raise refuse(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
+        raise HTTPException(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
     return FiniteJsonResponse(life)
 
 
@@ -71,7 +80,7 @@ def tokens(run: OneRun, id: Place = None, sample: Place = None, turn: Place = No
     index = newest(run) if id is None else id
     if index is None:
         return FiniteJsonResponse(NOTHING)
-    told = _told(run, index)
+    told = run.rollouts.get(index)
     return FiniteJsonResponse(page_of(run, told, strip_of(told, sample, turn)))
 
 
@@ -87,15 +96,180 @@ def card(
     index = newest(run) if id is None else id
     if index is None:
         return FiniteJsonResponse(NOTHING)
-    told = _told(run, index)
+    told = run.rollouts.get(index)
     strip = strip_of(told, sample, turn)
     if strip is None or at >= len(strip.ids):
-        raise refuse(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
+        raise HTTPException(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
     return FiniteJsonResponse(card_of(run, told, strip, at))
 
 
-def _told(run: RunFolder, index: int) -> Told:
-    try:
-        return run.rollouts.get(index)
-    except Gone as error:
-        raise refuse(404, str(error)) from None
+def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tickets of a page, each with how often it was played and why it was dropped."""
+    out = []
+    for ticket in rows:
+        journal = run.tickets.life(ticket["number"], ticket["env"])
+        row = ticket | {
+            "attempts": _flights(journal),
+            "why": why_dropped(ticket["reason"]) if "reason" in ticket else "",
+        }
+        first = _first(journal)
+        out.append(row if first is None else row | {"replays": first})
+    return out
+
+
+def _flights(journal: Sequence[dict[str, Any]]) -> int:
+    """How often the ticket was played."""
+    return sum(line["state"] == "in flight" for line in journal)
+
+
+def _first(journal: Sequence[dict[str, Any]]) -> int | None:
+    """The ticket that this one replays, if it does."""
+    return next((line["replays"] for line in journal if "replays" in line), None)
+
+
+def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
+    """All that is known of a ticket; None where no file has heard of it."""
+    journal = run.tickets.life(number)
+    found = run.rollouts.find(RolloutQuery(ticket=number, domain="training", sort="step", limit=MOST_ROLLOUTS))
+    if not journal and not found.total:
+        return None
+    last, first = journal[-1] if journal else {}, _first(journal)
+    return {
+        "number": number,
+        "state": last.get("state", ""),
+        "stages": [
+            *([_drawn(journal[0], first)] if journal else []),
+            _sampled(run, found.rows, journal, first),
+            *([_scored(found.rows)] if found.rows else []),
+            *_judged(journal, found.rows),
+            *_trained(run, last),
+            *_replays(run, number, last),
+        ],
+        "journal": journal,
+        "rollouts": [asdict(row) for row in found.rows],
+        "rollouts_total": found.total,
+        "kept": run.rollouts.kept,
+    }
+
+
+def _drawn(line: dict[str, Any], first: int | None) -> dict[str, Any]:
+    place = f"row {line['row']} of `{line['env']}`: draw {line['draw']}, epoch {line['epoch']}"
+    if first is not None:
+        text = f"The group of ticket {first} entered once more ({place})."
+        return {"name": "replayed", "text": text, "ticket": first}
+    return {"name": "drawn", "text": f"Drawn from the data: {place}."}
+
+
+def _sampled(
+    run: RunFolder, rows: Sequence[Row], journal: Sequence[dict[str, Any]], first: int | None
+) -> dict[str, Any]:
+    if not rows:
+        last = journal[-1]["state"] if journal else ""
+        texts = {"in flight": "It is being played, or was when the run stopped.", "dropped": "It left no rollout."}
+        return {"name": "sampled", "text": texts.get(last, "Its rollouts are not in the record (yet).")}
+    versions = [row.version_min for row in rows if row.version_min >= 0] + [row.version_max for row in rows]
+    low, high = min(versions), max(versions)
+    tokens = sum(row.tokens for row in rows)
+    text = f"{_many(len(rows), 'rollout')}, {tokens:,} tokens sampled"
+    if high >= 0:
+        text += f" by version {low}" + (f" to {high}: new weights came while it played" if high > low else "")
+    if (flights := _flights(journal)) > 1:
+        text += f"; played in {flights} attempts, since the run stopped in between"
+    stage: dict[str, Any] = {"name": "sampled", "text": f"{text}.", "versions": [low, high]}
+    if first is not None:
+        stage["text"] = f"Sampled for ticket {first}: {stage['text']}"
+    elif high >= 0 and (since := _published(run, high)) is not None:
+        stage |= {"after": since}
+    return stage
+
+
+def _scored(rows: Sequence[Row]) -> dict[str, Any]:
+    paid = [row.reward for row in rows if row.reward is not None and not row.error]
+    failed = [row for row in rows if row.error]
+    parts = []
+    if paid:
+        parts.append(f"Rewards from {figure(min(paid))} to {figure(max(paid))}, mean {figure(sum(paid) / len(paid))}")
+    if failed:
+        parts.append(f"{_many(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
+    return {"name": "scored", "text": "; ".join(parts) + "." if parts else "No reward was given."}
+
+
+def _judged(journal: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    credit = [row.advantage for row in rows if row.advantage is not None]
+    spread = f" Advantages from {figure(min(credit))} to {figure(max(credit))}." if credit else ""
+    stages = []
+    if any(line["state"] == "buffered" for line in journal):
+        stages.append({"name": "accepted", "text": f"Judged worth training and kept for a batch.{spread}"})
+    if journal and journal[-1]["state"] == "dropped":
+        reason = journal[-1].get("reason", "")
+        text = f"Dropped (`{reason}`): {why_dropped(reason)}."
+        stage = {"name": "dropped", "text": text + ("" if stages else spread), "reason": reason}
+        stages.append(stage | ({"step": rows[0].step, "by": rows[0].time} if rows else {}))
+    return stages
+
+
+def _trained(run: RunFolder, last: dict[str, Any]) -> list[dict[str, Any]]:
+    step = last.get("step")
+    if last.get("state") != "trained" or step is None:
+        return []
+    measured = _measured(run, step)
+    loss = [f"{name} {figure(measured[name])}" for name in ("loss", "grad_norm", "lr") if name in measured]
+    text = f"Shipped and trained in step {step}" + (f" ({', '.join(loss)})" if loss else "") + "."
+    phases = _phases(run, step)
+    ends = {phase["name"]: phase["end"] for phase in phases}
+    published = f"The weights it helped to make are version {step}."
+    return [
+        {"name": "trained", "text": text, "step": step, "phases": phases, "time": ends.get("train")},
+        {"name": "published", "text": published, "time": ends.get("publish")},
+    ]
+
+
+def _replays(run: RunFolder, number: int, last: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tickets under which the group trained again: same environment, row and draw, and the journal says of whom."""
+    if last.get("state") != "trained":
+        return []
+    query = RolloutQuery(
+        env=last["env"], row=last["row"], state="replayed", domain="training", sort="step", limit=MOST_ROLLOUTS
+    )
+    again = dict.fromkeys((row.ticket, row.step) for row in run.rollouts.find(query).rows)
+    return [
+        {
+            "name": "replayed",
+            "text": f"Trained once more in step {step}, as ticket {ticket}.",
+            "ticket": ticket,
+            "step": step,
+        }
+        for ticket, step in again
+        if any(line.get("replays") == number for line in run.tickets.life(ticket))
+    ]
+
+
+def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:
+    """The phases of a step's batch, with their times. The step's line was written when all of it was over."""
+    measured = _measured(run, step)
+    if "time" not in measured:
+        return []
+    took = sum(value for name, value in measured.items() if name.startswith("time/"))
+    spans = run.lanes(measured["time"] - took - 60, measured["time"] + 1)
+    mine = [span for span in spans if span.lane == "run" and span.step == step and span.kind in PHASES]
+    return [{"name": span.kind, "start": span.start, "end": span.end} for span in mine]
+
+
+def _published(run: RunFolder, version: int) -> float | None:
+    """When a version began to sample; the first is there when the run begins."""
+    if version == 0:
+        return run.status().began
+    return next((phase["end"] for phase in _phases(run, version) if phase["name"] == "publish"), None)
+
+
+def _measured(run: RunFolder, step: int) -> dict[str, float]:
+    columns = run.metrics()
+    steps = columns.get("step", [])
+    place = next((place for place in range(len(steps) - 1, -1, -1) if steps[place] == step), None)
+    if place is None:
+        return {}
+    return {name: value for name, values in columns.items() if (value := values[place]) is not None}
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

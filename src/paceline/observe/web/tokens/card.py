@@ -1,10 +1,9 @@
 """Explains one token: which losses train it, by which formula, with which numbers, and what is not known.
 
-Computes the loss of one token in plain Python: the terms of `paceline.trainer.terms` without torch.
-
 The record holds the sampler's log probability and not the trainer's, so the ratio r = pi / old is known only where it
 must be 1. Elsewhere a card shows the term at r = 1, where the policy stands if it has not moved since, and from where
-on a bound would hold the token back. Tests hold every term to the trainer's own.
+on a bound would hold the token back. No bound holds a token at r = 1, so there the terms of `paceline.trainer.terms`
+are these few products, without torch. Tests hold each to the trainer's own.
 """
 
 import math
@@ -12,14 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import RunConfig
 from paceline.config import algorithm as algorithms
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
+from paceline.data import Scales
+from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, Told
-from paceline.observe.web.tickets import TRAINS, fate
-from paceline.observe.web.tokens.credit import CardLine, Peer, Share, advantage, figure, share_of
+from paceline.observe.web.rollouts.group import TRAINS, fate
+from paceline.observe.web.tokens.credit import CardLine, Peer, advantage, share_of
 from paceline.observe.web.tokens.strip import Strip, settings_of, trained_by
 
 
@@ -32,50 +34,6 @@ class Token:
     """log of what the ratio is measured from; None where it was not kept."""
     ref: float | None = None
     base: float | None = None
-
-
-def rl_term(c: config.LossConfig, a: float, log_pi: float, log_old: float, log_s: float = 0.0) -> tuple[float, bool]:
-    """The unscaled loss, and whether a bound held the token back. `log_s` is a sequence's mean log ratio, for gspo."""
-    log_r = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_pi - log_old))
-    r = math.exp(log_r)
-    match c:
-        case config.DPPOConfig():
-            d = math.exp(log_pi) - math.exp(log_old)
-            left = (a > 0 and d > c.high) or (a < 0 and d < -c.low)
-            return (0.0 if left else -a * r) + c.kl_tau * log_r**2, left
-        case config.PPOConfig():
-            loss, left = _clipped(r, a, c.clip_low, c.clip_high)
-            if c.dual_clip is not None and a < 0 and loss > -a * c.dual_clip:
-                return -a * c.dual_clip, True
-            return loss, left
-        case config.GSPOConfig():
-            return _clipped(math.exp(log_s), a, c.clip_low, c.clip_high)
-        case config.CISPOConfig():
-            bounded = min(max(r, c.min_ratio), c.max_ratio)
-            return -bounded * a * log_pi, bounded != r
-        case config.ReinforceConfig():
-            weight = 1.0 if c.max_ratio is None else min(r, c.max_ratio)
-            return -weight * a * log_pi, c.max_ratio is not None and weight != r
-    raise ValueError(f"the terms of a loss of type {c.type} are unknown")
-
-
-def ref_kl_term(log_pi: float, log_mu: float, ref: float) -> tuple[float, bool]:
-    """Reverse KL to a teacher, with the ratio to the sampler."""
-    pull, d = ref - log_pi, math.exp(log_pi) - math.exp(log_mu)
-    left = d > REF_KL_TRUST if pull > 0 else d < -REF_KL_TRUST
-    r = math.exp(max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_pi - log_mu)))
-    return (0.0 if left else -pull * r), left
-
-
-def kl_term(kind: str, log_pi: float, base: float) -> float:
-    """The estimators k1, k2, k3 of the divergence from a reference."""
-    d = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_pi - base))
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[kind]
-
-
-def _clipped(r: float, a: float, low: float, high: float) -> tuple[float, bool]:
-    plain, bounded = -a * r, -a * min(max(r, 1 - low), 1 + high)
-    return max(plain, bounded), bounded > plain
 
 
 FORMULAS = {
@@ -91,21 +49,24 @@ def rl_line(c: config.LossConfig, token: Token) -> CardLine:
     """The rl term at r = 1."""
     a = token.advantage
     if isinstance(c, config.CustomLossConfig):
-        return CardLine(name="rl term", formula=f"given by {c.import_path}", replay=True)
+        return CardLine("rl term", f"given by {c.import_path}", replay=True)
     formula = FORMULAS[c.type]
     if isinstance(c, config.ReinforceConfig) and c.max_ratio is not None:
         formula = "−min(r, max_ratio) · A · log π"
     if a is None:
-        return CardLine(name="rl term", formula=formula, note="Its advantage is made at train time.", replay=True)
+        return CardLine("rl term", formula, note="Its advantage is made at train time.", replay=True)
     needs = isinstance(c, config.CISPOConfig | config.ReinforceConfig)
     if needs and token.old is None:
-        return CardLine(
-            name="rl term", formula=formula, note="The sampler's log probability was not kept.", replay=True
-        )
-    log_pi = token.old if token.old is not None else 0.0
-    value, _ = rl_term(c, a, log_pi, log_pi)
-    numbers = f"−({figure(a)}) · {figure(log_pi)}" if needs else f"−({figure(a)}) · 1"
-    return CardLine(name="rl term at r = 1", formula=formula, numbers=numbers, value=value)
+        return CardLine("rl term", formula, note="The sampler's log probability was not kept.", replay=True)
+    weight = 1.0  # r, within the bounds of its weight
+    match c:
+        case config.CISPOConfig():
+            weight = min(max(1.0, c.min_ratio), c.max_ratio)
+        case config.ReinforceConfig() if c.max_ratio is not None:
+            weight = min(1.0, c.max_ratio)
+    log_pi = token.old if needs and token.old is not None else 1.0
+    numbers = f"−({figure(a)}) · {figure(log_pi)}"
+    return CardLine("rl term at r = 1", formula, numbers, 0.0 - weight * a * log_pi)
 
 
 def bound(c: config.LossConfig, token: Token) -> str:
@@ -113,16 +74,13 @@ def bound(c: config.LossConfig, token: Token) -> str:
     a = token.advantage
     if not a or token.old is None:
         return ""
-    mu = math.exp(token.old)
-    up = a > 0
+    mu, up = math.exp(token.old), a > 0
     match c:
         case config.DPPOConfig():
-            edge = mu + c.high if up else mu - c.low
-            key = "trainer.loss.high" if up else "trainer.loss.low"
-            return _edge("Dropped from the policy term", edge, up, f"μ {figure(mu)} {'+' if up else '−'} {key}")
+            edge, key = (mu + c.high, "+ trainer.loss.high") if up else (mu - c.low, "− trainer.loss.low")
+            return _edge("Dropped from the policy term", edge, up, f"μ {figure(mu)} {key}")
         case config.PPOConfig():
-            edge = mu * (1 + c.clip_high) if up else mu * (1 - c.clip_low)
-            key = "clip_high" if up else "clip_low"
+            edge, key = (mu * (1 + c.clip_high), "clip_high") if up else (mu * (1 - c.clip_low), "clip_low")
             return _edge("Clipped, so without a gradient,", edge, up, f"μ {figure(mu)}, trainer.loss.{key}")
         case config.GSPOConfig():
             side = f"above {figure(1 + c.clip_high)}" if up else f"below {figure(1 - c.clip_low)}"
@@ -144,12 +102,11 @@ def ref_kl_line(token: Token) -> CardLine:
     """A teacher's pull at r = 1."""
     formula = "−(log teacher − log π) · r"
     if token.ref is None or token.old is None:
-        return CardLine(name="ref_kl term", formula=formula, note="The teacher's or the sampler's score was not kept.")
-    value, _ = ref_kl_term(token.old, token.old, token.ref)
-    numbers = f"−({figure(token.ref)} − {figure(token.old)})"
+        return CardLine("ref_kl term", formula, note="The teacher's or the sampler's score was not kept.")
+    value, numbers = token.old - token.ref, f"−({figure(token.ref)} − {figure(token.old)})"
     mu, up = math.exp(token.old), token.ref > token.old
     edge = _edge("Dropped", mu + REF_KL_TRUST if up else mu - REF_KL_TRUST, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}")
-    return CardLine(name="ref_kl term at r = 1", formula=formula, numbers=numbers, value=value, note=edge)
+    return CardLine("ref_kl term at r = 1", formula, numbers, value, note=edge)
 
 
 def kl_line(c: config.KLConfig, token: Token) -> CardLine:
@@ -157,10 +114,11 @@ def kl_line(c: config.KLConfig, token: Token) -> CardLine:
     shape = {"k1": "d", "k2": "d² / 2", "k3": "e^−d + d − 1"}[c.kind]
     formula = f"kl.coef · ({shape}), d = log π − log reference"
     if token.base is None or token.old is None:
-        return CardLine(name="kl term", formula=formula, note="The reference is scored at train time.", replay=True)
-    value = c.coef * kl_term(c.kind, token.old, token.base)
+        return CardLine("kl term", formula, note="The reference is scored at train time.", replay=True)
+    d = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, token.old - token.base))
+    value = c.coef * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[c.kind]
     numbers = f"{figure(c.coef)} · {c.kind}(d = {figure(token.old - token.base)})"
-    return CardLine(name="kl term at r = 1", formula=formula, numbers=numbers, value=value)
+    return CardLine("kl term at r = 1", formula, numbers, value)
 
 
 STRANGE = "This version of Paceline does not understand the run's config, so it cannot say which formulas it used."
@@ -185,7 +143,7 @@ def _lines(
     run: RunFolder, told: Told, strip: Strip, at: int, config: RunConfig, weights: dict[str, float]
 ) -> list[CardLine]:
     trainer, lines = config.trainer, []
-    token = _token(strip, at, frozen="logprobs" not in strip.streams)
+    token = _token(strip, at)
     share = share_of(run, told, strip.number, config) if weights else None
     if "rl" in weights:
         lines.append(_credit(run, told, token, config))
@@ -193,17 +151,17 @@ def _lines(
         rl = rl_line(trainer.loss, token)
         lines += [rl, *_scaled(rl, share, "rl", at, weights["rl"], config)]
         if trainer.proximal is None and (edge := bound(trainer.loss, token)):
-            lines.append(CardLine(name="bound", note=edge))
+            lines.append(CardLine("bound", note=edge))
         if trainer.kl is not None and trainer.kl.how == "loss":
             lines.append(kl_line(trainer.kl, token))
         if trainer.kl is not None and trainer.kl.how == "advantage":
             note = "At train time kl.coef times the sample's mean of log π − log reference is taken off the advantage."
-            lines.append(CardLine(name="kl shaping", note=note, replay=True))
+            lines.append(CardLine("kl shaping", note=note, replay=True))
         if trainer.entropy_coef:
             note = "The entropy is computed at train time and not kept."
-            lines.append(CardLine(name="entropy term", formula="−entropy_coef · H", note=note, replay=True))
+            lines.append(CardLine("entropy term", "−entropy_coef · H", note=note, replay=True))
     if "ce" in weights:
-        ce = CardLine(name="ce term", formula="−log π", note="log π is the trainer's and not recorded.", replay=True)
+        ce = CardLine("ce term", "−log π", note="log π is the trainer's and not recorded.", replay=True)
         lines += [ce, *_scaled(ce, share, "ce", at, weights["ce"], config)]
     if "ref_kl" in weights:
         pull = ref_kl_line(token)
@@ -211,39 +169,33 @@ def _lines(
     return lines
 
 
-def _token(strip: Strip, at: int, frozen: bool) -> Token:
+def _token(strip: Strip, at: int) -> Token:
     def value(name: str) -> float | None:
         stream = strip.streams.get(name)
         return None if stream is None else float(stream[at])
 
-    return Token(
-        advantage=value("advantages"),
-        old=None if frozen else value("logprobs"),
-        ref=value("ref_logprobs"),
-        base=value("base_logprobs"),
-    )
+    names = {"advantage": "advantages", "old": "logprobs", "ref": "ref_logprobs", "base": "base_logprobs"}
+    return Token(**{field: value(name) for field, name in names.items()})
 
 
 def _ratio(strip: Strip, config: RunConfig) -> CardLine:
     """Known only where it must be 1."""
     trainer = config.trainer
     if "logprobs" not in strip.streams:
-        return CardLine(name="ratio", formula="1: a frozen model sampled it", value=1.0)
+        return CardLine("ratio", "1: a frozen model sampled it", value=1.0)
     if trainer.proximal is not None and trainer.minibatches == 1:
         note = "It is measured from the batch's start, and the only step is taken from there. Who really sampled is "
-        return CardLine(
-            name="ratio", formula="π / π at the batch's start", value=1.0, note=f"{note}weighed at train time."
-        )
+        return CardLine("ratio", "π / π at the batch's start", value=1.0, note=f"{note}weighed at train time.")
     old = "π at the batch's start" if trainer.proximal is not None else "μ"
     note = "π is the trainer's probability at train time, which no file keeps."
     if trainer.clip_skip_threshold is not None:
         share = figure(trainer.clip_skip_threshold)
         note += f" A sample with more than {share} of its ratios outside 0.8 to 1.2 is left out as a whole."
-    return CardLine(name="ratio", formula=f"π / {old}", note=note, replay=True)
+    return CardLine("ratio", f"π / {old}", note=note, replay=True)
 
 
 def _scaled(
-    line: CardLine, share: Share | None, part: str, at: int, weight: float, config: RunConfig
+    line: CardLine, share: tuple[Scales, NDArray] | None, part: str, at: int, weight: float, config: RunConfig
 ) -> list[CardLine]:
     """The term's share of the step's loss."""
     formula = {
@@ -253,18 +205,19 @@ def _scaled(
     }[config.trainer.normalise]
     if share is None:
         note = "Its step's normaliser is not counted here: it did not train, or its batch is very large or not whole."
-        return [CardLine(name="loss share", formula=formula, note=note)]
-    stream = getattr(share.scales, part)
+        return [CardLine("loss share", formula, note=note)]
+    scales, totals = share
+    stream = getattr(scales, part)
     if at >= len(stream):
         return []
     scale = float(stream[at])
-    tokens, rollouts = (int(number) for number in share.totals[PARTS.index(part)])
+    tokens, rollouts = (int(number) for number in totals[PARTS.index(part)])
     note = f"{tokens:,} {part} tokens of {rollouts:,} rollouts train in this optimizer step."
     if line.value is None:
-        return [CardLine(name=f"{part} scale", formula="weight / normaliser", value=scale, note=note)]
+        return [CardLine(f"{part} scale", "weight / normaliser", value=scale, note=note)]
     numbers = f"{figure(weight)} · {figure(line.value)} / {figure(weight / scale)}"
     name = "loss share" if part == "rl" else f"{part} loss share"
-    return [CardLine(name=f"{name} at r = 1", formula=formula, numbers=numbers, value=scale * line.value, note=note)]
+    return [CardLine(f"{name} at r = 1", formula, numbers, scale * line.value, note=note)]
 
 
 def _silent(told: Told, strip: Strip, at: int, config: RunConfig) -> str:
@@ -296,7 +249,7 @@ def algorithm_of(row: Row, config: RunConfig) -> algorithms.AlgorithmConfig | No
 def _credit(run: RunFolder, told: Told, token: Token, config: RunConfig) -> CardLine:
     algo, row = algorithm_of(told.row, config), told.row
     if algo is None or row.reward is None:
-        return CardLine(name="advantage", value=token.advantage, note="The run's config does not name its environment.")
+        return CardLine("advantage", value=token.advantage, note="The run's config does not name its environment.")
     rows = _compared(run, row, algo)
     deep = isinstance(algo, algorithms.HierarchicalConfig)
     peers = [_peer(run, one, deep) for one in rows if one.reward is not None and not one.error]

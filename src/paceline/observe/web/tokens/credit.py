@@ -1,15 +1,13 @@
-"""Explains a rollout's advantage: the algorithm's formula with its numbers, beside the recorded value.
+"""Explains a rollout's advantage, and the weight of a token's loss in its step: one over the normaliser.
 
 The formulas are those of `paceline.algorithms`, on rewards that the record kept; tests hold the two together. Where
 they differ on a run, its rewards were changed after the credit was given, or one of the two is wrong; the card says so.
-
-Computes the weight of a token's loss in its step: one over the normaliser, as the trainer folds it.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config import algorithm as config
 from paceline.data import Sample, Scales, count, fold, minibatches
+from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, Told
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.record.stored import identity
@@ -26,7 +25,7 @@ PASS = 0.5
 CLOSE = 1e-5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CardLine:
     """One line of a token's card: a name, how it is made, the numbers put in, and what comes out."""
 
@@ -63,28 +62,32 @@ def advantage(algo: config.AlgorithmConfig, me: Peer, peers: Sequence[Peer], rec
         case config.HierarchicalConfig():
             line = _group(config.GRPOConfig(std=algo.std, positive_only=algo.positive_only), peers, place, "siblings")
         case config.MaxRLConfig():
-            line = _max_rl(peers, place)
+            line = _max_rl(np.array([peer.reward for peer in peers], np.float64), place)
         case config.RewardConfig():
-            line = CardLine(name="advantage", formula="the reward itself", numbers=figure(me.reward), value=me.reward)
+            line = CardLine("advantage", "the reward itself", figure(me.reward), me.reward)
         case config.ConstantConfig():
-            line = CardLine(name="advantage", formula="a constant (algo.value)", value=algo.value)
+            line = CardLine("advantage", "a constant (algo.value)", value=algo.value)
         case config.RAEConfig():
-            return _running(me, recorded)
+            if recorded is None:
+                return CardLine("advantage", "reward − running mean of this role")
+            formula = "reward − running mean of what this role earned before"
+            numbers = f"{figure(me.reward)} − {figure(me.reward - recorded)}"
+            note = "The running mean is not recorded; it is what the reward and the advantage leave."
+            return CardLine("advantage", formula, numbers, recorded, note)
         case config.GAEConfig():
-            return CardLine(
-                name="advantage",
-                formula="made by the trainer's critic from the rewards",
-                note="The critic's values at train time are not recorded.",
-                replay=True,
-            )
+            note = "The critic's values at train time are not recorded."
+            return CardLine("advantage", "made by the trainer's critic from the rewards", note=note, replay=True)
         case config.CustomConfig():
-            return CardLine(name="advantage", formula=f"given by {algo.import_path}", value=recorded)
+            return CardLine("advantage", f"given by {algo.import_path}", value=recorded)
         case _:
-            return CardLine(name="advantage", formula=f"{algo.type} gives none: no reward trains here", value=recorded)
-    return _checked(line, recorded)
+            return CardLine("advantage", f"{algo.type} gives none: no reward trains here", value=recorded)
+    if recorded is None or line.value is None or abs(recorded - line.value) <= CLOSE * max(1.0, abs(line.value)):
+        return line
+    note = f"The record says {figure(recorded)}: rewards or credit were changed after one another. {line.note}"
+    return replace(line, note=note.strip(), wrong=True)
 
 
-def earned(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer]) -> NDArray:
+def _earned(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer]) -> NDArray:
     """The reward of each that credit is computed from; under `length_bonus`, more for short replies."""
     rewards = np.array([peer.reward for peer in peers], np.float64)
     if algo.length_bonus is None:
@@ -97,12 +100,12 @@ def earned(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer]) -
 
 
 def _group(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer], place: int, whom: str) -> CardLine:
-    rewards = earned(algo, peers)
+    rewards = _earned(algo, peers)
     mine, mean = float(rewards[place]), float(rewards.mean())
     of = f"mean of the {whom}" + (f" ({len(peers)} rollouts)" if len(peers) > 1 else " (itself alone)")
     value = mine - mean if np.ptp(rewards) else 0.0
     formula, numbers = f"reward − {of}", f"{figure(mine)} − {figure(mean)}"
-    spread = {"none": 1.0, "population": float(rewards.std()), "sample": _sample(rewards)}[algo.std]
+    spread = float(rewards.std(ddof=int(algo.std == "sample"))) if len(rewards) > 1 else 0.0
     if algo.std != "none" and spread > 1e-8:
         value /= spread
         formula, numbers = f"({formula}) / their standard deviation", f"({numbers}) / {figure(spread)}"
@@ -111,91 +114,37 @@ def _group(algo: config.GRPOConfig | config.EchoConfig, peers: Sequence[Peer], p
         note = f"For its length the reward {figure(peers[place].reward)} counts as {figure(mine)} (algo.length_bonus)."
     if algo.positive_only and value < 0:
         value, note = 0.0, f"{note} Negative, so it is set to zero (algo.positive_only).".strip()
-    return CardLine(name="advantage", formula=formula, numbers=numbers, value=value, note=note)
+    return CardLine("advantage", formula, numbers, value, note)
 
 
-def _max_rl(peers: Sequence[Peer], place: int) -> CardLine:
-    rewards = earned(config.GRPOConfig(), peers)
+def _max_rl(rewards: NDArray, place: int) -> CardLine:
     mine, mean = float(rewards[place]), float(rewards.mean())
     if mean <= 0:
-        return CardLine(name="advantage", formula="0, since the group's mean reward is not above 0", value=0.0)
+        return CardLine("advantage", "0, since the group's mean reward is not above 0", value=0.0)
     value = (mine - mean) / mean if np.ptp(rewards) else 0.0
     numbers = f"({figure(mine)} − {figure(mean)}) / {figure(mean)}"
-    return CardLine(name="advantage", formula="(reward − group mean) / group mean", numbers=numbers, value=value)
-
-
-def _running(me: Peer, recorded: float | None) -> CardLine:
-    if recorded is None:
-        return CardLine(name="advantage", formula="reward − running mean of this role")
-    numbers = f"{figure(me.reward)} − {figure(me.reward - recorded)}"
-    note = "The running mean is not recorded; it is what the reward and the advantage leave."
-    formula = "reward − running mean of what this role earned before"
-    return CardLine(name="advantage", formula=formula, numbers=numbers, value=recorded, note=note)
-
-
-def _checked(line: CardLine, recorded: float | None) -> CardLine:
-    if recorded is None or line.value is None or abs(recorded - line.value) <= CLOSE * max(1.0, abs(line.value)):
-        return line
-    note = f"The record says {figure(recorded)}: rewards or credit were changed after one another."
-    return CardLine(
-        name=line.name,
-        formula=line.formula,
-        numbers=line.numbers,
-        value=line.value,
-        note=f"{note} {line.note}".strip(),
-        wrong=True,
-    )
-
-
-def _sample(rewards: NDArray) -> float:
-    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
-
-
-def figure(value: float) -> str:
-    """Four digits, or all of a large number, with a real minus."""
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}").replace("-", "−")
+    return CardLine("advantage", "(reward − group mean) / group mean", numbers, value)
 
 
 MOST_TOKENS = 4_000_000
 """Tokens of a batch that is counted for a card; the replay page takes its time for larger ones."""
-_MOST_KEPT = 64
 STATES = ("trained", "replayed", "skipped")
 
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """The normalisers of a batch."""
-
-    totals: list[NDArray]
-    """For each optimizer step, tokens and rollouts of each component."""
-    step_of: dict[int, int]
-    """Which optimizer step each rollout, by its number in the record, is part of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One sample's scales, and the counts they come from: tokens and rollouts of rl, ce and ref_kl."""
-
-    scales: Scales
-    totals: NDArray
-
-
-_kept: OrderedDict[tuple, Counted | None] = OrderedDict()
+_MOST_RECENT = 64
+_recent: OrderedDict[tuple, dict[int, NDArray]] = OrderedDict()
 _lock = threading.Lock()
 
 
-def share_of(run: RunFolder, told: Told, number: int, config: RunConfig) -> Share | None:
-    """None where the rollout did not train, or its batch is too large to be counted here."""
+def share_of(run: RunFolder, told: Told, number: int, config: RunConfig) -> tuple[Scales, NDArray] | None:
+    """One sample's scales, and the counts they come from: tokens and rollouts of rl, ce and ref_kl. None where the
+    rollout did not train, or its batch is too large to be counted here."""
     if told.row.state not in STATES or not run.rollouts.kept:
         return None
-    counted = _counted(run, told.row.step, config)
-    part = None if counted is None else counted.step_of.get(told.row.index)
-    if counted is None or part is None:
+    totals = _totals(run, told.row.step, config).get(told.row.index)
+    if totals is None:
         return None
-    trainer, totals = config.trainer, counted.totals[part]
-    own = [cut(sample, config) for sample in told.samples]
-    scales = fold(own, trainer.normalise, trainer.fixed_length, totals=totals)
-    return Share(scales[number], totals)
+    own = [_truncated(sample, config) for sample in told.samples]
+    return fold(own, config.trainer.normalise, config.trainer.fixed_length, totals=totals)[number], totals
 
 
 def place_of(run: RunFolder, told: Told, number: int) -> int | None:
@@ -209,31 +158,24 @@ def _rows(run: RunFolder, step: int) -> list[Row]:
     return run.rollouts.find(Query(step=(step, step), state=STATES, sort="step", limit=None)).rows
 
 
-def cut(sample: Sample, config: RunConfig) -> Sample:
+def _truncated(sample: Sample, config: RunConfig) -> Sample:
     """The part of the sample that the trainer sees."""
     limit = config.trainer.max_sample_tokens
     return sample if limit is None else sample.truncated_to(limit)
 
 
-def _counted(run: RunFolder, step: int, config: RunConfig) -> Counted | None:
-    rows, trainer = _rows(run, step), config.trainer
-    key = (run.path, identity(RecordFiles(run.path).index)[:2], step, len(rows), trainer.minibatches)
+def _totals(run: RunFolder, step: int, config: RunConfig) -> dict[int, NDArray]:
+    """The counts of each rollout's optimizer step, by the rollout's number in the record; none of a large batch."""
+    rows, parts = _rows(run, step), config.trainer.minibatches
+    key = (run.path, identity(RecordFiles(run.path).index)[:2], step, len(rows), parts)
     with _lock:
-        if key not in _kept:
+        if key not in _recent:
             small = sum(row.prompt + row.tokens for row in rows) <= MOST_TOKENS and all(row.whole for row in rows)
-            _kept[key] = _count(run, [row.index for row in rows], config) if small else None
-            while len(_kept) > _MOST_KEPT:
-                _kept.popitem(last=False)
-        return _kept[key]
-
-
-def _count(run: RunFolder, indices: list[int], config: RunConfig) -> Counted:
-    samples: list[Sample] = []
-    owner: list[int] = []
-    for index in indices:
-        mine = run.rollouts.get(index).samples
-        samples += [cut(sample, config) for sample in mine]
-        owner += [index] * len(mine)
-    parts = minibatches(samples, config.trainer.minibatches)
-    step_of = {owner[place]: number for number, part in enumerate(parts) for place in part}
-    return Counted([count([samples[place] for place in part]) for part in parts], step_of)
+            batch = [(row.index, one) for row in rows for one in run.rollouts.get(row.index).samples] if small else []
+            samples, found = [_truncated(sample, config) for _, sample in batch], {}
+            for part in minibatches(samples, parts) if batch else ():
+                found |= dict.fromkeys((batch[at][0] for at in part), count([samples[at] for at in part]))
+            _recent[key] = found
+            while len(_recent) > _MOST_RECENT:
+                _recent.popitem(last=False)
+        return _recent[key]

@@ -1,6 +1,6 @@
-"""One token sequence of a rollout with its streams: a sample as it shipped, or a turn that no sample was made of.
+"""Reads one token sequence of a rollout: its streams (a sample's or a turn's) and the text of each token.
 
-Maps token ids to text, byte for byte, by the `tokenizer.json` of the run's model. Needs no tokenizer library: a
+Token ids become text byte for byte, by the `tokenizer.json` of the run's model. That needs no tokenizer library: a
 vocabulary is a table.
 """
 
@@ -9,19 +9,20 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+from fastapi import HTTPException
 from numpy.typing import NDArray
 
 from paceline.config import RunConfig
 from paceline.config.model import QUICKSTART
 from paceline.data import Sample
 from paceline.observe.record import Query, RunFolder, Told, ToldTurn
-from paceline.observe.web.answers import refuse
-from paceline.observe.web.tickets import TRAINS, fate
+from paceline.observe.web.rollouts.group import TRAINS, fate
 from paceline.observe.web.tokens.credit import place_of
 
 LARGEST = 256 << 20
@@ -62,15 +63,14 @@ class VocabularyIndex:
         self._spaced = bool(kinds & {"Metaspace", "Replace"})
 
     def read(self, ids: Sequence[int]) -> TokenTexts:
-        said = [self.bytes_of(number) for number in ids]
-        texts = [None if one is None else _whole(one) for one in said]
+        pieces = [self.bytes_of(number) for number in ids]
+        texts = [None if one is None else _whole(one) for one in pieces]
         parts: dict[int, dict[str, str]] = {}
-        for first, last in _gaps(texts):
-            run = said[first:last]
-            of = b"".join(one or b"" for one in run).decode(errors="replace")
-            for place, one in enumerate(run, first):
-                if one is not None:
-                    parts[place] = {"bytes": one.hex(" ").upper(), "of": of}
+        for is_gap, places in groupby(enumerate(pieces), lambda item: texts[item[0]] is None):
+            if is_gap:
+                gap = [(place, one) for place, one in places if one is not None]
+                of = b"".join(one for _, one in gap).decode(errors="replace")
+                parts |= {place: {"bytes": one.hex(" ").upper(), "of": of} for place, one in gap}
         return TokenTexts(texts, parts)
 
     def bytes_of(self, number: int) -> bytes | None:
@@ -87,7 +87,7 @@ class VocabularyIndex:
         return (token.replace(_SPACE, " ") if self._spaced else token).encode(errors="replace")
 
 
-def lexicon_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
+def vocabulary_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
     """The vocabulary of the run's model, and where it was found or why it was not."""
     looked = []
     for path in _places(run):
@@ -149,17 +149,6 @@ def _whole(data: bytes) -> str | None:
         return None
 
 
-def _gaps(texts: Sequence[str | None]) -> Iterator[tuple[int, int]]:
-    """Stretches of None."""
-    first = None
-    for place, text in enumerate([*texts, ""]):
-        if text is None and first is None:
-            first = place
-        elif text is not None and first is not None:
-            yield first, place
-            first = None
-
-
 BARE = "No tokens were kept of this rollout, only what its row says."
 READABLE = "This run keeps readable conversations alone (record.all = false): there are no tokens to look at."
 
@@ -188,19 +177,23 @@ def strip_of(told: Told, sample: int | None, turn: int | None) -> Strip | None:
     """The sequence that is asked for; where none is, the first sample, or else the first turn, if there is one."""
     prints = {version: mark for one in told.turns for version, mark in one.weights.items()}
     if turn is None and (told.samples or sample is not None):
-        number = sample or 0
-        _within(number, len(told.samples), "sample")
-        one = told.samples[number]
+        number, one = _chosen(told.samples, sample, "sample")
         streams = {name: stream for name, stream in one.streams().items() if name != "token_ids"}
         return Strip("sample", number, one.token_ids, streams, list(one.spans), one.ended, prints, one)
     if not told.turns and turn is None:
         return None
-    number = turn or 0
-    _within(number, len(told.turns), "turn")
-    return _turn(told.turns[number], number, prints)
+    return _turn(*_chosen(told.turns, turn, "turn"), prints)
 
 
-def _turn(turn: ToldTurn, number: int, prints: dict[int, str]) -> Strip:
+def _chosen(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, Any]:
+    """The number that is asked for, or 0, and the part it names."""
+    number = number or 0
+    if not 0 <= number < len(parts):
+        raise HTTPException(404, f"there is no {what} {number}: the rollout has {len(parts)}, counted from 0")
+    return number, parts[number]
+
+
+def _turn(number: int, turn: ToldTurn, prints: dict[int, str]) -> Strip:
     start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
     streams = {
         "loss_mask": np.arange(end) >= start,
@@ -216,11 +209,6 @@ def _turn(turn: ToldTurn, number: int, prints: dict[int, str]) -> Strip:
 
 def _after(start: int, values: NDArray, before: float, dtype: type) -> NDArray:
     return np.concatenate([np.full(start, before, dtype), np.asarray(values, dtype)])
-
-
-def _within(number: int, count: int, what: str) -> None:
-    if not 0 <= number < count:
-        raise refuse(404, f"there is no {what} {number}: the rollout has {count}, counted from 0")
 
 
 def trained_by(strip: Strip) -> dict[str, NDArray]:
@@ -267,8 +255,8 @@ def page_of(run: RunFolder, told: Told, strip: Strip | None) -> dict[str, Any]:
     }
     if strip is None:
         return head | {"nothing": BARE if run.rollouts.kept else READABLE}
-    lexicon, source = lexicon_of(run)
-    spoken = lexicon.read(strip.ids.tolist()) if lexicon is not None else None
+    vocabulary, source = vocabulary_of(run)
+    read = vocabulary.read(strip.ids.tolist()) if vocabulary is not None else None
     return head | {
         "kind": strip.kind,
         "number": strip.number,
@@ -276,8 +264,8 @@ def page_of(run: RunFolder, told: Told, strip: Strip | None) -> dict[str, Any]:
         "spans": strip.spans,
         "weights": {str(version): mark for version, mark in strip.weights.items()},
         "ids": strip.ids,
-        "texts": spoken.texts if spoken else None,
-        "parts": {str(place): part for place, part in spoken.parts.items()} if spoken else {},
+        "texts": read.texts if read else None,
+        "parts": {str(place): part for place, part in read.parts.items()} if read else {},
         "tokenizer": source,
         "streams": strip.streams,
         "trained": trained_by(strip) if row.domain == "training" else {},

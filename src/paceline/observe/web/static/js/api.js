@@ -1,4 +1,5 @@
-// Asking the server. What it refuses comes as a sentence, and so does a server that does not answer.
+// Asking the server, and following its live updates. What it refuses comes as a sentence, and so does a server that
+// does not answer.
 
 export class Refused extends Error {
   constructor(message, status) {
@@ -7,11 +8,13 @@ export class Refused extends Error {
   }
 }
 
-/** GET /api/<path> with these parameters; lists repeat their name, null and undefined are left out. */
-export async function ask(path, parameters = {}, signal = undefined) {
+/** GET /api/<path> with these parameters, or POST a body; lists repeat their name, null and undefined are left out. */
+export async function ask(path, parameters = {}, signal = undefined, body = undefined) {
+  const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  const type = body === undefined ? {} : { "Content-Type": "application/json" };
   let answer, told;
   try {
-    answer = await fetch(address(path, parameters), { signal, headers: { Accept: "application/json" } });
+    answer = await fetch(address(path, parameters), { signal, ...sent, headers: { ...type, Accept: "application/json" } });
     told = await answer.json(); // which a request that is called off while its body comes breaks off too
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -31,4 +34,44 @@ export function address(path, parameters = {}) {
   }
   const text = query.toString();
   return `/api/${path}${text ? `?${text}` : ""}`;
+}
+
+/**
+ * Follow a stream of server-sent events. `parameters` is asked anew at each start, so that a page goes on from where it
+ * is. `listeners` maps an event's name to a function of what it says. Returns a function that ends it.
+ */
+export function follow(parameters, listeners) {
+  let source = null;
+  let mark = "";
+  const state = document.getElementById("link");
+  const lost = () => {
+    state.textContent = "connection lost, trying again";
+    state.hidden = false;
+  };
+  const start = () => {
+    source = new EventSource(address("live", parameters(mark)));
+    source.addEventListener("open", () => (state.hidden = true));
+    source.addEventListener("error", lost);
+    for (const [name, listener] of Object.entries(listeners)) {
+      source.addEventListener(name, (event) => {
+        if (event.lastEventId) mark = event.lastEventId;
+        listener(JSON.parse(event.data));
+      });
+    }
+  };
+  const stop = () => {
+    source?.close();
+    source = null;
+  };
+  const seen = () => {
+    if (document.hidden) stop();
+    else if (!source) start();
+  };
+  document.addEventListener("visibilitychange", seen);
+  if (!document.hidden) start();
+  return () => {
+    document.removeEventListener("visibilitychange", seen);
+    stop();
+    state.hidden = true;
+  };
 }

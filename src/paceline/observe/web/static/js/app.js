@@ -3,7 +3,7 @@ import { announce, fill, h } from "./dom.js";
 import { FOLDER_PAGES, RUN_PAGES } from "./pages.js";
 import { parse, toRun } from "./router.js";
 import { Run } from "./run.js";
-import { statePill } from "./state.js";
+import { statePill } from "./status.js";
 
 const main = document.getElementById("main");
 const trail = document.getElementById("trail");

@@ -1,6 +1,5 @@
 // One run as the pages see it: its standing and its metrics, kept up to date.
-import { ask } from "./api.js";
-import { follow } from "./live.js";
+import { ask, follow } from "./api.js";
 
 export class Run extends EventTarget {
   /** Read a run; refused with a sentence where there is none. */

@@ -1,7 +1,7 @@
 // Vital signs: is it alive, does it learn, is it quick, and who waits for whom.
 import { fill, h } from "./dom.js";
 import { change, count, moment, number, percent, seconds, whole } from "./format.js";
-import { meaning } from "./state.js";
+import { meaning } from "./status.js";
 
 const FEW = 10;
 

@@ -2,9 +2,8 @@
 import { fill, h, icon, perFrame, say } from "../dom.js";
 import { number, seconds, whole } from "../format.js";
 import { drawAxes, drawBars, drawCursor, drawLines, layout, seriesColour, sharp } from "./draw.js";
-import { figures } from "./figures.js";
+import { figures, Tip } from "./parts.js";
 import { firstAt, nearest, smoothed } from "./scale.js";
-import { Tip } from "./tip.js";
 
 const DRAG_PIXELS = 6;
 

@@ -4,7 +4,7 @@ import { fill, h, icon, perFrame } from "../dom.js";
 import { clock, number, percent, seconds, whole } from "../format.js";
 import { colour, line, seriesColour, sharp } from "./draw.js";
 import { ticks } from "./scale.js";
-import { Tip } from "./tip.js";
+import { Tip } from "./parts.js";
 
 const RIGHT = 10;
 const WIDEST = 190;

@@ -1,10 +1,9 @@
 // Two runs over the same draws: how far apart they are, and whether that can be chance.
-import { ask } from "../api.js";
+import { ask, follow } from "../api.js";
 import { Chart } from "../chart/chart.js";
-import { Group } from "../chart/group.js";
+import { Group } from "../chart/parts.js";
 import { announce, fill, h, perFrame } from "../dom.js";
 import { amount, number, whole } from "../format.js";
-import { follow } from "../live.js";
 import { toPage, toRun } from "../router.js";
 
 export const title = "Which is better";

@@ -1,7 +1,7 @@
 // Advisories: what a run's own figures say against it, with the evidence, how sure it is, and which key to turn.
 import { ask } from "../api.js";
 import { Chart } from "../chart/chart.js";
-import { Group } from "../chart/group.js";
+import { Group } from "../chart/parts.js";
 import { points } from "../curves.js";
 import { announce, fill, h, prose } from "../dom.js";
 import { amount, number, whole } from "../format.js";

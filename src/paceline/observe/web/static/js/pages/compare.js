@@ -1,18 +1,16 @@
 // Several runs in one picture. Runs that differ only in their seed are one curve: their mean, and a band from the lowest to
 // the highest.
-import { ask } from "../api.js";
+import { ask, follow } from "../api.js";
 import { Chart } from "../chart/chart.js";
-import { Group } from "../chart/group.js";
+import { controls, Group } from "../chart/parts.js";
 import { seriesColour } from "../chart/draw.js";
-import { controls } from "../controls.js";
 import { arrange, points, SECTIONS } from "../curves.js";
 import { fill, h, memory, perFrame } from "../dom.js";
 import { number } from "../format.js";
-import { follow } from "../live.js";
 import { toPage, toRun } from "../router.js";
 import { append } from "../run.js";
 import { families, joined } from "../seeds.js";
-import { statePill } from "../state.js";
+import { statePill } from "../status.js";
 
 export const title = "Compare";
 

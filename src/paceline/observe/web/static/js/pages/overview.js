@@ -1,12 +1,11 @@
 // One run: vital signs, curves, lanes and what it said.
 import { Chart } from "../chart/chart.js";
-import { Group } from "../chart/group.js";
+import { controls, Group } from "../chart/parts.js";
 import { Lanes } from "../chart/lanes.js";
-import { controls } from "../controls.js";
 import { arrange, points, SECTIONS } from "../curves.js";
 import { announce, fill, h, perFrame } from "../dom.js";
 import { amount, count, number, whole } from "../format.js";
-import { eventsTable, troubles } from "../told.js";
+import { eventsTable, troubles } from "../status.js";
 import { Vitals } from "../vitals.js";
 
 export const title = "Overview";

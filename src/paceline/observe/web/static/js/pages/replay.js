@@ -2,9 +2,8 @@
 import { ask } from "../api.js";
 import { announce, fill, h, say } from "../dom.js";
 import { seconds } from "../format.js";
-import { outcome } from "../replay/outcome.js";
 import { settingsForm } from "../replay/form.js";
-import { cancel, ended, start } from "../replay/send.js";
+import { outcome } from "../replay/outcome.js";
 import { changed } from "../replay/words.js";
 import { toRun } from "../router.js";
 
@@ -143,4 +142,22 @@ function given(text) {
 function same(one, other) {
   const keys = Object.keys(one);
   return keys.length === Object.keys(other).length && keys.every((key) => one[key] === other[key]);
+}
+
+const LOOK_MS = 500;
+
+// The only requests that change something are POSTs in JSON from our own page.
+const post = async (path, run, body) => (await ask(path, { run }, undefined, body)).job;
+const start = (run, step, settings) => post("replay/start", run, { step, settings });
+const cancel = (run) => post("replay/cancel", run, {});
+
+/** Look at a job until it ends; `tell` gets its progress. Null when `left()` says that the reader has left. */
+async function ended(run, job, tell, left) {
+  while (job?.state === "working") {
+    tell(job);
+    await new Promise((done) => setTimeout(done, LOOK_MS));
+    if (left()) return null;
+    ({ job } = await ask("replay/job", { run }));
+  }
+  return job;
 }

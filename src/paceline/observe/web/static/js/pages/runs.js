@@ -1,12 +1,11 @@
 // All runs: search, sort, tick to compare.
-import { ask } from "../api.js";
+import { ask, follow } from "../api.js";
 import { spark } from "../chart/draw.js";
 import { announce, fill, h, patchRows } from "../dom.js";
 import { age, amount, change, moment, number, seconds, whole } from "../format.js";
-import { follow } from "../live.js";
 import { toPage, toRun } from "../router.js";
 import { walkable } from "../rows.js";
-import { statePill } from "../state.js";
+import { statePill } from "../status.js";
 
 export const title = "Runs";
 

@@ -4,11 +4,8 @@ import { fill, h, memory } from "../dom.js";
 import { count, number } from "../format.js";
 import { toRun } from "../router.js";
 import { Card } from "../tokens/card.js";
-import { lines, scale } from "../tokens/legend.js";
-import { replayed } from "../tokens/replayed.js";
-import { streams } from "../tokens/streams.js";
-import { Strip, versionsBefore } from "../tokens/strip.js";
-import { KEYS, walk } from "../tokens/walk.js";
+import { lines, scale, streams } from "../tokens/streams.js";
+import { KEYS, Strip, versionsBefore, walk } from "../tokens/strip.js";
 
 export const title = "Tokens";
 
@@ -139,4 +136,32 @@ function help(run, told, all) {
     missing.length ? h("p", {}, `${missing.map((stream) => stream.missing).join(". ")}. `,
       told.trains ? [h("a", { href: toRun(run.name, "replay", { step: told.rollout.step }) }, `Replaying step ${told.rollout.step}`), " computes what was clipped, and by which rule."] : null) : null,
     told.texts ? h("p", {}, "Text by ", h("code", {}, told.tokenizer)) : null);
+}
+
+/**
+ * The ratio, the trainer's log probability, the entropy and the share of the loss of each token, as streams; the rules
+ * that held tokens back, by place; and whether the weights were those of the step. Null where there is no replay of it.
+ */
+async function replayed(run, told) {
+  if (!told.trains || told.place === null || told.place === undefined) return null;
+  const { results } = await ask("replay", { run: run.name });
+  const mine = results.findLast(({ step, changes }) => step === told.rollout.step && !Object.keys(changes).length);
+  if (!mine) return null;
+  const [{ sample }, { result }] = await Promise.all([
+    ask("replay/sample", { run: run.name, of: mine.key, sample: told.place }), ask("replay/result", { run: run.name, of: mine.key })]);
+  // A run that went back has other samples under the same step.
+  if (!sample?.trained || !result || sample.ids.some((id, at) => id !== told.ids[at])) return null;
+  const { places, share, held_back: held, skipped } = sample.trained;
+  const column = (values) => {
+    const spread = new Array(told.ids.length).fill(null);
+    places.forEach((place, at) => (spread[place] = values[at]));
+    return spread;
+  };
+  const rules = new Map();
+  for (const { token, component, rule } of held) rules.set(places[token], [...(rules.get(places[token]) ?? []), `${component}: ${rule}`]);
+  const total = places.map((_, at) => Object.values(share).reduce((sum, values) => sum + (values[at] ?? 0), 0));
+  return {
+    ratio: column(sample.trained.ratio), entropy: column(sample.trained.entropy), logprob: column(sample.trained.logprob), share: column(total),
+    rules, skipped, exact: result.about.weights.exact, from: result.about.weights.from,
+  };
 }

@@ -2,9 +2,8 @@
 import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
-import { toOne } from "./query.js";
+import { stateMark, toOne, versionWords } from "./words.js";
 import { message } from "./talk.js";
-import { stateMark, versionWords } from "./words.js";
 
 const COLOURS = 8;
 

@@ -2,9 +2,8 @@
 import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
-import { toOne } from "./query.js";
+import { stateMark, stateWords, toOne, versionWords } from "./words.js";
 import { folded } from "./talk.js";
-import { stateMark, stateWords, versionWords } from "./words.js";
 
 const TAIL = 200; // characters of what is the same that are shown before a parting
 

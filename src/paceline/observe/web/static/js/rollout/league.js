@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { fill, h } from "../dom.js";
 import { amount, whole } from "../format.js";
-import { toList } from "./query.js";
+import { toList } from "./words.js";
 
 export async function render(root, run) {
   const place = h("div", { class: "stack" });

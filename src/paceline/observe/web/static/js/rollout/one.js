@@ -5,9 +5,8 @@ import { amount, moment, number, whole } from "../format.js";
 import { toRun } from "../router.js";
 import * as episode from "./episode.js";
 import * as group from "./group.js";
-import { PAGE, queryOf, toList, toOne } from "./query.js";
+import { FINISH, PAGE, queryOf, stateMark, stateMeaning, toList, toOne, versionWords } from "./words.js";
 import { conversations } from "./talk.js";
-import { FINISH, stateMark, stateMeaning, versionWords } from "./words.js";
 
 export async function render(root, run, params) {
   const query = queryOf(params);

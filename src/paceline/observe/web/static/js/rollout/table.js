@@ -5,8 +5,7 @@ import { amount, moment, number, whole } from "../format.js";
 import { toRun } from "../router.js";
 import { walkable } from "../rows.js";
 import { Filters } from "./filters.js";
-import { isFiltered, PAGE, pageOf, queryOf, toList, toOne } from "./query.js";
-import { FINISH, stateMark, versionWords } from "./words.js";
+import { FINISH, isFiltered, PAGE, pageOf, queryOf, stateMark, toList, toOne, versionWords } from "./words.js";
 
 const COUNTING = 1500; // milliseconds between two counts of what is new
 const COLUMNS = [

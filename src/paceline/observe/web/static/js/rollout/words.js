@@ -1,5 +1,6 @@
-// The fate of a rollout, in words.
+// Rollouts in words and in addresses: the fate of one, and the query of the page, kept in the address so that it can be shared.
 import { h } from "../dom.js";
+import { toRun } from "../router.js";
 
 const MEANING = {
   trained: "It trained in this step.",
@@ -38,3 +39,33 @@ export function versionWords({ version_min: low, version_max: high }) {
 }
 
 export const FINISH = { stop: "ended by itself", length: "cut at the longest length" };
+
+/** Names as the server knows them; the page of the list comes besides. */
+const FIELDS = ["env", "actor", "state", "finish", "error", "domain", "step_from", "step_to", "reward_from", "reward_to",
+  "length_from", "length_to", "ticket", "row", "text", "sort"];
+export const PAGE = 50;
+
+/** The query of an address: only what is set. */
+export function queryOf(params) {
+  return Object.fromEntries(FIELDS.map((name) => [name, params.get(name)]).filter(([, value]) => value));
+}
+
+export function pageOf(params) {
+  const page = Number.parseInt(params.get("page"), 10);
+  return page > 1 ? page : 1;
+}
+
+/** The address of a page of the list. */
+export function toList(run, query, page = 1) {
+  return toRun(run.name, "rollouts", { ...query, ...(page > 1 ? { page } : {}) });
+}
+
+/** The address of one rollout, found by this query; `view` is `group`, `episode` or nothing for what was said. */
+export function toOne(run, id, query, view = null) {
+  return toRun(run.name, "rollouts", { id, ...(view ? { view } : {}), ...query });
+}
+
+/** Whether anything is filtered, and not only sorted. */
+export function isFiltered(query) {
+  return Object.keys(query).some((name) => name !== "sort");
+}

@@ -2,8 +2,7 @@
 import { ask } from "../api.js";
 import { fill, h, prose } from "../dom.js";
 import { toRun } from "../router.js";
-import { componentsOf, figure, worded } from "./streams.js";
-import { piece } from "./visible.js";
+import { componentsOf, figure, piece, worded } from "./streams.js";
 
 /** Milliseconds a token must be pointed at before the server is asked. */
 const PATIENCE = 50;

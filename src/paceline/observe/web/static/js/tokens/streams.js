@@ -1,4 +1,6 @@
 // The streams that tokens can be coloured by: each with its values, its scale and what it means.
+import { h } from "../dom.js";
+import { count } from "../format.js";
 
 const PARTS = ["rl", "ce", "ref_kl"];
 const PART_COLOURS = { rl: "--series-1", ce: "--series-2", ref_kl: "--series-4", several: "--series-6" };
@@ -131,4 +133,70 @@ function varied(values) {
 function spread(values) {
   const sizes = values.map(Math.abs).sort((one, other) => one - other);
   return sizes[Math.floor((sizes.length - 1) * WITHIN)] || sizes.at(-1);
+}
+
+const SIGNS = { "\n": "↵", "\t": "⇥", "\r": "␍" };
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Co}\p{Cn}\p{Cs}]|[^\S ]/gu;
+const LONGEST = 200;
+
+/** What a chip shows of a text. */
+export function visible(text) {
+  const shown = text.slice(0, LONGEST).replace(HIDDEN, (letter) => SIGNS[letter] ?? `⟨U+${code(letter)}⟩`);
+  if (!shown) return "∅";
+  if (/^ +$/.test(shown)) return "␣".repeat(shown.length);
+  const begun = /^\p{M}/u.test(shown) ? `◌${shown}` : shown;
+  return text.length > LONGEST ? `${begun}…` : begun;
+}
+
+/** The same for one token of a sequence: {shown, kind}, where a kind says that the text itself is not there. */
+export function piece(told, at) {
+  const text = told.texts?.[at];
+  if (text !== null && text !== undefined) return { shown: visible(text), kind: "" };
+  const part = told.parts[at];
+  return part ? { shown: part.bytes, kind: "bytes" } : { shown: `#${told.ids[at]}`, kind: "number" };
+}
+
+/** Whether the line ends with this token. */
+export function breaks(told, at) {
+  return told.texts?.[at]?.includes("\n") ?? false;
+}
+
+function code(letter) {
+  return letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+}
+
+const CELLS = 9;
+
+/** The scale of a stream. */
+export function scale(stream) {
+  if (stream.kind === "category") {
+    return h("span", { class: "token-scale" }, stream.cases.slice(0, 24).map((value) => {
+      const { tint, t } = stream.paint(value);
+      return h("span", { class: "token-case" }, h("i", { class: "token-cell", vars: { "--tint": tint, "--t": t } }), stream.name(value));
+    }), stream.cases.length > 24 ? `and ${stream.cases.length - 24} more` : null);
+  }
+  const [low, high] = stream.ends;
+  const cells = Array.from({ length: CELLS }, (_, place) => stream.paint(low + ((high - low) * place) / (CELLS - 1)));
+  return h("span", { class: "token-scale", role: "img", "aria-label": `Scale from ${figure(low)} to ${figure(high)}` },
+    figure(low), h("span", { class: "token-cells" }, cells.map(({ tint, t }) => h("i", { class: "token-cell", vars: { "--tint": tint, "--t": t } }))), figure(high));
+}
+
+/** How many tokens each loss trains, and how others are drawn. */
+export function lines(told, again) {
+  const sums = new Map();
+  let given = 0;
+  let silent = 0;
+  told.ids.forEach((_, at) => {
+    const by = componentsOf(told, at);
+    if (by.length) sums.set(by.join(" + "), (sums.get(by.join(" + ")) ?? 0) + 1);
+    else if (told.streams.loss_mask[at]) silent += 1;
+    else given += 1;
+  });
+  const tokens = (value) => `${count(value)} token${value === 1 ? "" : "s"}`;
+  return h("span", { class: "token-scale" },
+    [...sums].map(([name, value]) => h("span", { class: "token-case" },
+      h("i", { class: "token-chip trains sign", vars: { "--by": partColour(name.split(" + ")) } }, "a"), `${told.trains ? "trained" : "would train"} by ${name}: ${tokens(value)}`)),
+    silent ? h("span", { class: "token-case" }, h("i", { class: "token-chip silent sign" }, "a"), `sampled, not trained: ${tokens(silent)}`) : null,
+    given ? h("span", { class: "token-case" }, h("i", { class: "token-chip given sign" }, "a"), `given, not trained: ${tokens(given)}`) : null,
+    again?.rules.size ? h("span", { class: "token-case" }, h("i", { class: "token-chip held sign" }, "a"), `held back by a bound: ${tokens(again.rules.size)}`) : null);
 }

@@ -1,17 +1,30 @@
-"""Compares two runs in a thread: large ones take seconds, and the page polls for progress."""
+"""Routes that compare two runs: their rewards over the same draws, and the first thing in which they differ.
+
+Large runs take seconds to compare, so a thread does it and the page polls for progress.
+"""
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from paceline.observe.record import Gone, RunFolder, Told
 from paceline.observe.record.first_difference import JUDGED, Compared, FirstDifference, compare
-from paceline.observe.web.answers import refuse
-from paceline.observe.web.tokens.strip import lexicon_of
+from paceline.observe.record.paired import Verdict, verdict
+from paceline.observe.web.http import FiniteJsonResponse
+from paceline.observe.web.rollouts.group import get_or_none
+from paceline.observe.web.runs import AllRuns, Runs
+from paceline.observe.web.tokens.strip import vocabulary_of
 
+FARTHEST = 20
+"""Draws that are named: those the two runs differ most on."""
+WAIT_SECONDS = 0.4
+"""Small runs are compared within it, so that most pages need to ask once."""
 AROUND = 12
 """Tokens shown on either side of one that differs."""
 MOST_TEXT = 4000
@@ -50,15 +63,67 @@ MEANING = {
     "length": "One of them goes on where the other has nothing more.",
 }
 
+router = APIRouter()
+Name = Annotated[str, Query(max_length=1000)]
 
-def told(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]:
+
+def _pair(runs: Runs, a: str, b: str) -> tuple[RunFolder, RunFolder]:
+    one, other = runs.open(a), runs.open(b)
+    if one.path == other.path:
+        raise HTTPException(400, "a run does not differ from itself: choose two")
+    return one, other
+
+
+@router.get("/ab")
+def ab(runs: AllRuns, a: Name, b: Name) -> Response:
+    """The estimate of the difference in reward, step by step."""
+    known = verdict(*_pair(runs, a, b))
+    if known is None:
+        return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
+    return FiniteJsonResponse(_estimate(known))
+
+
+def _estimate(known: Verdict) -> dict[str, Any]:
+    pairs, course = known.pairs, known.course
+    last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
+    far = np.argsort(-np.abs(pairs.differences), kind="stable")[:FARTHEST]
+    return {
+        "draws": len(pairs.ticket),
+        "strangers": pairs.strangers,
+        "mean": known.mean,
+        "radius": known.radius,
+        "real": known.real,
+        "real_step": None if known.real is None else int(pairs.step[known.real - 1]),
+        "sentence": known.sentence,
+        "steps": pairs.step[last],
+        "means": course.mean[last],
+        "radii": course.radius[last],
+        "farthest": [
+            {
+                "env": pairs.names[pairs.env[at]],
+                "ticket": int(pairs.ticket[at]),
+                "step": int(pairs.step[at]),
+                "a": float(pairs.a[at]),
+                "b": float(pairs.b[at]),
+                "rollouts": [int(places[at]) for places in pairs.places],
+            }
+            for at in far
+            if pairs.differences[at]
+        ],
+    }
+
+
+def describe(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]:
     """All that the page shows."""
     first = compared.first
     whole = compared.as_json() | {"same": _same(compared)}
     if first is None:
         return whole | {"meaning": "", "chain": [], "sides": [], "evaluation": False}
     kept = one.rollouts.kept and other.rollouts.kept
-    bodies = [_body(run, index) for run, index in zip((one, other), first.indices, strict=True)]
+    bodies = [
+        None if index is None else get_or_none(run.rollouts, index)
+        for run, index in zip((one, other), first.indices, strict=True)
+    ]
     values = (first.one, first.other)
     evaluation = any(body is not None and body.row.domain != "training" for body in bodies)
     return whole | {
@@ -99,13 +164,6 @@ def _chain(first: FirstDifference, kept: bool, evaluation: bool) -> list[dict[st
     return [{"what": what, "state": state(at)} for at, (_, what) in enumerate(links)]
 
 
-def _body(run: RunFolder, index: int | None) -> Told | None:
-    try:
-        return None if index is None else run.rollouts.get(index)
-    except Gone:
-        return None
-
-
 def _side(run: RunFolder, first: FirstDifference, index: int | None, value: Any, body: Told | None) -> dict[str, Any]:
     """One run's: the value, the tokens around it, what was said, and where the token page shows it."""
     side: dict[str, Any] = {"run": run.name, "value": value, "rollout": index, "tokens": None, "said": ""}
@@ -127,8 +185,8 @@ def _side(run: RunFolder, first: FirstDifference, index: int | None, value: Any,
 def _tokens(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any]:
     start, end = max(0, at - AROUND), at + AROUND + 1
     shown = list(ids[start:end])
-    lexicon, _ = lexicon_of(run)
-    texts = lexicon.read(shown).texts if lexicon is not None else [None] * len(shown)
+    vocabulary, _ = vocabulary_of(run)
+    texts = vocabulary.read(shown).texts if vocabulary is not None else [None] * len(shown)
     return {"tokens": [{"id": id, "text": text} for id, text in zip(shown, texts, strict=True)], "marked": at - start}
 
 
@@ -139,11 +197,11 @@ MOST = 16
 AT_ONCE = 2
 
 
-class Left(Exception):
+class Abandoned(Exception):
     """No page asks for the comparison any more."""
 
 
-class Watched(Counter[str]):
+class AbandonableCounter(Counter[str]):
     """Counts what was compared, and ends the work when no page asks for it."""
 
     def __init__(self) -> None:
@@ -152,21 +210,21 @@ class Watched(Counter[str]):
 
     def __setitem__(self, key: str, value: int) -> None:
         if time.monotonic() - self.asked > PATIENCE_SECONDS:
-            raise Left
+            raise Abandoned
         super().__setitem__(key, value)
 
 
-class Comparing:
+class RunComparison:
     """One comparison: `working` until it is `done` or `failed`."""
 
     def __init__(self, one: RunFolder, other: RunFolder, tolerance: float, turns: threading.Semaphore) -> None:
         self._runs, self._tolerance, self._turns = (one, other), tolerance, turns
-        self._seen = Watched()
+        self._seen = AbandonableCounter()
         self._answer: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._work, name="paceline-diff", daemon=True)
         self._thread.start()
 
-    def standing(self, wait: float) -> dict[str, Any]:
+    def progress(self, wait: float) -> dict[str, Any]:
         """The answer, or after so many seconds how far it is."""
         self._seen.asked = time.monotonic()
         self._thread.join(wait)
@@ -181,8 +239,8 @@ class Comparing:
         with self._turns:
             try:
                 compared = compare(one, other, self._tolerance, self._seen)
-                self._answer = {"state": "done", **told(one, other, compared)}
-            except Left:
+                self._answer = {"state": "done", **describe(one, other, compared)}
+            except Abandoned:
                 self._answer = {"state": "failed", "failure": "no page asked for it in time: compare again"}
             except (Gone, OSError, ValueError) as error:
                 self._answer = {"state": "failed", "failure": f"the runs cannot be compared: {error}"}
@@ -195,18 +253,39 @@ class Comparisons:
         self._turns = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._numbers = count(1)
-        self._known: dict[int, Comparing] = {}
+        self._known: dict[int, RunComparison] = {}
 
     def begin(self, one: RunFolder, other: RunFolder, tolerance: float) -> int:
         with self._lock:
             number = next(self._numbers)
-            self._known[number] = Comparing(one, other, tolerance, self._turns)
+            self._known[number] = RunComparison(one, other, tolerance, self._turns)
             while len(self._known) > MOST:
                 self._known.pop(min(self._known))
             return number
 
-    def standing(self, number: int, wait: float) -> dict[str, Any]:
+    def progress(self, number: int, wait: float) -> dict[str, Any]:
         found = self._known.get(number)
         if found is None:
-            raise refuse(404, "this comparison is not known any more: compare again")
-        return found.standing(wait) | {"job": number}
+            raise HTTPException(404, "this comparison is not known any more: compare again")
+        return found.progress(wait) | {"job": number}
+
+
+def _comparisons(request: Request) -> Comparisons:
+    return request.app.state.comparisons
+
+
+@router.get("/diff")
+def diff(
+    runs: AllRuns,
+    comparisons: Annotated[Comparisons, Depends(_comparisons)],
+    a: Name = "",
+    b: Name = "",
+    tolerance: Annotated[float, Query(ge=0, le=1e6, allow_inf_nan=False)] = 0.0,
+    job: int | None = None,
+) -> Response:
+    """Compare two runs, or with the number of an earlier answer see how far that is. Without runs: nothing."""
+    if job is None:
+        if not a or not b:
+            return FiniteJsonResponse({"state": "idle"})
+        job = comparisons.begin(*_pair(runs, a, b), tolerance)
+    return FiniteJsonResponse(comparisons.progress(job, WAIT_SECONDS))

@@ -1,4 +1,4 @@
-"""Middleware that checks the key and origin of each request, and sets security headers on each response.
+"""Encodes responses as JSON, and checks the key and origin of each request.
 
 Untrusted text needs two defences: it goes in as text (the modules below `static/` see to that), and should a script
 get in all the same, the headers tell the browser to run only ours and to contact no other host.
@@ -7,15 +7,18 @@ get in all the same, the headers tell the browser to run only ours and to contac
 import hashlib
 import hmac
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+import orjson
 from starlette.datastructures import MutableHeaders
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.observe.web.answers import STATIC
 from paceline.util.connections import why_foreign
 
+STATIC = Path(__file__).parent / "static"
 COOKIE = "paceline_ui"
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; "
@@ -32,6 +35,37 @@ OPEN_PATHS = ("/static/css/", "/static/icon.svg")
 """Paths that need no key: those of the page that asks for it."""
 
 
+class FiniteJsonResponse(Response):
+    """A value as JSON; what is not finite becomes null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encoded(content)
+
+
+def encoded(content: Any) -> bytes:
+    """A value as the page's JSON. Text that is no Unicode (a lone surrogate) is shown with replacement characters."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(content, default=str, option=options)
+    except TypeError:
+        return orjson.dumps(_clean(content), default=str, option=options)
+
+
+def _clean(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case dict():
+            return {_clean(key) if isinstance(key, str) else key: _clean(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_clean(item) for item in value]
+        case int() if abs(value) >= 1 << 63:
+            return float(value)
+    return value
+
+
 class UiGuard:
     """Plain ASGI, since a middleware that wraps bodies would hold back server-sent events."""
 
@@ -46,14 +80,14 @@ class UiGuard:
             await self._app(scope, receive, send)
             return
 
-        async def fenced(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        await (self._refusal(scope) or self._app)(scope, receive, fenced)
+        await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}

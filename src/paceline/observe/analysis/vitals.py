@@ -1,84 +1,26 @@
-"""The vital signs of a run, from its directory: what `paceline top` draws each second and `paceline report` tells.
+"""Computes the vital signs of a run from its directory: state, pace, reward, evaluation, recent metrics and load."""
 
-Computes how busy each part of a run was recently.
-"""
-
+import hashlib
+import itertools
+import json
 import math
 import shlex
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.summary import way_on
-from paceline.observe.record import RunFolder, RunStatus, TimelineSpan
-from paceline.observe.web.vitals import Curve, Stretch, binned, curves, ends, from_metrics, mean_curve, recorded, tags
+from paceline.observe.record import RunFolder, RunStatus
 
-MINUTE = 60.0
-MOST_LINES = 400
-"""Steps of a minute whose times are looked at, where nothing else was recorded."""
-
-Columns = Mapping[str, Sequence[float | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """One lane's share of the time, and what more there is to say."""
-
-    lane: str
-    share: float
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Busyness:
-    """All lanes over the last `seconds` before a step ended; what goes on since then is not written down yet."""
-
-    seconds: float
-    lanes: list[Busy]
-
-
-def busyness(run: RunFolder, columns: Columns, pace: float | None) -> Busyness:
-    """A minute, or a whole step where one takes longer."""
-    length = max(MINUTE, pace or 0.0)
-    stamps = (stamp for stamp in reversed(columns.get("time", ())) if stamp is not None and math.isfinite(stamp))
-    end = next(stamps, None)
-    if end is None:
-        return Busyness(length, [])
-    start = end - length
-    spans = run.lanes(start, end)
-    tail = {name: column[-MOST_LINES:] for name, column in columns.items()}
-    told = recorded(spans) or [one for one in from_metrics(tail) if start <= one.end <= end]
-    start = max(start, min((one.start for one in told), default=start))
-    by_lane: dict[str, list[Stretch]] = defaultdict(list)
-    for one in told:
-        if one.kind != "wait":
-            by_lane[one.lane].append(replace(one, share=1.0) if one.kind == "playing" else one)
-    lanes = [Busy(lane, _share(some, start, end), _episodes(spans, lane, start, end)) for lane, some in by_lane.items()]
-    return Busyness(end - start, sorted(lanes, key=lambda one: _place(one.lane)))
-
-
-def _share(stretches: Sequence[Stretch], start: float, end: float) -> float:
-    return min(1.0, sum(part.share for part in binned(stretches, (start, end), 1)))
-
-
-def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:
-    playing = [span for span in spans if span.lane == lane and span.kind == "playing"]
-    if not playing or end <= start:
-        return ""
-    total = sum(span.value * max(0.0, min(span.end, end) - max(span.start, start)) for span in playing)
-    return f"{total / (end - start):.1f} episodes at once"
-
-
-def _place(lane: str) -> tuple[int, str]:
-    known = ("engine", "trainer", "publish", "environment", "evaluation")
-    return next((place for place, start in enumerate(known) if lane.startswith(start)), len(known)), lane
-
-
+SPARKS = 48
+"""Points of the small curve in the table of runs."""
+FAMILY_FREE = ("seed", "name", "runs", "resume", "schema_version")
+"""Keys in which two tries of one experiment may differ."""
 FEW = 10
 """Steps that `now` means: one alone is mostly noise."""
 WAITING = 0.3
@@ -95,22 +37,128 @@ MEANING = {
     "crashed": "its process is gone and wrote no end: killed, out of memory, or the machine stopped",
 }
 
+Curve = list[tuple[float, float]]
+
 
 @dataclass(frozen=True, slots=True)
 class MetricTrend:
-    """How a measure went: where it began, where it is, and the curve between."""
+    """The curve of a metric, and its ends: means of a few steps, since one step is mostly noise."""
 
     curve: Curve
     first: float
     last: float
+
+    @classmethod
+    def of(cls, curve: Curve) -> "MetricTrend":
+        few = max(1, min(5, len(curve) // 4))
+        values = [value for _, value in curve]
+        return cls(curve, statistics.fmean(values[:few]), statistics.fmean(values[-few:]))
 
     @property
     def values(self) -> list[float]:
         return [value for _, value in self.curve]
 
 
+Trends = dict[str, MetricTrend]
+"""By environment; `""` is their mean."""
+
+
+def learning(columns: Columns) -> tuple[Trends, Trends, str]:
+    """Training reward, held-out results, and what those measure: `exact`, or `reward` where that is missing."""
+    exact = _trends(columns, "eval/", "/exact")
+    held_out = exact or _trends(columns, "eval/", "/reward")
+    return _trends(columns, "reward/", "/mean"), held_out, "exact" if exact else "reward"
+
+
+def _trends(columns: Columns, start: str, end: str) -> Trends:
+    """The metrics `start<environment>end`, without those of single actors (`reward/<environment>/<actor>/mean`)."""
+    curves: dict[str, Curve] = {}
+    by_step: dict[float, list[float]] = {}
+    for name, column in columns.items():
+        env = name.removeprefix(start).removesuffix(end)
+        if name == f"{start}{env}{end}" and env and "/" not in env:
+            pairs = zip(columns.get("step", []), column, strict=False)
+            curves[env] = [(s, v) for s, v in pairs if s is not None and v is not None and math.isfinite(v)]
+            for step, value in curves[env]:
+                by_step.setdefault(step, []).append(value)
+    mean = [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
+    return {env: MetricTrend.of(curve) for env, curve in {"": mean, **curves}.items() if curve}
+
+
+def last_written(columns: Columns, status: RunStatus) -> float | None:
+    """When the run last wrote something down."""
+    stamps = [stamp for stamp in columns.get("time", ()) if stamp is not None]
+    return max([*stamps[-1:], status.began or 0.0, status.ended or 0.0]) or None
+
+
+def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
+    """State, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
+    columns, config, status = run.metrics(), run.config(), run.status()
+    rewards, held_out, kind = learning(columns)
+    return {
+        "name": name,
+        "state": status.state,
+        "alive": status.alive,
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "began": status.began,
+        "ended": status.ended,
+        "seen": last_written(columns, status),
+        "message": status.message,
+        "reward": _ends(rewards.get("")),
+        "eval": _ends(held_out.get("")),
+        "eval_kind": kind,
+        "spark": _spark(rewards[""].values) if rewards else [],
+        "tags": tags(config),
+        "seed": config.get("seed"),
+        "family": family(config),
+        "problems": problems,
+    }
+
+
+def _ends(trend: MetricTrend | None) -> dict[str, float] | None:
+    if trend is None:
+        return None
+    return {"first": trend.first, "last": trend.last, "points": len(trend.curve)}
+
+
+def _spark(values: list[float]) -> list[float]:
+    """At most SPARKS values: means of neighbours."""
+    if len(values) <= SPARKS:
+        return values
+    edges = [round(index * len(values) / SPARKS) for index in range(SPARKS + 1)]
+    return [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def tags(config: Mapping[str, Any]) -> list[str]:
+    """Names of the run's environments, algorithms and model."""
+    found: list[str] = []
+    envs = config.get("env")
+    for env in envs if isinstance(envs, list) else []:
+        if isinstance(env, dict):
+            found += [str(env.get("name") or env.get("type") or ""), _type(env.get("algo"))]
+    found.append(_type(config.get("algo")) if not envs else "")
+    model = config.get("model")
+    if isinstance(model, dict):
+        found.append(str(model.get("name", "")).rstrip("/").rpartition("/")[2].removeprefix("paceline:"))
+        found.append("lora" if model.get("lora") else "")
+    return [tag for tag in dict.fromkeys(found) if tag][:8]
+
+
+def _type(section: Any) -> str:
+    return str(section.get("type", "")) if isinstance(section, dict) else ""
+
+
+def family(config: Mapping[str, Any]) -> str:
+    """The same for runs that differ only in their seed; empty where there is no run file to tell."""
+    if not config:
+        return ""
+    rest = {key: value for key, value in config.items() if key not in FAMILY_FREE}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
+class Vitals:
     """A run at one moment."""
 
     name: str
@@ -125,16 +173,15 @@ class Signs:
     pace: float | None
     """Seconds a step, evaluations between them included."""
     left: float | None
-    rewards: dict[str, MetricTrend]
-    """By environment; `""` is their mean."""
-    held_out: dict[str, MetricTrend]
+    rewards: Trends
+    held_out: Trends
     kind: str
     """What `held_out` measures: `exact` or `reward`."""
     recent: dict[str, float]
     """Every metric's mean over the last few steps."""
     dropped: dict[str, int]
     """Since the start, by reason."""
-    busy: Busyness
+    busy: RecentLoad
     waits: str
     events: list[dict[str, Any]]
     columns: Columns = field(repr=False)
@@ -163,19 +210,19 @@ class Signs:
         return way_on(RunDirectory(self.path), checkpoint, bool(self.status.step))
 
 
-def signs(run: RunFolder, now: float | None = None, before: Signs | None = None) -> Signs:
+def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = None) -> Vitals:
     """The run as it is now. Where no step came since `before`, curves are not looked through again."""
     now = time.time() if now is None else now
     status, columns = run.status(), run.metrics()
     times = [stamp for stamp in columns.get("time", [])[-2 * FEW - 1 :] if stamp is not None and math.isfinite(stamp)]
-    seen = max([*times[-1:], status.began or 0.0, status.ended or 0.0]) or None
-    pace = _pace(times, status.began)
+    seen, pace = last_written({"time": times}, status), _pace(times, status.began)
     left, events = _left(status, pace, now, times), run.events()[-MOST_EVENTS:]
     if before is not None and before.columns is columns:
         return replace(before, now=now, status=status, seen=seen, pace=pace, left=left, events=events)
     config, recent = run.config(), _recent(columns)
-    exact, stale = curves(columns, "eval/", "/exact"), config.get("staleness")
-    return Signs(
+    rewards, held_out, kind = learning(columns)
+    stale = config.get("staleness")
+    return Vitals(
         name=run.name,
         path=run.path,
         now=now,
@@ -185,23 +232,16 @@ def signs(run: RunFolder, now: float | None = None, before: Signs | None = None)
         seen=seen,
         pace=pace,
         left=left,
-        rewards=_courses(curves(columns, "reward/", "/mean")),
-        held_out=_courses(exact or curves(columns, "eval/", "/reward")),
-        kind="exact" if exact else "reward",
+        rewards=rewards,
+        held_out=held_out,
+        kind=kind,
         recent=recent,
         dropped=_dropped(columns),
-        busy=busyness(run, columns, pace),
+        busy=recent_load(run, columns, pace),
         waits=_waits(recent),
         events=events,
         columns=columns,
     )
-
-
-def _courses(by_env: dict[str, Curve]) -> dict[str, MetricTrend]:
-    found = {"": mean_curve(list(by_env.values())), **by_env} if by_env else {}
-    return {
-        env: MetricTrend(curve, told["first"], told["last"]) for env, curve in found.items() if (told := ends(curve))
-    }
 
 
 def _pace(times: Sequence[float], began: float | None) -> float | None:

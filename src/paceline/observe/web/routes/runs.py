@@ -1,25 +1,20 @@
-"""Server-sent events: what is new in a run, or in the folder.
-
-Route of a run's timeline lanes.
-
-A run's metrics, column by column.
-
-The resolved run file, key by key, with what differs from the defaults.
-
-Routes of the table of runs, and of one run's status.
-"""
+"""Routes of the table of runs, and of one run: status, metrics, lanes, settings, advice and live updates."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
+from paceline.config.advice import AdviceConfig
 from paceline.config.fields import KeyPath, Spot, spot_at
-from paceline.observe.web.answers import FiniteJsonResponse, encoded
-from paceline.observe.web.runs import AllRuns, FolderNews, News, OneRun, RunNews, read_metrics, standing
-from paceline.observe.web.vitals import lanes_of
+from paceline.observe.analysis import timeline
+from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advise, sight_of
+from paceline.observe.record.advice.telling import silence
+from paceline.observe.web.http import FiniteJsonResponse, encoded
+from paceline.observe.web.runs import AllRuns, FolderNews, News, OneRun, RunNews, read_metrics, run_state
 
 LOOK_SECONDS = 0.5
 BEAT_SECONDS = 10.0
@@ -54,9 +49,9 @@ async def _stream(news: FolderNews | RunNews) -> AsyncIterator[bytes]:
 
 
 def _event(news: News) -> bytes:
-    name, told, mark = news
+    name, data, mark = news
     number = f"id: {mark}\n" if mark else ""
-    return f"event: {name}\n{number}data: ".encode() + encoded(told) + b"\n\n"
+    return f"event: {name}\n{number}data: ".encode() + encoded(data) + b"\n\n"
 
 
 @router.get("/lanes")
@@ -67,14 +62,14 @@ def lanes(
     bins: Annotated[int, Query(ge=1, le=4000)] = 600,
 ) -> Response:
     """The lanes between two times (seconds since 1970), in at most so many bins."""
-    return FiniteJsonResponse(lanes_of(run, start, end, bins))
+    return FiniteJsonResponse(timeline.lanes(run, start, end, bins))
 
 
 @router.get("/metrics")
 def metrics(run: OneRun, mark: str = "") -> Response:
     """Every metric as a list, beside `step` and `time`; with the mark of an earlier answer only what came since."""
-    told, mark = read_metrics(run, mark)
-    return FiniteJsonResponse(told | {"mark": mark})
+    columns, mark = read_metrics(run, mark)
+    return FiniteJsonResponse(columns | {"mark": mark})
 
 
 @router.get("/config")
@@ -97,10 +92,8 @@ def config(run: OneRun) -> Response:
                 "known": spot is not None,
             }
         )
-    text = ""
     file = run.path / "config.toml"
-    if file.is_file():
-        text = file.read_text(errors="replace")
+    text = file.read_text(errors="replace") if file.is_file() else ""
     return FiniteJsonResponse({"rows": rows, "text": text, "problems": run.problems(patient=False)})
 
 
@@ -142,10 +135,53 @@ def _spot(path: KeyPath, table: Any) -> Spot | None:
 @router.get("/runs")
 def runs(runs: AllRuns) -> Response:
     """Every run of the folder, in a line."""
-    return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.vitals(patient=False).values())})
+    return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.table(patient=False).values())})
 
 
 @router.get("/run")
 def run(run: OneRun) -> Response:
     """The state of one run: its status, its events and what could not be read, but for what `live` tells in a while."""
-    return FiniteJsonResponse(standing(run, patient=False))
+    return FiniteJsonResponse(run_state(run, patient=False))
+
+
+@router.get("/advice")
+def advice(run: OneRun) -> Response:
+    """Every advisory with its evidence, and all that was looked for."""
+    sight = sight_of(run)
+    found = advise(sight)
+    rules = [
+        {
+            "name": rule.name,
+            "asks": rule.asks,
+            "limit": getattr(sight.advice, rule.name),
+            "help": AdviceConfig.model_fields[rule.name].description,
+            "found": sum(advisory.rule == rule.name for advisory in found),
+            "pauses": [env for env in sight.envs if rule.name in _grounds(sight, env)],
+        }
+        for rule in RULES
+    ]
+    return FiniteJsonResponse(
+        {
+            "steps": sight.steps,
+            "trained": sight.trained,
+            "silence": silence(sight),
+            "rules": rules,
+            "found": [_advisory(sight, advisory) for advisory in found],
+        }
+    )
+
+
+def _advisory(sight: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
+    """The advisory with each rollout in a few words, and each knob as it is written."""
+    knobs = [asdict(knob) | {"text": knob.text, "flag": knob.flag} for knob in advisory.knobs]
+    rollouts = [
+        {"index": index} | {name: row[name].item() for name in ("step", "reward", "tokens")}
+        for index in advisory.rollouts
+        for row in [sight.rows[index - sight.first]]
+    ]
+    return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
+
+
+def _grounds(sight: AdviceWindow, env: str) -> Sequence[str]:
+    own = sight.env(env).get("pause")
+    return sight.advice.pause if own is None else own

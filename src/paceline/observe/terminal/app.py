@@ -1,15 +1,7 @@
-"""Chooses between the live view and one plain picture.
+"""The live view of `paceline top`: reads the run each second in a thread, so that a slow disk blocks no key."""
 
-The live view of `paceline top`: reads the run each second in a thread, so that a slow disk blocks no key.
-"""
-
-import os
-import sys
-from io import StringIO
-from pathlib import Path
 from typing import ClassVar
 
-from rich.console import Console
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -19,38 +11,11 @@ from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerState
 
 from paceline.errors import PacelineError
-from paceline.observe.record import RunFolder, find_runs, open_run
-from paceline.observe.terminal.look import Look, Looker, line
+from paceline.observe.analysis.text import line
+from paceline.observe.terminal.drawing import RunPoller, RunSnapshot
 from paceline.observe.web.runs import Runs
 
-PLAIN_WIDTH = 100
-
-
-def watch(path: Path) -> None:
-    """Show a run, or those of a folder, until the user quits; without a terminal, print one picture."""
-    if not path.is_dir():
-        raise PacelineError(f"there is no run at {path}: name a run directory, such as runs/quickstart")
-    found = find_runs(path)
-    if not found:
-        raise PacelineError(f"there is no run in {path}: name a run directory, such as runs/quickstart")
-    if not (sys.stdout.isatty() and sys.stdin.isatty()) or os.environ.get("TERM") == "dumb":
-        encoding = sys.stdout.encoding or "utf-8"
-        print(snapshot(open_run(found[0])).encode(encoding, "replace").decode(encoding), end="")
-        return
-    from paceline.observe.terminal.watching import Top  # textual takes a moment, and a pipe needs none of it
-
-    Top(Runs(path)).run()
-
-
-def snapshot(run: RunFolder, width: int = PLAIN_WIDTH) -> str:
-    """The picture as plain text."""
-    page = Console(file=StringIO(), width=width, color_system=None, highlight=False, emoji=False)
-    page.print(Looker(run).look().drawn(width))
-    assert isinstance(page.file, StringIO)
-    return "\n".join(row.rstrip() for row in page.file.getvalue().splitlines()) + "\n"
-
-
-EACH = 1.0
+LOOK_SECONDS = 1.0
 """Seconds between two looks."""
 HELP = """\
 q          leave; the run goes on
@@ -70,12 +35,12 @@ advice     what the run's figures say against it; `paceline doctor RUN`
 """
 
 
-class Help(ModalScreen[None]):
+class HelpScreen(ModalScreen[None]):
     """What keys do and figures mean."""
 
     CSS = """
-    Help { align: center middle; }
-    Help Static { width: auto; max-width: 100%; padding: 0 2; border: round $accent; background: $surface; }
+    HelpScreen { align: center middle; }
+    HelpScreen Static { width: auto; max-width: 100%; padding: 0 2; border: round $accent; background: $surface; }
     """
 
     def compose(self) -> ComposeResult:
@@ -85,7 +50,7 @@ class Help(ModalScreen[None]):
         self.dismiss()
 
 
-class Top(App[None]):
+class TopApp(App[None]):
     """The runs of a folder, one at a time."""
 
     ENABLE_COMMAND_PALETTE = False
@@ -104,17 +69,13 @@ class Top(App[None]):
         super().__init__()
         self._runs = runs
         self._paths = runs.names()
-        self._shown = next(iter(self._paths))
-        self._lookers: dict[str, Looker] = {}
-        self._seen: Look | str = ""
-        self._looking: Worker[Look | str] | None = None
+        self.shown = next(iter(self._paths))
+        """The name of the run that is looked at."""
+        self._pollers: dict[str, RunPoller] = {}
+        self._seen: RunSnapshot | str = ""
+        self._looking: Worker[RunSnapshot | str] | None = None
         self._place, self._picture = Static(id="place", markup=False), Static(markup=False)
         self._scroll = VerticalScroll(can_focus=False)
-
-    @property
-    def shown(self) -> str:
-        """The run that is looked at."""
-        return self._shown
 
     def compose(self) -> ComposeResult:
         yield self._place
@@ -123,8 +84,8 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.set_interval(EACH, self.look)
-        self._turn_to(self._shown)
+        self.set_interval(LOOK_SECONDS, self.look)
+        self._turn_to(self.shown)
 
     def on_resize(self) -> None:
         self._draw()
@@ -132,13 +93,13 @@ class Top(App[None]):
     def look(self) -> None:
         """Look again, unless the last look is still under way."""
         if self._looking is None or self._looking.is_finished:
-            name = self._shown
+            name = self.shown
             self._looking = self.run_worker(lambda: self._read(name), thread=True, name=name)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is not WorkerState.SUCCESS:
             return
-        if event.worker.name != self._shown:  # the user went on to another run meanwhile
+        if event.worker.name != self.shown:  # the user went on to another run meanwhile
             self.look()
         elif (seen := event.worker.result) is not None:
             self._seen = seen
@@ -149,7 +110,7 @@ class Top(App[None]):
         self._paths |= self._runs.names()
         order = list(self._paths)
         if len(order) > 1:
-            self._turn_to(order[(order.index(self._shown) + by) % len(order)])
+            self._turn_to(order[(order.index(self.shown) + by) % len(order)])
         else:
             self._scroll.scroll_relative(y=by, animate=False)
 
@@ -160,25 +121,25 @@ class Top(App[None]):
         self.theme = "textual-light" if self.theme == "textual-dark" else "textual-dark"
 
     def action_help(self) -> None:
-        self.push_screen(Help())
+        self.push_screen(HelpScreen())
 
     def _turn_to(self, name: str) -> None:
-        self._shown, self._seen = name, f"reading {line(name)}"
+        self.shown, self._seen = name, f"reading {line(name)}"
         order = list(self._paths)
         self._place.display = len(order) > 1
         self._place.update(Text(f"run {order.index(name) + 1} of {len(order)}"))
         self._draw()
         self.look()
 
-    def _read(self, name: str) -> Look | str:
+    def _read(self, name: str) -> RunSnapshot | str:
         """In a thread; what cannot be read is a sentence and may be there at the next look."""
         path = self._paths[name]
         if not path.is_dir():
             return f"{line(path)} is gone"
         try:
-            if name not in self._lookers:
-                self._lookers[name] = Looker(self._runs.at(path))
-            return self._lookers[name].look()
+            if name not in self._pollers:
+                self._pollers[name] = RunPoller(self._runs.at(path))
+            return self._pollers[name].look()
         except (OSError, PacelineError) as error:
             return f"{line(path)} cannot be read now: {line(error)}"
 

@@ -1,0 +1,188 @@
+"""Computes the lanes of a run over time: engine, environments, trainer, publish and evaluation.
+
+A long run has more spans than a screen has pixels. Those of a crowded lane are put into bins: for each kind of work the
+share of the bin it took, which the page draws as height. Zoomed in, the spans themselves come.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.observe.record import RunFolder, TimelineSpan
+
+Columns = Mapping[str, Sequence[float | None]]
+
+PHASES = {"eval": "evaluation", "publish": "publish", "train": "trainer", "score": "trainer"}
+"""The parts of a step, last first, and whose lane they stand in. Before them the trainer waits for its batch."""
+PAGE_ORDER = ("engine", "environment", "trainer", "publish", "evaluation")
+BUSY_ORDER = ("engine", "trainer", "publish", "environment", "evaluation")
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """One span of work on a lane; `share` is how much of the lane it takes."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    step: int | None = None
+    detail: str = ""
+    share: float = 1.0
+
+
+def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> dict[str, Any]:
+    """The lanes between two times, each with at most a few spans a bin."""
+    spans = from_record(run.lanes(start, end))
+    source = "record"
+    if not spans:
+        source = "metrics"
+        spans = [
+            span
+            for span in from_metrics(run.metrics())
+            if (start is None or span.end >= start) and (end is None or span.start <= end)
+        ]
+    if not spans:
+        return {"source": source, "extent": None, "lanes": []}
+    extent = (
+        min(span.start for span in spans) if start is None else start,
+        max(span.end for span in spans) if end is None else end,
+    )
+    found = []
+    for lane, mine in sorted(_by_lane(spans).items(), key=lambda item: _place(item[0], PAGE_ORDER)):
+        crowded = len(mine) > 2 * bins
+        shown = bin_spans(mine, extent, bins) if crowded else mine
+        rows = [[span.start, span.end, span.kind, round(span.share, 4), span.step, span.detail] for span in shown]
+        found.append({"lane": lane, "binned": crowded, "spans": rows})
+    return {"source": source, "extent": extent, "lanes": found}
+
+
+def from_record(spans: Sequence[TimelineSpan]) -> list[LaneSpan]:
+    """Spans as they were recorded. Environments have a number of episodes, shown as a share of their highest number."""
+    most: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.kind == "playing":
+            most[span.lane] = max(most[span.lane], span.value)
+    found = []
+    for span in spans:
+        lane, kind, share, detail = span.lane, span.kind, 1.0, span.detail
+        if span.kind == "playing":
+            share, detail = span.value / (most[span.lane] or 1.0), detail or f"{span.value:.0f} episodes under way"
+        elif span.kind == "busy":
+            share, detail = span.value, detail or f"{span.value:.0%} of the time"
+        elif lane == "run":
+            lane, kind = PHASES.get(kind, "trainer"), "wait" if kind == "sample" else kind
+        found.append(LaneSpan(lane, kind, span.start, span.end, span.step, detail, share))
+    return found
+
+
+def from_metrics(columns: Columns) -> list[LaneSpan]:
+    """The phases of a run without recorded lanes, from their durations: one after the other, up to the line's time."""
+    found = []
+
+    def value(name: str, row: int) -> float:
+        column = columns.get(name)
+        return (column[row] if column is not None else None) or 0.0
+
+    for row in range(len(columns.get("time", []))):
+        end, step = value("time", row), int(value("step", row))
+        if not end:
+            continue
+        whole = value("time/step", row)
+        for phase, lane in PHASES.items():
+            seconds = value(f"time/{phase}", row)
+            if seconds > 0:
+                found.append(LaneSpan(lane, phase, end - seconds, end, step))
+                end -= seconds
+            if phase == "eval" and whole > 0:
+                share = min(1.0, value("busy/sampler", row))
+                found.append(LaneSpan("engine", "sample", end - whole, end, step, f"{share:.0%} of the time", share))
+        if (waited := value("time/sample", row)) > 0:
+            found.append(LaneSpan("trainer", "wait", end - waited, end, step, "waits for a batch"))
+    return found
+
+
+def bin_spans(spans: Sequence[LaneSpan], extent: tuple[float, float], bins: int) -> list[LaneSpan]:
+    """Shares of equal bins, by kind."""
+    start, width = extent[0], max(extent[1] - extent[0], 1e-9) / bins
+    seconds: dict[tuple[int, str], float] = defaultdict(float)
+    for span in spans:
+        first = max(0, int((span.start - start) / width))
+        last = min(bins - 1, int((span.end - start) / width))
+        for place in range(first, last + 1):
+            left = max(span.start, start + place * width)
+            seconds[place, span.kind] += span.share * max(0.0, min(span.end, start + (place + 1) * width) - left)
+    return [
+        LaneSpan(
+            spans[0].lane, kind, start + place * width, start + (place + 1) * width, share=min(1.0, amount / width)
+        )
+        for (place, kind), amount in sorted(seconds.items())
+        if amount > 0
+    ]
+
+
+MINUTE = 60.0
+MOST_LINES = 400
+"""Steps of a minute whose times are looked at, where nothing else was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """One lane's share of the time, and what more there is to say."""
+
+    lane: str
+    share: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecentLoad:
+    """All lanes over the last `seconds` before a step ended; what goes on since then is not written down yet."""
+
+    seconds: float
+    lanes: list[LaneLoad]
+
+
+def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentLoad:
+    """The load of a minute, or of a whole step where one takes longer."""
+    length = max(MINUTE, pace or 0.0)
+    stamps = (stamp for stamp in reversed(columns.get("time", ())) if stamp is not None and math.isfinite(stamp))
+    end = next(stamps, None)
+    if end is None:
+        return RecentLoad(length, [])
+    start = end - length
+    recorded = run.lanes(start, end)
+    tail = {name: column[-MOST_LINES:] for name, column in columns.items()}
+    spans = from_record(recorded) or [span for span in from_metrics(tail) if start <= span.end <= end]
+    start = max(start, min((span.start for span in spans), default=start))
+    working = [replace(span, share=1.0) if span.kind == "playing" else span for span in spans if span.kind != "wait"]
+    loads = [
+        LaneLoad(
+            lane,
+            min(1.0, sum(part.share for part in bin_spans(mine, (start, end), 1))),
+            _episodes(recorded, lane, start, end),
+        )
+        for lane, mine in _by_lane(working).items()
+    ]
+    return RecentLoad(end - start, sorted(loads, key=lambda load: _place(load.lane, BUSY_ORDER)))
+
+
+def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:
+    playing = [span for span in spans if span.lane == lane and span.kind == "playing"]
+    if not playing or end <= start:
+        return ""
+    total = sum(span.value * max(0.0, min(span.end, end) - max(span.start, start)) for span in playing)
+    return f"{total / (end - start):.1f} episodes at once"
+
+
+def _by_lane(spans: Sequence[LaneSpan]) -> dict[str, list[LaneSpan]]:
+    found: dict[str, list[LaneSpan]] = defaultdict(list)
+    for span in spans:
+        found[span.lane].append(span)
+    return found
+
+
+def _place(lane: str, order: Sequence[str]) -> tuple[int, str]:
+    return next((place for place, known in enumerate(order) if lane.startswith(known)), len(order)), lane

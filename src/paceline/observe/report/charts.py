@@ -1,0 +1,176 @@
+"""Computes the charts and the timeline of a report: the coordinates of what `report.html` draws as SVG."""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.observe.analysis.text import figure, line
+from paceline.observe.analysis.timeline import lanes
+from paceline.observe.record import RunFolder
+
+Points = Sequence[tuple[float, float]]
+
+WIDTH, HEIGHT = 460, 190
+LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 22
+BINS = 220
+"""Points of a curve that are drawn, twice: a lowest and a highest each."""
+COLOURS = 8
+FEW = 16
+"""Points of a curve, below which each is marked."""
+MOST_CURVES = 10
+LARGEST = 1e30
+"""What is beyond this, or no number at all, is not drawn."""
+
+CHARTS = (
+    ("Reward", "mean of what was sampled, before filters", r"reward/(.+)/mean", None),
+    ("Held-out evaluation", "on rows that never train", r"eval/(.+/(?:reward|exact|pass@\d+))", None),
+    ("Loss by component", "each with its own normaliser", r"loss/?(.*)", None),
+    ("Gradient norm", "before clipping", r"(grad_norm.*)", 0.0),
+    ("Entropy", "nats a token; a fall towards 0 is a collapse", r"(entropy.*)", 0.0),
+    ("KL and mismatch", "how far trainer and sampler are apart", r"(ppo_kl|ref_kl|mismatch_kl)", 0.0),
+    ("Staleness", "versions between sampling and training", r"staleness/(.+)", 0.0),
+    ("Throughput", "tokens a second, sampled and trained", r"(tokens/s|train_tokens/s)", 0.0),
+    ("Length", "tokens sampled", r"(length)", 0.0),
+    ("Dropped, by reason", "groups and samples a step", r"dropped/(.+)", 0.0),
+)
+"""Title, hint, which metrics, and where the axis begins at the latest; as on the page of a run (`js/curves.js`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps a range of numbers to a range of pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, most: int) -> list[float]:
+        """Round numbers within."""
+        rough = (self.high - self.low) / most
+        size = 10.0 ** math.floor(math.log10(rough))
+        each = next(size * unit for unit in (1, 2, 5, 10) if size * unit >= rough * 0.999)
+        first = math.ceil(self.low / each - 1e-9)
+        return [number * each for number in range(first, math.floor(self.high / each + 1e-9) + 1)]
+
+
+def bounds(values: Sequence[float], least: float | None = None) -> tuple[float, float]:
+    """Bounds that hold all values and have a length, whatever the values are."""
+    low, high = min(values), max(values)
+    low = low if least is None else min(least, low)
+    room = max(high - low, abs(high) * 1e-3, 1e-9)
+    return (low if least is not None and low == least else low - 0.04 * room), high + 0.04 * room
+
+
+def thin(points: Points, bins: int) -> Points:
+    """At most a lowest and a highest point for each bin, so that no spike is lost."""
+    if len(points) <= 2 * bins:
+        return points
+    edges = [place * len(points) // bins for place in range(bins + 1)]
+    found = []
+    for first, last in itertools.pairwise(edges):
+        part = sorted(points[first:last], key=lambda point: point[1])
+        found += sorted({part[0], part[-1]})
+    return found
+
+
+def charts(run: RunFolder) -> list[dict[str, Any]]:
+    """The charts of a run's metrics that have any point."""
+    columns, found = run.metrics(), []
+    for title, hint, pattern, least in CHARTS:
+        series = {}
+        for name, column in columns.items():
+            if matched := re.fullmatch(pattern, name, re.DOTALL):
+                pairs = zip(columns["step"], column, strict=True)
+                points = [(step, value) for step, value in pairs if step is not None and value is not None]
+                # A reason that never struck needs no curve.
+                if not title.startswith("Dropped") or any(value for _, value in points):
+                    series[matched[1].replace("_", " ") or "sum"] = points
+        found.append(chart(title, hint, series, least))
+    return [one for one in found if one is not None]
+
+
+def chart(title: str, hint: str, series: Mapping[str, Points], least: float | None = None) -> dict[str, Any] | None:
+    """A chart of these curves, with the step on the x axis; nothing where there is no point."""
+    # NaN is not less than anything.
+    clean = {name: [(x, y) for x, y in p if abs(x) < LARGEST and abs(y) < LARGEST] for name, p in series.items()}
+    drawn = [(name, points) for name, points in clean.items() if points]
+    shown = drawn[:MOST_CURVES]
+    if not shown:
+        return None
+    x = Scale(*bounds([step for _, points in shown for step, _ in points]), LEFT, WIDTH - RIGHT)
+    y = Scale(*bounds([value for _, points in shown for _, value in points], least), HEIGHT - BOTTOM, TOP)
+    ends = "; ".join(
+        f"{name or title} from {figure(p[0][1])} at step {p[0][0]:.0f} to {figure(p[-1][1])} at step {p[-1][0]:.0f}"
+        for name, p in shown
+    )
+    steps = sorted({round(tick) for tick in x.ticks(6) if tick >= 0})
+    return {
+        "title": title,
+        "hint": hint,
+        "label": f"{title}: {ends}",
+        "rows": [(y(tick), f"{tick:,.6g}") for tick in y.ticks(4)],
+        "steps": [(x(step), f"{step:,}") for step in steps if x.low <= step <= x.high],
+        "curves": [
+            {
+                "name": name,
+                "colour": f"s{place % COLOURS + 1}",
+                "line": " ".join(f"{x(step)},{y(value)}" for step, value in thin(points, BINS)),
+                "dots": [(x(step), y(value)) for step, value in points] if len(points) < FEW else [],
+                "last": figure(points[-1][1]),
+            }
+            for place, (name, points) in enumerate(shown)
+        ],
+        "more": len(drawn) - len(shown),
+    }
+
+
+LANE_WIDTH, ROW, GAP, LANE_LEFT = 720, 24, 8, 130
+LANE_BINS = 200
+MOST_LANES = 12
+KINDS = {"wait": "idle", "train": "s1", "score": "s6", "publish": "s2", "eval": "s4", "playing": "s5"}
+"""Colours of what lanes do; the rest is an engine's work."""
+
+
+def timeline(run: RunFolder) -> dict[str, Any] | None:
+    """The lanes of the whole run; nothing where nothing was timed."""
+    found = lanes(run, None, None, LANE_BINS)
+    start, end = found["extent"] or (0, 0)
+    if end <= start:
+        return None
+    x, shown = Scale(start, end, LANE_LEFT, LANE_WIDTH), found["lanes"][:MOST_LANES]
+    more = len(found["lanes"]) - MOST_LANES
+    left_out = f"; {more} more lanes are in `paceline ui`" if more > 0 else ""
+    floors = [place * (ROW + GAP) + ROW for place in range(len(shown))]
+    return {
+        "hint": f"height is a share of the time; grey is waiting{left_out}",
+        "label": f"Lanes of {', '.join(lane['lane'] for lane in shown)} over {end - start:.0f} seconds",
+        "height": len(shown) * (ROW + GAP) + 18,
+        "seconds": f"{end - start:,.0f} s",
+        "rows": [
+            (line(lane["lane"].replace("environment ", "env "), 19), floor, _boxes(lane["spans"], floor, x))
+            for lane, floor in zip(shown, floors, strict=True)
+        ],
+    }
+
+
+def _boxes(spans: Sequence[Sequence], floor: int, x: Scale) -> list[dict[str, Any]]:
+    boxes = []
+    raised: dict[float, float] = {}
+    for begun, ended, kind, share, *_ in spans:
+        left, height = max(float(LANE_LEFT), x(begun)), round(share * ROW, 1)
+        width = round(min(x(ended), LANE_WIDTH) - left, 1)
+        if width <= 0 and height <= 0:
+            continue
+        under = raised.get(begun, 0.0)  # bins of several kinds stand on one another
+        raised[begun] = under + height
+        at = {"x": left, "y": round(floor - under - height, 1), "width": max(width, 0.5), "height": height}
+        boxes.append(at | {"colour": KINDS.get(kind, "s3")})
+    return boxes
