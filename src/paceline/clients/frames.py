@@ -9,10 +9,11 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from paceline.clients.remote import Question
 from paceline.engine.base import Completion, EngineLimits, EngineStats, Finish, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError, UnknownModel
 from paceline.weights.update import Adapter, Canary, ServedPolicy
@@ -22,7 +23,6 @@ ERRORS = {
     kind.__name__: kind
     for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase, PartialUpdateError)
 }
-Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
 
 
 class EngineMessage(msgspec.Struct, array_like=True, tag=True):

@@ -1,9 +1,9 @@
 """An engine in another process, used as if it were in this one."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from socket import AF_UNIX, socket
 from typing import Any
 
@@ -19,7 +19,6 @@ from paceline.clients.frames import (
     FromEngine,
     Generate,
     Load,
-    Question,
     ScoreFrame,
     Scores,
     ToEngine,
@@ -31,11 +30,11 @@ from paceline.clients.frames import (
     opened,
     read_frame,
 )
+from paceline.clients.remote import Question, RemoteEngine
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
 from paceline.util.private_folder import PrivateFolder
-from paceline.weights import tensors as libraries
-from paceline.weights.tensors import write_tensors
+from paceline.weights.tensors import packed, write_tensors
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import StoredTensors
 
@@ -46,7 +45,40 @@ LAID_DOWN_BYTES = 16 << 20
 seven times, in pieces of 64 KiB."""
 
 
-class EngineLink:
+class FramedEngine(RemoteEngine):
+    """Asks an engine by the messages of `frames.py`, however they are carried."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    @abstractmethod
+    async def _send(self, message: EngineMessage) -> Any:
+        """The answer to a message; failures are raised."""
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        number = next(self._numbers)
+        scores: Scores = await self._send(ScoreFrame(number, [ints(ids) for ids in sequences], temperature, model))
+        return [as_floats(score) for score in scores.logprobs]
+
+    async def policy(self) -> ServedPolicy:
+        return await self._ask("policy")
+
+    async def limits(self) -> EngineLimits:
+        return await self._ask("limits")
+
+    async def stats(self) -> EngineStats:
+        return await self._ask("stats")
+
+    async def _ask(self, what: Question) -> Any:
+        return getattr(await self._send(Ask(next(self._numbers), what)), what, None)
+
+    def _load_message(self, update: WeightUpdate, weights: bytes | list[str], delta: bytes = b"") -> Load:
+        return Load(next(self._numbers), update.version, weights, update.adapter, update.expected, update.canary, delta)
+
+
+class EngineLink(FramedEngine):
     """The asking side of a socket whose other end an `EngineHost` serves; speaks the `Engine` protocol.
 
     `start` waits for the other side's first word, without an event loop; the first call of an event loop then takes the
@@ -54,15 +86,14 @@ class EngineLink:
     """
 
     def __init__(self, door: socket, cause: Callable[[], str] = lambda: "the connection was closed") -> None:
+        super().__init__()
         self._door = door
         self._cause = cause
-        self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Listener] = {}
         self._outbox: list[Any] = []
         self._reading: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[EngineError] | None = None
-        self._busy = 0.0
         self._folder: PrivateFolder | None = None
         """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
@@ -104,65 +135,29 @@ class EngineLink:
             self._listeners.pop(number, None)
         return done.completion()
 
-    async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
-    ) -> list[list[float]]:
-        number = next(self._numbers)
-        scores: Scores = await self._send(ScoreFrame(number, [ints(ids) for ids in sequences], temperature, model))
-        return [as_floats(score) for score in scores.logprobs]
-
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
         if isinstance(tensors, StoredTensors) and not tensors.deltas:
             return await self._load(update, [str(file) for file in tensors.files])
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._door.family != AF_UNIX or size < LAID_DOWN_BYTES:
-            return await self._load(update, await asyncio.to_thread(_packed, tensors))
+            return await self._load(update, await asyncio.to_thread(packed, tensors))
         self._folder = self._folder or PrivateFolder()
         file = self._folder.path / f"{next(self._numbers)}.safetensors"
         try:
             try:
-                await asyncio.to_thread(_lay_down, tensors, file)
+                await asyncio.to_thread(write_tensors, tensors, file)
             except OSError:  # no room there: over the connection, then
                 file.unlink(missing_ok=True)
-                return await self._load(update, await asyncio.to_thread(_packed, tensors))
+                return await self._load(update, await asyncio.to_thread(packed, tensors))
             return await self._load(update, [str(file)])
         finally:
             file.unlink(missing_ok=True)
 
     async def _load(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
-        number = next(self._numbers)
-        message = Load(
-            number, update.version, weights, update.adapter, update.expected, update.canary, _bytes_of(update)
-        )
-        answer: Answer = await self._send(message)
+        delta = b"" if update.delta is None else update.delta.data
+        answer: Answer = await self._send(self._load_message(update, weights, delta))
         return answer.seconds
-
-    async def policy(self) -> ServedPolicy:
-        return _given((await self._ask("policy")).policy)
-
-    async def limits(self) -> EngineLimits:
-        return _given((await self._ask("limits")).limits)
-
-    async def stats(self) -> EngineStats:
-        return _given((await self._ask("stats")).stats)
-
-    async def pause(self) -> None:
-        await self._ask("pause")
-
-    async def resume(self) -> None:
-        await self._ask("resume")
-
-    async def sleep(self) -> None:
-        await self._ask("sleep")
-
-    async def wake(self) -> None:
-        await self._ask("wake")
-
-    @property
-    def busy_seconds(self) -> float:
-        """As of the last frame that came."""
-        return self._busy
 
     async def lost(self) -> EngineError:
         """Waits until the other side is gone, and tells why."""
@@ -179,9 +174,6 @@ class EngineLink:
         hello = decode_from_engine(body).messages[0]
         assert isinstance(hello, EngineHello)
         return hello
-
-    async def _ask(self, what: Question) -> Answer:
-        return await self._send(Ask(next(self._numbers), what))
 
     async def _send(self, message: EngineMessage) -> Any:
         self._attach()
@@ -243,18 +235,6 @@ class EngineLink:
                 answer.set_result(message)
 
 
-def _bytes_of(update: WeightUpdate) -> bytes:
-    return b"" if update.delta is None else update.delta.data
-
-
-def _lay_down(tensors: Any, file: Path) -> None:
-    write_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-
-
-def _packed(tensors: Any) -> bytes:
-    return libraries.packed(tensors)
-
-
 def received(door: socket) -> bytes | None:
     """The next frame's body, without an event loop; None when the other side is gone."""
     head = _receive(door, HEAD.size)
@@ -269,8 +249,3 @@ def _receive(door: socket, size: int) -> bytes | None:
             return None
         data += part
     return bytes(data)
-
-
-def _given(value: Any) -> Any:
-    assert value is not None
-    return value

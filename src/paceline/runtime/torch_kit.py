@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paceline.clients.external_engine import ForeignEngine
-from paceline.clients.launched import LaunchedVllm, VllmProcess, lora_rank
+from paceline.clients.external_engine import ExternalEngine
 from paceline.clients.sglang import SglangEngine
-from paceline.clients.vllm import VllmEngine
+from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, lora_rank
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Engine, Grammar
@@ -45,7 +44,7 @@ CPU_CACHE_GIB = 2
 
 def foreign(
     config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, root: Path
-) -> ForeignEngine | None:
+) -> ExternalEngine | None:
     """The engine that `engine.backend` names; None for Paceline's own. `model` is the policy before any adapter."""
     engine = config.engine
     if engine.backend == "paceline":

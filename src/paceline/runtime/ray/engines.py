@@ -8,9 +8,8 @@ import contextlib
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import count
 from typing import Any, ClassVar
 
 import msgspec
@@ -31,18 +30,15 @@ from paceline.clients.frames import (
     FromEngine,
     Generate,
     Load,
-    Question,
-    ScoreFrame,
-    Scores,
     ToEngine,
-    as_floats,
     decode_from_engine,
     decode_to_engine,
-    ints,
 )
 from paceline.clients.host import EngineRpcHandler, unpacked
+from paceline.clients.link import FramedEngine
+from paceline.clients.remote import in_one_piece
 from paceline.config import RunConfig
-from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
+from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import RequestError, Unreachable, UpdateLost
 from paceline.runtime.ray.cluster import CONTROL, RayActor
@@ -50,7 +46,7 @@ from paceline.runtime.ray.collective import Receiving, Round, WeightsGroup, row_
 from paceline.runtime.scorer import Scorer
 from paceline.runtime.serving import Ends, embedded, leave, watch
 from paceline.trainer import TrainerLost
-from paceline.weights.update import ServedPolicy, WeightUpdate
+from paceline.weights.update import WeightUpdate
 
 KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -186,35 +182,22 @@ class EngineActor(Receiving, RayActor):
         return _encode(FromEngine([answer], self._engine.busy_seconds))
 
 
-class RayEngine:
+class RayEngine(FramedEngine):
     """Speaks the `Engine` protocol to an actor. Ray restarts a dead actor; meanwhile requests fail as unreachable, and
     the pool sends them elsewhere."""
 
     def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
+        super().__init__()
         self.actor, self.name, self._group = actor, name, group
-        self._numbers = count(1)
-        self._busy = 0.0
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        """One completion. A listener hears it as one piece, when it is whole."""
-        done: CompletionFrame = await self._ask(Generate(next(self._numbers), request, False))
-        completion = done.completion()
-        if listener is not None:
-            listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
-        return completion
-
-    async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
-    ) -> list[list[float]]:
-        question = ScoreFrame(next(self._numbers), [ints(ids) for ids in sequences], temperature, model)
-        scores: Scores = await self._ask(question)
-        return [as_floats(score) for score in scores.logprobs]
+        done: CompletionFrame = await self._send(Generate(next(self._numbers), request, False))
+        return in_one_piece(done.completion(), listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, ObjectTensors)
-        head = Load(next(self._numbers), update.version, b"", update.adapter, update.expected, update.canary)
-        framed = _encode(ToEngine([head]))
+        framed = _encode(ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
             said = await self._group.deliver(self, framed, tensors)
             if said is not None:
@@ -229,46 +212,16 @@ class RayEngine:
             return update
         return dataclasses.replace(update, tensors=await asyncio.to_thread(ObjectTensors.put, update.tensors))
 
-    async def policy(self) -> ServedPolicy:
-        return _given((await self._question("policy")).policy)
-
-    async def limits(self) -> EngineLimits:
-        return _given((await self._question("limits")).limits)
-
-    async def stats(self) -> EngineStats:
-        return _given((await self._question("stats")).stats)
-
-    async def pause(self) -> None:
-        await self._question("pause")
-
-    async def resume(self) -> None:
-        await self._question("resume")
-
-    async def sleep(self) -> None:
-        await self._question("sleep")
-
-    async def wake(self) -> None:
-        await self._question("wake")
-
-    @property
-    def busy_seconds(self) -> float:
-        """As of its last answer."""
-        return self._busy
-
     def start(self) -> None:
         """Actors start by themselves."""
 
     def close(self) -> None:
         ray.kill(self.actor)
 
-    async def _question(self, what: Question) -> Answer:
+    async def _send(self, message: Any) -> Any:
         await PACE.turn()
-        message = Ask(next(self._numbers), what)
-        return await self._heard(self.actor.order.remote(_encode(ToEngine([message]))))
-
-    async def _ask(self, message: Any) -> Any:
-        await PACE.turn()
-        return await self._heard(self.actor.answer.remote(_encode(ToEngine([message]))))
+        method = self.actor.order if isinstance(message, Ask) else self.actor.answer
+        return await self._heard(method.remote(_encode(ToEngine([message]))))
 
     async def _heard(self, reference: Any) -> Any:
         try:
@@ -334,8 +287,3 @@ def packed(tensors: Mapping[str, Tensor]) -> NDArray:
 
 def _brief(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _given(value: Any) -> Any:
-    assert value is not None
-    return value
