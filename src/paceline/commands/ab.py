@@ -25,7 +25,7 @@ from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.league_checkpoints import members
-from paceline.runtime.local import Placed, seated, share_cores
+from paceline.runtime.local import Placed, seated, share_cores, with_sections
 from paceline.runtime.model_backends import ModelBackend, kit_of, with_settled_dtype
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.session import Given, Led, Placement, conduct_all
@@ -241,11 +241,8 @@ def _shared(arms: Mapping[str, RunConfig]) -> Generator[_House]:
     config = next(iter(arms.values()))
     assert config.model.lora is not None
     kit = kit_of(config)
-    slots = {
-        "adapters": max(len(arms), config.engine.adapters),
-        "adapter_rank": max(config.model.lora.rank, config.engine.adapter_rank),
-    }
-    config = config.model_copy(update={"engine": config.engine.model_copy(update=slots)})
+    rank = max(config.model.lora.rank, config.engine.adapter_rank)
+    config = with_sections(config, engine={"adapters": max(len(arms), config.engine.adapters), "adapter_rank": rank})
     engine = kit.engine(share_cores(config, kit.parameters))
     try:
         engine.start()

@@ -35,7 +35,8 @@ from paceline.engine.sequence import Guide
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
-from paceline.runtime.local import SMALL_MODEL
+from paceline.planner.hardware import split_threads, usable_cores
+from paceline.runtime.local import with_sections
 from paceline.runtime.model_backends import kit_of
 from paceline.server import build_app, listen, quick_loop, serve
 from paceline.util.gc_tuning import rarely_collected
@@ -141,8 +142,7 @@ def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}
     if lora is not None and not config.engine.adapters:
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
-    served = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
-    engine = kit.engine(served, _grammars(tokenizer, ends), alone=True)
+    engine = kit.engine(with_sections(config, engine=changes), _grammars(tokenizer, ends), alone=True)
     try:
         with kit.at_work(), quick_handover(kit.device):
             engine.start()
@@ -240,9 +240,8 @@ def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Gramm
 
 
 def _threads(parameters: int) -> int:
-    """All cores but the one that speaks HTTP; a small model's products are too short to share at all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if parameters < SMALL_MODEL else max(1, cores - 1)
+    """All cores but the one that speaks HTTP."""
+    return split_threads(max(1, usable_cores() - 1), parameters, at_once=False)[0]
 
 
 if __name__ == "__main__":

@@ -164,14 +164,7 @@ class TorchKit:
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
         model = self.model if config.model.lora is None else engine_twin(self.model, config.model)
-        return TorchTrainer(
-            attach_lora(model, config.model, config.seed),
-            config.trainer,
-            total_steps=config.steps,
-            fp32_head=config.model.fp32_head,
-            dumps=dumps,
-            background=background_compile("trainer", config, model),
-        )
+        return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
 
     def at_work(self) -> AbstractContextManager[object]:
         return small_products(self.model.dtype)
@@ -263,22 +256,43 @@ class Built:
 
 
 def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Built:
-    """Load the run's model and a trainer for it; with a group, one rank of several. A model that is to be cut up waits
-    in its file, mapped into memory, and comes to the device layer by layer: whole it might not fit there."""
-    device, parallel = pick_device(config.device), config.trainer.parallel
-    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
-    model = attach_lora(load_model(config.model, "cpu" if in_parts else device), config.model, config.seed)
+    """Load the run's model and a trainer for it; with a group, one rank of several."""
+    model, place = load_rank_model(config, group)
+    model = attach_lora(model, config.model, config.seed)
     parameters = sum(p.numel() for p in model.parameters())
     config = share_cores(config, parameters)
-    dumps = Path(config.runs) / config.name / "dumps"
-    trainer = TorchTrainer(
+    trainer = torch_trainer(config, model, Path(config.runs) / config.name / "dumps", group, place)
+    return Built(trainer, model, parameters, place.type)
+
+
+def load_rank_model(config: RunConfig, group: ProcessGroup | None) -> tuple[PreTrainedModel, torch.device]:
+    """The run's model, and the device it trains on, with its number, which every thread must know. A model that is to
+    be sharded waits in its file, mapped into memory, and comes to the device layer by layer: whole it might not fit."""
+    place, parallel = torch.empty(0, device=pick_device(config.device)).device, config.trainer.parallel
+    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
+    return load_model(config.model, "cpu" if in_parts else place), place
+
+
+def torch_trainer(
+    config: RunConfig,
+    model: PreTrainedModel,
+    dumps: Path | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> TorchTrainer:
+    """A trainer of a loaded model, as the run file has it. One of several ranks is not compiled beside its work."""
+    return TorchTrainer(
         model,
         config.trainer,
         total_steps=config.steps,
         fp32_head=config.model.fp32_head,
         dumps=dumps,
         group=group,
-        device=torch.empty(0, device=device).device,  # with its number, which every thread must know
+        device=device,
         background=background_compile("trainer", config, model) if group is None else None,
     )
-    return Built(trainer, model, parameters, device)
+
+
+def league_engine(config: RunConfig) -> EmbeddedEngine:
+    """An engine of this process, for a past version that is a whole model."""
+    return engine_for(load_model(config.model, pick_device(config.device)).requires_grad_(False), config)

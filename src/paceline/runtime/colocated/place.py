@@ -19,18 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from paceline.clients import Pool
 from paceline.clients.frames import HEAD, opened, read_frame
-from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
-from paceline.config.inference import SamplingConfig
-from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
-from paceline.model import end_tokens, load_model, load_tokenizer, quick_handover, small_products
+from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
 from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.league_checkpoints import members
-from paceline.rollout import RecordingServer, SamplingClient
 from paceline.runtime.colocated.rank_info import RankInfo, again, take_seat
 from paceline.runtime.colocated.rank_sockets import Doors, admit, listening, tell
 from paceline.runtime.colocated.worker import (
@@ -43,12 +37,12 @@ from paceline.runtime.colocated.worker import (
     meet,
     move_in,
 )
-from paceline.runtime.local import Placed, make_room_for_adapters, renderer_of
+from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of
 from paceline.runtime.processes.frames import RpcCall, RpcFailure, RpcResult, decode_answer, framed
 from paceline.runtime.rank_group import RankGroup, cost_of
 from paceline.runtime.session import Given, RunResult, conduct
 from paceline.runtime.signals import Signals
-from paceline.runtime.torch_kit import engine_for, pick_device
+from paceline.runtime.torch_kit import league_engine
 from paceline.trainer import TrainerError
 from paceline.trainer.world import call_off, leave
 from paceline.weights.update import WeightUpdate
@@ -216,7 +210,7 @@ async def in_place(
         phase("preparing environments")
         courses = lay_out(config, given)
         tokenizer = load_tokenizer(config.model)
-        past = sum(member.league.size for member in members(courses))
+        past = past_versions(courses)
         config = make_room_for_adapters(config, past)
         config = config.model_copy(update={"runs": str(Path(config.runs).resolve())})
         live = RunDirectory(dumps.parent).live
@@ -237,26 +231,12 @@ async def in_place(
         for link in links:
             await _beside(followers, link.start)
             stack.callback(link.close)
-
-        def twin() -> EmbeddedEngine:
-            """An engine of this process, for a past version that is a whole model."""
-            model = load_model(config.model, pick_device(config.device))
-            return engine_for(model.requires_grad_(False), config)
-
-        engines = [resident.engine, *links]
-        with_past = LeaguePool(engines, twin) if past else None
-        pool = with_past or Pool(engines)
+        pool = pool_of([resident.engine, *links], past, lambda: league_engine(config))
         stack.callback(pool.close)
-        ends = end_tokens(tokenizer, resident.model)
-        renderer = renderer_of(tokenizer, ends, config.model)
-        recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
-
-        def voice(sampling: SamplingConfig) -> SamplingClient:
-            return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
-
+        voice = policy_clients(config, pool, tokenizer, end_tokens(tokenizer, resident.model))
         stack.callback(_hear_no_more, seat)
         with small_products(resident.model.dtype), quick_handover(resident.device):
-            yield Placed(pool, trainer, tokenizer, courses, voice, resident.device, resident.parameters, with_past)
+            yield Placed(pool, trainer, tokenizer, courses, voice, resident.device, resident.parameters)
 
 
 def _gather(seat: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[Doors]]:

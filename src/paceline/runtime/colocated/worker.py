@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,17 +30,16 @@ from paceline.model import (
     attach_lora,
     end_tokens,
     engine_twin,
-    load_model,
     load_tokenizer,
     quick_handover,
     small_products,
 )
 from paceline.runtime.colocated.rank_info import RankInfo
 from paceline.runtime.colocated.rank_sockets import Doors, knock, told
-from paceline.runtime.local import SMALL_MODEL
+from paceline.runtime.local import share_cores
 from paceline.runtime.processes.frames import RpcCall, RpcResult, Sent, decode_call, framed
 from paceline.runtime.rank_group import RankRpcHandler
-from paceline.runtime.torch_kit import background_compile, engine_for, pick_device
+from paceline.runtime.torch_kit import engine_for, load_rank_model, pick_device, torch_trainer
 from paceline.trainer import StepReport, TorchTrainer
 from paceline.trainer.world import join, leave
 from paceline.weights.update import WeightUpdate
@@ -140,47 +138,22 @@ def meet(seat: RankInfo, config: RunConfig) -> ProcessGroup | None:
 
 
 def move_in(config: RunConfig, seat: RankInfo, group: ProcessGroup | None, dumps: Path) -> ColocatedWorker:
-    """Load the model for both. Under LoRA they share the frozen base unless it is sharded: what is to be cut up comes
-    to the device layer by layer, so that beside the engine's model there is never a second whole one."""
-    device, parallel = pick_device(config.device), config.trainer.parallel
-    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
-    model = load_model(config.model, "cpu" if in_parts else place)
+    """Load the model for both, which never compute at once. Under LoRA they share the frozen base unless it is sharded:
+    then there is never a second whole model beside the engine's."""
+    model, place = load_rank_model(config, group)
     served = engine_twin(model, config.model)
     served.to(place)
     model = attach_lora(model, config.model, config.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    config = take_turns(config, parameters, seat.neighbours)
+    config = share_cores(config, parameters, seat.neighbours, at_once=False)
     engine = engine_for(served, config, HomeEngine)
     try:
-        trainer = TorchTrainer(
-            model,
-            config.trainer,
-            total_steps=config.steps,
-            fp32_head=config.model.fp32_head,
-            dumps=dumps,
-            group=group,
-            device=place,
-            background=background_compile("trainer", config, model) if group is None else None,
-        )
+        trainer = torch_trainer(config, model, dumps, group, place)
         engine.start()
     except BaseException:
         engine.close()
         raise
-    return ColocatedWorker(trainer, engine, model, dict(served.named_parameters()), parameters, device)
-
-
-def take_turns(config: RunConfig, parameters: int, neighbours: int) -> RunConfig:
-    """Engine and trainer never compute at once, so each gets all cores that fall to its rank."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // neighbours)
-    engine = 1 if parameters < SMALL_MODEL else share
-    return config.model_copy(
-        update={
-            "engine": config.engine.model_copy(update={"threads": config.engine.threads or engine}),
-            "trainer": config.trainer.model_copy(update={"threads": config.trainer.threads or share}),
-        }
-    )
+    return ColocatedWorker(trainer, engine, model, dict(served.named_parameters()), parameters, place.type)
 
 
 ORPHANED = 125

@@ -16,28 +16,23 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.clients import HttpEngine, Pool
-from paceline.clients.pool import LeaguePool
+from paceline.clients import HttpEngine
 from paceline.config import RunConfig
 from paceline.config.env.base import ArenaEnvConfig as Arena
-from paceline.config.inference import SamplingConfig
 from paceline.config.serve import ServeConfig
-from paceline.engine import EmbeddedEngine
 from paceline.errors import EngineError, PacelineError
-from paceline.model import end_tokens, load_model, load_tokenizer, small_products
+from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.observe.monitor import Monitors, watching
 from paceline.observe.monitor.plain import PlainLines
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.league_checkpoints import members
-from paceline.rollout import RecordingServer, SamplingClient
-from paceline.runtime.local import Placed, make_room_for_adapters, renderer_of, share_cores
+from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, share_cores
 from paceline.runtime.processes.frames import RpcHello
 from paceline.runtime.processes.host import TrainerHost, life
 from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport, read_brief
 from paceline.runtime.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import conduct
-from paceline.runtime.torch_kit import build_trainer, engine_for, pick_device
+from paceline.runtime.torch_kit import build_trainer, league_engine
 from paceline.util.process_exit import exit_process
 
 
@@ -116,28 +111,14 @@ async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str],
     phase(f"waiting for a server and a trainer of {config.model.name}")
     trainer = RemoteTrainer(Path(brief.trainer))
     engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
-    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
-    past = sum(member.league.size for member in members(courses))
     try:
         hello = await trainer.meet()
         await _up(engine)
         config = share_cores(config, hello.parameters)
-
-        def twin() -> EmbeddedEngine:
-            """An engine of this process, for a past version that is a whole model."""
-            model = load_model(config.model, pick_device(config.device))
-            return engine_for(model.requires_grad_(False), config)
-
-        with_past = LeaguePool([engine], twin) if past else None
-        pool = with_past or Pool([engine])
-        renderer = renderer_of(tokenizer, hello.ends, config.model)
-
-        def voice(sampling: SamplingConfig) -> SamplingClient:
-            stops = frozenset((*hello.ends, *sampling.stop_token_ids))
-            return SamplingClient(pool, renderer, sampling, stops, recorder)
-
+        pool = pool_of([engine], past_versions(courses), lambda: league_engine(config))
+        voice = policy_clients(config, pool, tokenizer, hello.ends)
         try:
-            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)
+            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters)
         finally:
             pool.close()
     finally:
