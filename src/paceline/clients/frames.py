@@ -1,20 +1,18 @@
 """Encodes messages between a client process and the engine's process: msgpack frames, never pickle.
 
-A frame is eight bytes of length and a list of messages. Sampled tokens travel as packed arrays, weights as safetensors
-bytes or as the paths of files both sides can read.
+A frame is eight bytes of length and a list of messages. Weights travel as safetensors bytes or as the paths of files
+both sides can read.
 """
 
 import asyncio
 import socket
 import struct
-from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from paceline.clients.remote import Question
-from paceline.engine.base import Completion, EngineLimits, EngineStats, Finish, GenerateRequest, Piece, TopLogprobs
+from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Piece
 from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError, UnknownModel
 from paceline.weights.update import Adapter, Canary, ServedPolicy
 
@@ -45,7 +43,7 @@ class Cancel(EngineMessage):
 class ScoreFrame(EngineMessage):
     """Score sequences."""
 
-    sequences: list[bytes]
+    sequences: list[list[int]]
     temperature: float
     model: str
 
@@ -79,56 +77,19 @@ class EngineHello(EngineMessage):
 class TokensFrame(EngineMessage):
     """New tokens of a request that runs on."""
 
-    token_ids: bytes
-    logprobs: bytes
-    versions: bytes
-    top: list[TopLogprobs] | None
-
-    @classmethod
-    def of(cls, number: int, piece: Piece) -> "TokensFrame":
-        return cls(number, ints(piece.token_ids), floats(piece.logprobs), ints(piece.versions), piece.top)
-
-    def piece(self) -> Piece:
-        return Piece(as_ints(self.token_ids), as_floats(self.logprobs), as_ints(self.versions), self.top)
+    piece: Piece
 
 
 class CompletionFrame(EngineMessage):
     """A completion, whole."""
 
-    token_ids: bytes
-    logprobs: bytes
-    versions: bytes
-    finish: Finish
-    log_z: bytes | None
-    top: list[TopLogprobs] | None
-    recomputed: bool
-    cached: int
-    weights: dict[int, str] = {}
-
-    @classmethod
-    def of(cls, number: int, done: Completion) -> "CompletionFrame":
-        log_z = None if done.log_z is None else floats(done.log_z)
-        arrays = ints(done.token_ids), floats(done.logprobs), ints(done.versions)
-        return cls(number, *arrays, done.finish, log_z, done.top, done.recomputed, done.cached, dict(done.weights))
-
-    def completion(self) -> Completion:
-        return Completion(
-            token_ids=as_ints(self.token_ids),
-            logprobs=as_floats(self.logprobs),
-            versions=as_ints(self.versions),
-            finish=self.finish,
-            log_z=None if self.log_z is None else as_floats(self.log_z),
-            top=self.top,
-            recomputed=self.recomputed,
-            cached=self.cached,
-            weights=self.weights,
-        )
+    completion: Completion
 
 
 class Scores(EngineMessage):
     """Log probabilities, sequence by sequence."""
 
-    logprobs: list[bytes]
+    logprobs: list[list[float]]
 
 
 class Answer(EngineMessage):
@@ -205,25 +166,3 @@ def join(pieces: Sequence[Piece]) -> Piece:
         [version for piece in pieces for version in piece.versions],
         top,
     )
-
-
-def ints(values: Sequence[int]) -> bytes:
-    return array("q", values).tobytes()
-
-
-def floats(values: Sequence[float]) -> bytes:
-    return array("d", values).tobytes()
-
-
-def as_ints(data: bytes) -> list[int]:
-    return _list("q", data)
-
-
-def as_floats(data: bytes) -> list[float]:
-    return _list("d", data)
-
-
-def _list(kind: str, data: bytes) -> list[Any]:
-    values = array(kind)
-    values.frombytes(data)
-    return values.tolist()

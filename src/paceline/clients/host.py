@@ -27,9 +27,7 @@ from paceline.clients.frames import (
     ScoreFrame,
     Scores,
     TokensFrame,
-    as_ints,
     decode_to_engine,
-    floats,
     frame,
     join,
     opened,
@@ -57,15 +55,13 @@ class EngineRpcHandler:
         """A completion, scores, or what became of it; a bug keeps its name."""
         try:
             if isinstance(message, Generate):
-                return CompletionFrame.of(message.id, await self.engine.generate(message.request, listener))
+                return CompletionFrame(message.id, await self.engine.generate(message.request, listener))
             return await self._answers[type(message)](message)
         except Exception as error:
             return FailureFrame.of(message.id, error)
 
     async def _score(self, message: ScoreFrame) -> EngineMessage:
-        sequences = [as_ints(ids) for ids in message.sequences]
-        scores = await self.engine.score(sequences, message.temperature, message.model)
-        return Scores(message.id, [floats(score) for score in scores])
+        return Scores(message.id, await self.engine.score(message.sequences, message.temperature, message.model))
 
     async def _load(self, message: Load) -> EngineMessage:
         if isinstance(message.weights, bytes):
@@ -163,6 +159,6 @@ class EngineHost:
             else:
                 messages.append(message)
         # Pieces come before whatever ended their request: the engine reports them first.
-        messages[:0] = [TokensFrame.of(number, join(some)) for number, some in pieces.items()]
+        messages[:0] = [TokensFrame(number, join(some)) for number, some in pieces.items()]
         if messages and not self._writer.is_closing():
             self._writer.writelines(frame(FromEngine(messages, self._engine.busy_seconds)))

@@ -23,10 +23,8 @@ from paceline.clients.frames import (
     Scores,
     ToEngine,
     TokensFrame,
-    as_floats,
     decode_from_engine,
     frame,
-    ints,
     opened,
     read_frame,
 )
@@ -58,9 +56,9 @@ class FramedEngine(RemoteEngine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
-        number = next(self._numbers)
-        scores: Scores = await self._send(ScoreFrame(number, [ints(ids) for ids in sequences], temperature, model))
-        return [as_floats(score) for score in scores.logprobs]
+        asked = [list(map(int, ids)) for ids in sequences]
+        scores: Scores = await self._send(ScoreFrame(next(self._numbers), asked, temperature, model))
+        return scores.logprobs
 
     async def policy(self) -> ServedPolicy:
         return await self._ask("policy")
@@ -133,7 +131,7 @@ class EngineLink(FramedEngine):
             raise
         finally:
             self._listeners.pop(number, None)
-        return done.completion()
+        return done.completion
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
@@ -224,7 +222,7 @@ class EngineLink(FramedEngine):
         for message in batch.messages:
             if isinstance(message, TokensFrame):
                 if listener := self._listeners.get(message.id):
-                    listener(message.piece())
+                    listener(message.piece)
                 continue
             answer = self._waiting.get(message.id)
             if answer is None or answer.done():

@@ -1,4 +1,4 @@
-"""Drives several ranks as one trainer, however they are reached, and answers calls on each rank."""
+"""Drives several ranks as one trainer, however they are reached."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -10,19 +10,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
-from paceline.config.trainer import TrainerConfig
-from paceline.data import Sample, decode, encode
+from paceline.data import Sample, encode
 from paceline.data.balance import Cost
 from paceline.data.scales import owners
-from paceline.runtime.processes.frames import RpcCall, RpcFailure, RpcHello, RpcResult, What, answered
-from paceline.trainer import StepReport, Trainer
-from paceline.trainer.batch import cost_of
+from paceline.runtime.rpc import RpcCall, RpcFailure, RpcHello, RpcResult, What
+from paceline.trainer import StepReport
 from paceline.util.deadlines import beat
 
-__all__ = ["cost_of", "spread"]
 
-
-def spread(batch: Sequence[Sample], ranks: int, _config: TrainerConfig, cost: Cost) -> list[list[Sample]]:
+def spread(batch: Sequence[Sample], ranks: int, cost: Cost) -> list[list[Sample]]:
     """One share of the batch for each rank: neighbours, the first rank's first, so that the shares end to end are the
     batch again. Of like cost, and a rollout's samples stay together, for a rank that trains its share as it comes."""
     rollouts: dict[Hashable, list[Sample]] = {}
@@ -42,33 +38,6 @@ ECHO_SECONDS = 5.0
 T = TypeVar("T")
 
 
-class RankRpcHandler:
-    """Does on one rank what the orchestrator asks of all of them. `log` keeps the traces of bugs off a person's screen:
-    all ranks fail when one is lost, and one tells why."""
-
-    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
-        self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
-
-    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
-        return await answered(call, self._do(call), self._log)
-
-    async def _do(self, call: RpcCall) -> RpcResult:
-        trainer, folder = self.trainer, Path(call.path)
-        report = None
-        match call.what:
-            case "step":
-                report = await trainer.step(decode(call.data))
-            case "save":
-                await trainer.save(folder)
-            case "load":
-                await trainer.load(folder)
-            case "export":
-                await trainer.export(folder, self._tokenizer)
-            case what:
-                raise ValueError(f"ranks are never asked to {what}")
-        return RpcResult(call.number, trainer.version, report)
-
-
 class RankGroup(ABC):
     """Speaks the `Trainer` protocol to all ranks at once: each gets its share of a batch, and all do the same things in
     the same order. If one of them dies the others wait for it in the middle of a sum, so all are ended."""
@@ -85,7 +54,7 @@ class RankGroup(ABC):
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         parallel = self._config.trainer.parallel
-        shares = spread(batch, parallel.data_ranks, self._config.trainer, self._cost)
+        shares = spread(batch, parallel.data_ranks, self._cost)
         alike = parallel.ranks // parallel.data_ranks  # neighbours that train the same samples
         done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
         assert done.report is not None

@@ -7,7 +7,6 @@ process that lived on would refuse every request, for ever.
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import os
 import signal
@@ -40,6 +39,7 @@ from paceline.runtime.local import with_sections
 from paceline.runtime.model_backends import kit_of
 from paceline.server import build_app, listen, quick_loop, serve
 from paceline.util.gc_tuning import rarely_collected
+from paceline.util.process_exit import end_child
 
 if TYPE_CHECKING:
     from paceline.runtime.scorer import Scorer
@@ -191,12 +191,7 @@ def isolated(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
         yield link, link.end_tokens
     finally:
         link.close()
-        try:
-            child.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even a killed one back
-                child.wait(CLOSE_SECONDS)
+        end_child(child, CLOSE_SECONDS, CLOSE_SECONDS)
 
 
 def host_engine(descriptor: int, config: RunConfig) -> None:

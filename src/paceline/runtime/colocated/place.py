@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,13 +37,16 @@ from paceline.runtime.colocated.worker import (
     move_in,
 )
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of
-from paceline.runtime.processes.frames import RpcCall, RpcFailure, RpcResult, decode_answer, framed
-from paceline.runtime.rank_group import RankGroup, cost_of
+from paceline.runtime.processes.launch_spec import start_child
+from paceline.runtime.rank_group import RankGroup
+from paceline.runtime.rpc import RpcCall, RpcFailure, RpcResult, decode_answer, framed
 from paceline.runtime.session import Given, RunResult, conduct
 from paceline.runtime.signals import Signals
 from paceline.runtime.torch_kit import league_engine
 from paceline.trainer import TrainerError
+from paceline.trainer.batch import cost_of
 from paceline.trainer.world import call_off, leave
+from paceline.util.process_exit import end_child
 from paceline.weights.update import WeightUpdate
 
 CLOSE_SECONDS = 20.0
@@ -60,25 +62,18 @@ class Followers:
 
     @classmethod
     def start(cls, config: RunConfig, seat: RankInfo, live: Path) -> "Followers":
-        """Each in a session of its own: a Ctrl-C is for rank 0 to hear."""
         started = cls()
         try:
             for rank in range(1, seat.world):
                 path = started.logs[rank] = live / f"rank-{rank}.log"
                 with path.open("wb") as log:
-                    process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "paceline.runtime.colocated.worker"],
+                    started.processes[rank] = start_child(
+                        "paceline.runtime.colocated.worker",
+                        line=config.model_dump_json().encode() + b"\n",
                         env={**os.environ, **seat.of(rank).variables},
-                        stdin=subprocess.PIPE,
                         stdout=log,
                         stderr=log,
-                        start_new_session=True,
                     )
-                started.processes[rank] = process
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # dead already: the next poll will see it
-                    process.stdin.write(config.model_dump_json().encode() + b"\n")
-                    process.stdin.flush()
         except BaseException:
             started.end(0.0)
             raise
@@ -106,24 +101,12 @@ class Followers:
     def end(self, seconds: float = CLOSE_SECONDS) -> None:
         """Give them time to end by themselves, then end them."""
         deadline = time.monotonic() + seconds
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()  # it leaves signals to rank 0, which is what says so here
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(CLOSE_SECONDS)
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
+        for process in self.processes.values():  # killed, for it leaves signals to rank 0, which is what says so here
+            end_child(process, max(0.0, deadline - time.monotonic()), CLOSE_SECONDS)
 
 
 LOOK_SECONDS = 0.2
 T = TypeVar("T")
-
-
-class RankGone(ConnectionError):
-    """A rank's connection has ended."""
 
 
 class RankLink:
@@ -137,7 +120,7 @@ class RankLink:
         self._streams = reader, writer = self._streams or await opened(self._door)
         writer.write(framed(call))
         if (body := await read_frame(reader)) is None:
-            raise RankGone
+            raise ConnectionError  # the rank is gone
         answer = decode_answer(body)
         assert isinstance(answer, RpcResult | RpcFailure)
         return answer

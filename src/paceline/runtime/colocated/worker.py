@@ -37,11 +37,11 @@ from paceline.model import (
 from paceline.runtime.colocated.rank_info import RankInfo
 from paceline.runtime.colocated.rank_sockets import Doors, knock, told
 from paceline.runtime.local import share_cores
-from paceline.runtime.processes.frames import RpcCall, RpcResult, Sent, decode_call, framed
-from paceline.runtime.rank_group import RankRpcHandler
+from paceline.runtime.rpc import SentWeights, TrainerRpcHandler, decode_call, framed
 from paceline.runtime.torch_kit import engine_for, load_rank_model, pick_device, torch_trainer
 from paceline.trainer import StepReport, TorchTrainer
 from paceline.trainer.world import join, leave
+from paceline.util.process_exit import ORPHANED, exit_with_stdin
 from paceline.weights.update import WeightUpdate
 
 
@@ -118,15 +118,12 @@ class ColocatedWorker:
         self.trainer.close()
 
 
-class ColocatedRpcHandler(RankRpcHandler):
+class ColocatedRpcHandler(TrainerRpcHandler):
     """A rank's answers, of which its weights are only a name: they stay where they are."""
 
-    async def _do(self, call: RpcCall) -> RpcResult:
-        if call.what != "weights":
-            return await super()._do(call)
+    async def _weights(self) -> SentWeights:
         update = await self.trainer.weights()
-        sent = Sent(update.version, "", update.adapter, update.expected or "", None)
-        return RpcResult(call.number, update.version, sent=sent)
+        return SentWeights(update.version, "", update.adapter, update.expected or "", None)
 
 
 def meet(seat: RankInfo, config: RunConfig) -> ProcessGroup | None:
@@ -156,8 +153,6 @@ def move_in(config: RunConfig, seat: RankInfo, group: ProcessGroup | None, dumps
     return ColocatedWorker(trainer, engine, model, dict(served.named_parameters()), parameters, place.type)
 
 
-ORPHANED = 125
-"""Exit code of a rank that rank 0 has left without a word."""
 END = b"end"
 """Rank 0's last word to a rank that did its work."""
 
@@ -231,7 +226,7 @@ def _first_frame(door: socket.socket) -> bytes:
 
 def main() -> int:
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_until_parent_ends, name="parent", daemon=True).start()
+    exit_with_stdin()  # before the ranks have met there is no connection to watch, but there is the pipe
     seat = RankInfo.found()
     assert seat is not None
     try:
@@ -240,13 +235,6 @@ def main() -> int:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _until_parent_ends() -> None:
-    """Before the ranks have met there is no connection to watch, but there is the pipe."""
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    os._exit(ORPHANED)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
-
 from paceline.clients import HttpEngine
 from paceline.config import RunConfig
 from paceline.config.env.base import ArenaEnvConfig as Arena
@@ -26,10 +24,9 @@ from paceline.observe.monitor import Monitors, watching
 from paceline.observe.monitor.plain import PlainLines
 from paceline.orchestrator import lay_out
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, share_cores
-from paceline.runtime.processes.frames import RpcHello
-from paceline.runtime.processes.host import TrainerHost, life
-from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport, read_brief
-from paceline.runtime.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
+from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, read_launch_spec
+from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost, life
+from paceline.runtime.rpc import RpcHello
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import conduct
 from paceline.runtime.torch_kit import build_trainer, league_engine
@@ -72,7 +69,7 @@ def orchestrator(brief: LaunchSpec) -> int:
         overwrite=brief.overwrite,
         screen=sys.stdout if brief.screen else None,
     )
-    os.write(brief.report, msgspec.json.encode(RunEndReport.of(result.outcome)))
+    os.write(brief.report, OUTCOME.dump_json(result.outcome))
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 
@@ -83,7 +80,7 @@ def _past(config: RunConfig) -> int:
 
 
 def main(role: str) -> int:
-    brief = read_brief()
+    brief = read_launch_spec()
     try:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(brief)

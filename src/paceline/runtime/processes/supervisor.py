@@ -28,10 +28,11 @@ from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome, RunRecor
 from paceline.observe.monitor.waitgraph import chain
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport
+from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, start_child
 from paceline.runtime.session import RunResult, result_of
 from paceline.runtime.signals import Signals
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
+from paceline.util.process_exit import end_child
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -137,22 +138,16 @@ class Supervisor:
         log = (Path(brief.folder) / f"{role}.log").open("ab")
         out: Any = self._screen_of() if spoken else log
         with log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "paceline.runtime.processes.child", role],
-                stdin=subprocess.PIPE,
+            process = start_child(
+                "paceline.runtime.processes.child",
+                role,
+                line=brief.line(),
                 stdout=out,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is ours to hear, and to hand on to the orchestrator alone
                 pass_fds=[writer] if spoken else [],
             )
         if spoken:
             os.close(writer)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(brief.line())
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # dead already: the next poll will see it
         if process.stdout is not None:
             threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
         return process
@@ -207,7 +202,7 @@ class Supervisor:
         with self._ending as pipe:
             said = pipe.read()
         if said:
-            return msgspec.json.decode(said, type=RunEndReport).outcome()
+            return OUTCOME.validate_json(said)
         saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
         if self.signals:
             return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
@@ -363,12 +358,4 @@ def supervised(
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
-        try:
-            process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(CLOSE_SECONDS)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):  # what it never read
-            process.stdin.close()
+    end_child(process, CLOSE_SECONDS, CLOSE_SECONDS)

@@ -192,7 +192,7 @@ class RayEngine(FramedEngine):
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         done: CompletionFrame = await self._send(Generate(next(self._numbers), request, False))
-        return in_one_piece(done.completion(), listener)
+        return in_one_piece(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors

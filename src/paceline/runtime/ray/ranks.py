@@ -20,14 +20,24 @@ from paceline.config import RunConfig
 from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
-from paceline.runtime.processes.frames import FromTrainer, RpcCall, RpcFailure, RpcHello, RpcResult, Sent, decode_call
-from paceline.runtime.processes.host import life
-from paceline.runtime.rank_group import RankGroup, RankRpcHandler, cost_of
+from paceline.runtime.processes.remote_trainer import life
+from paceline.runtime.rank_group import RankGroup
 from paceline.runtime.ray.cluster import RayActor
 from paceline.runtime.ray.collective import Sending
 from paceline.runtime.ray.engines import ObjectTensors, packed
+from paceline.runtime.rpc import (
+    FromTrainer,
+    RpcCall,
+    RpcFailure,
+    RpcHello,
+    RpcResult,
+    SentWeights,
+    TrainerRpcHandler,
+    decode_call,
+)
 from paceline.runtime.torch_kit import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
+from paceline.trainer.batch import cost_of
 from paceline.trainer.world import join
 from paceline.weights.update import WeightUpdate
 
@@ -35,7 +45,7 @@ START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
 _encode = msgspec.msgpack.Encoder().encode
 _answer = msgspec.msgpack.Decoder(FromTrainer).decode
-_sent = msgspec.msgpack.Decoder(Sent).decode
+_sent = msgspec.msgpack.Decoder(SentWeights).decode
 
 
 class RankActor(Sending, RayActor):
@@ -57,7 +67,7 @@ class RankActor(Sending, RayActor):
         group = join(rank, world, address, backend) if world > 1 else None
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
-        self._desk = RankRpcHandler(built.trainer, tokenizer)
+        self._desk = TrainerRpcHandler(built.trainer, tokenizer)
         ends = end_tokens(tokenizer, built.model)
         cost = cost_of(built.model.config)
         return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
@@ -71,7 +81,7 @@ class RankActor(Sending, RayActor):
         update = await self._desk.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(packed, update.tensors)
-        return _encode(Sent(update.version, "", update.adapter, expected, update.canary)), data
+        return _encode(SentWeights(update.version, "", update.adapter, expected, update.canary)), data
 
 
 class RayTrainer(RankGroup):

@@ -1,4 +1,4 @@
-"""Defines the messages of orchestrator and trainer: msgpack frames with raw buffers, never pickle."""
+"""Remote calls of the orchestrator to a trainer: msgpack frames with raw buffers, never pickle."""
 
 import traceback
 from collections.abc import Awaitable
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.frames import HEAD
+from paceline.data import Sample, decode
 from paceline.errors import PacelineError
-from paceline.trainer import StepReport, TrainerError
+from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.util.user_code import UserCodeError, described, failure_traces, user_frames, whole
 from paceline.weights.update import Adapter, Canary
 
@@ -45,7 +47,7 @@ class Alive(msgspec.Struct, array_like=True, tag=True):
     """The trainer still works on it."""
 
 
-class Sent(msgspec.Struct, array_like=True):
+class SentWeights(msgspec.Struct, array_like=True):
     """Weights, as the files they lie in."""
 
     version: int
@@ -65,7 +67,7 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
     number: int
     version: int
     report: StepReport | None = None
-    sent: Sent | None = None
+    sent: SentWeights | None = None
 
 
 class RpcFailure(msgspec.Struct, array_like=True, tag=True):
@@ -98,9 +100,46 @@ def framed(message: RpcCall | FromTrainer) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
+class TrainerRpcHandler:
+    """Does with one trainer what a caller asks for. `log` keeps the traces of bugs off a person's screen: all ranks of
+    several fail when one is lost, and one tells why."""
+
+    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
+        self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
+        self._fed: list[Sample] = []
+
+    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
+        return await answered(call, self._do(call), self._log)
+
+    async def _do(self, call: RpcCall) -> RpcResult:
+        trainer, folder = self.trainer, Path(call.path)
+        report = sent = None
+        match call.what:
+            case "feed":
+                samples = decode(call.data)
+                await trainer.feed(samples)
+                self._fed += samples
+            case "step":
+                new, fed, self._fed = iter(decode(call.data)), self._fed, []
+                report = await trainer.step([next(new) if at < 0 else fed[at] for at in call.order])
+            case "weights":
+                sent = await self._weights()
+            case "save":
+                await trainer.save(folder)
+            case "load":
+                self._fed = []
+                await trainer.load(folder)
+            case "export":
+                await trainer.export(folder, self._tokenizer)
+        return RpcResult(call.number, trainer.version, report, sent)
+
+    async def _weights(self) -> SentWeights:
+        """The metadata of the current weights, and where they are; the weights travel by another way."""
+        raise NotImplementedError
+
+
 async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcResult | RpcFailure:
-    """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log` where
-    standard error is a person's screen."""
+    """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log`."""
     try:
         return await doing  # bounded: by the call itself
     except OSError as error:
@@ -109,13 +148,9 @@ async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None 
         frames, trace = failure_traces(error)
         return RpcFailure(call.number, str(error), None, frames, trace)
     except Exception as error:
-        _keep_trace(log)
+        if log is None:
+            traceback.print_exc()
+        else:
+            with log.open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
         return RpcFailure(call.number, described(error), None, user_frames(error), whole(error))
-
-
-def _keep_trace(log: Path | None) -> None:
-    if log is None:
-        traceback.print_exc()
-        return
-    with log.open("a", encoding="utf-8") as file:
-        traceback.print_exc(file=file)
