@@ -78,7 +78,7 @@ class FrozenPool(Pool):
         except TimeoutError:
             if not limit.expired():
                 raise
-            cause = "" if self._roster.serving else f" ({self._roster.trouble})"
+            cause = "" if self._registry.serving else f" ({self._registry.trouble})"
             raise EngineError(f"no answer within {seconds:g} s{cause}") from None
 
     async def aclose(self) -> None:

@@ -101,15 +101,15 @@ class EngineHost:
     def __init__(self, engine: Engine, end_tokens: Sequence[int]) -> None:
         self._engine = engine
         self._end_tokens = tuple(end_tokens)
-        self._pile: deque[EngineMessage | tuple[int, Piece]] = deque()
+        self._outbox: deque[EngineMessage | tuple[int, Piece]] = deque()
         self._woken = False
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._desk = EngineRpcHandler(engine)
+        self._handler = EngineRpcHandler(engine)
 
     @property
     def waited_for(self) -> bool:
         """Whether any request is unanswered. From any thread."""
-        return bool(self._running or self._pile)
+        return bool(self._running or self._outbox)
 
     async def serve(self, door: socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
@@ -136,14 +136,14 @@ class EngineHost:
 
     async def _answer(self, message: EngineMessage) -> None:
         listens = isinstance(message, Generate) and message.listen
-        self._post(await self._desk.answer(message, partial(self._heard, message.id) if listens else None))
+        self._post(await self._handler.answer(message, partial(self._heard, message.id) if listens else None))
 
     def _heard(self, number: int, piece: Piece) -> None:
         self._post((number, piece))
 
     def _post(self, message: EngineMessage | tuple[int, Piece]) -> None:
         """Send soon, with all that is piled up by then. From any thread."""
-        self._pile.append(message)
+        self._outbox.append(message)
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
@@ -152,8 +152,8 @@ class EngineHost:
         self._woken = False
         messages: list[Any] = []
         pieces: dict[int, list[Piece]] = {}
-        while self._pile:
-            message = self._pile.popleft()
+        while self._outbox:
+            message = self._outbox.popleft()
             if isinstance(message, tuple):
                 pieces.setdefault(message[0], []).append(message[1])
             else:

@@ -102,12 +102,14 @@ class EngineLink(FramedEngine):
         """Wait until the engine is ready, or say why it never will be."""
         self._door.settimeout(START_SECONDS)
         try:
-            hello = self._first_word()
+            body = received(self._door)
         except TimeoutError:
             raise EngineError(f"the engine's process was not ready within {START_SECONDS:.0f} s") from None
         self._door.settimeout(None)
-        if hello is None:
+        if body is None:
             raise EngineError(f"the engine's process ended before it was ready: {self._cause()}")
+        hello = decode_from_engine(body).messages[0]
+        assert isinstance(hello, EngineHello)
         if hello.error is not None:
             raise PacelineError(hello.error)
         self.end_tokens = hello.end_tokens
@@ -164,14 +166,6 @@ class EngineLink(FramedEngine):
         return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
 
     # -- the socket ---------------------------------------------------------------------------------------------------
-
-    def _first_word(self) -> EngineHello | None:
-        body = received(self._door)
-        if body is None:
-            return None
-        hello = decode_from_engine(body).messages[0]
-        assert isinstance(hello, EngineHello)
-        return hello
 
     async def _send(self, message: EngineMessage) -> Any:
         self._attach()

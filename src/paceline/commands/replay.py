@@ -36,7 +36,7 @@ from paceline.observe.record import Gone, Query, RunFolder, open_run
 from paceline.observe.record.facts import REPLAYED, SKIPPED, TRAINED
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.local import with_sections
-from paceline.runtime.torch_kit import torch_trainer
+from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.critic import cut

@@ -23,7 +23,7 @@ from paceline.planner.hardware import split_threads, usable_cores
 from paceline.rollout import RecordingServer, Renderer, SamplingClient
 from paceline.rollout.known import make_renderer
 from paceline.rollout.render import Dropped
-from paceline.runtime.model_backends import ModelBackend, kit_of
+from paceline.runtime.model_backends import ModelBackend, load_backend
 from paceline.trainer import Trainer
 
 
@@ -56,11 +56,11 @@ def local(
     courses = lay_out(config, environments)
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
-    kit = kit_of(config)
+    backend = load_backend(config)
     phase("starting the engine")
     past = past_versions(courses)
-    config = share_cores(make_room_for_adapters(config, past), kit.parameters)
-    engine = kit.foreign(config, tokenizer, dumps.parent) or kit.engine(config)
+    config = share_cores(make_room_for_adapters(config, past), backend.parameters)
+    engine = backend.external_engine(config, tokenizer, dumps.parent) or backend.engine(config)
 
     def ready() -> None:
         engine.start()
@@ -68,9 +68,9 @@ def local(
             phase(f"waiting for {NAMES[config.engine.backend]}")
 
     try:
-        pool = pool_of([engine], past, lambda: kit.engine(config))
-        seats = seated(kit, tokenizer, config, dumps, courses, pool, ready, engine.close)
-        with seats as parts, kit.at_work(), quick_handover(kit.device):
+        pool = pool_of([engine], past, lambda: backend.engine(config))
+        seats = seated(backend, tokenizer, config, dumps, courses, pool, ready, engine.close)
+        with seats as parts, backend.at_work(), quick_handover(backend.device):
             yield parts
     finally:
         engine.close()  # once more, where no trainer could be made beside it
@@ -78,7 +78,7 @@ def local(
 
 @contextmanager
 def seated(
-    kit: ModelBackend,
+    backend: ModelBackend,
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,
     dumps: Path,
@@ -89,11 +89,11 @@ def seated(
 ) -> Generator[Placed]:
     """A trainer beside a pool, and sampling clients for episodes. `ready` is called once the trainer is built, `done`
     before it is closed: its last step may take long, and no episode samples for it any more."""
-    voice = policy_clients(config, pool, tokenizer, kit.ends(tokenizer))
-    trainer = kit.trainer(config, dumps)
+    voice = policy_clients(config, pool, tokenizer, backend.ends(tokenizer))
+    trainer = backend.trainer(config, dumps)
     try:
         ready()
-        yield Placed(pool, trainer, tokenizer, courses, voice, kit.device, kit.parameters)
+        yield Placed(pool, trainer, tokenizer, courses, voice, backend.device, backend.parameters)
     finally:
         pool.close()
         done()

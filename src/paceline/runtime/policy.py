@@ -293,10 +293,8 @@ class RunResult:
     error: Exception | None = None
 
     @cached_property
-    def policy(self) -> "Policy":
+    def policy(self) -> Policy:
         """The trained model, to chat with: `result.policy.chat("2 + 3 =")`. It is loaded when it is first used."""
-        from paceline.runtime.policy import Policy
-
         return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
 
     def __repr__(self) -> str:

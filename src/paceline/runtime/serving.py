@@ -36,7 +36,7 @@ from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.runtime.local import with_sections
-from paceline.runtime.model_backends import kit_of
+from paceline.runtime.model_backends import load_backend
 from paceline.server import build_app, listen, quick_loop, serve
 from paceline.util.gc_tuning import rarely_collected
 from paceline.util.process_exit import end_child
@@ -135,16 +135,16 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
 def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     """An engine in this process."""
     find_tokenizer(config.model)  # a missing one is found before weights are read
-    kit = kit_of(config)
+    backend = load_backend(config)
     tokenizer = load_tokenizer(config.model)
-    ends = kit.ends(tokenizer)
+    ends = backend.ends(tokenizer)
     lora = config.model.lora
-    changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}
+    changes: dict[str, int] = {"threads": config.engine.threads or _threads(backend.parameters)}
     if lora is not None and not config.engine.adapters:
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
-    engine = kit.engine(with_sections(config, engine=changes), _grammars(tokenizer, ends), alone=True)
+    engine = backend.engine(with_sections(config, engine=changes), _grammars(tokenizer, ends), alone=True)
     try:
-        with kit.at_work(), quick_handover(kit.device):
+        with backend.at_work(), quick_handover(backend.device):
             engine.start()
             yield engine, ends
     finally:
@@ -158,7 +158,7 @@ def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
         raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
     from paceline.model import load_model, small_products
     from paceline.runtime.scorer import Scorer
-    from paceline.runtime.torch_kit import pick_device
+    from paceline.runtime.torch_backend import pick_device
 
     model = load_model(config.model, pick_device(config.device))
     ends = end_tokens(load_tokenizer(config.model), model)
@@ -220,7 +220,7 @@ def _on_gpu(config: RunConfig) -> bool:
     """Whether the engine computes on a GPU, where a process of its own pays off."""
     if on_mlx(config.backend):
         return False
-    from paceline.runtime.torch_kit import pick_device
+    from paceline.runtime.torch_backend import pick_device
 
     return pick_device(config.device) == "cuda"
 

@@ -84,17 +84,17 @@ class Stopping:
     """The reason why a run is to end, and the orchestrator to stop."""
 
     why: str = ""
-    _conductor: Orchestrator | None = None
+    _orchestrator: Orchestrator | None = None
 
-    def follow(self, conductor: Orchestrator) -> None:
-        self._conductor = conductor
+    def follow(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
         if self.why:
-            conductor.stop()
+            orchestrator.stop()
 
     def stop(self, why: str) -> None:
         self.why = self.why or why
-        if self._conductor is not None:
-            self._conductor.stop()
+        if self._orchestrator is not None:
+            self._orchestrator.stop()
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,25 +25,25 @@ from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
 from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
 from paceline.orchestrator import lay_out
-from paceline.runtime.colocated.rank_info import RankInfo, again, take_seat
-from paceline.runtime.colocated.rank_sockets import Doors, admit, listening, tell
+from paceline.runtime.colocated.rank_info import RankInfo, again, find_rank
+from paceline.runtime.colocated.rank_sockets import RankSockets, accept_ranks, listening, send_address
 from paceline.runtime.colocated.worker import (
     END,
+    ColocatedLink,
     ColocatedRpcHandler,
     ColocatedWorker,
-    HomeLink,
-    InPlace,
+    HeldTensors,
+    build_worker,
     follow,
     meet,
-    move_in,
 )
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of
 from paceline.runtime.processes.launch_spec import start_child
 from paceline.runtime.rank_group import RankGroup
 from paceline.runtime.rpc import RpcCall, RpcFailure, RpcResult, decode_answer, framed
-from paceline.runtime.session import Given, RunResult, conduct
+from paceline.runtime.session import Given, RunResult, run_session
 from paceline.runtime.signals import Signals
-from paceline.runtime.torch_kit import league_engine
+from paceline.runtime.torch_backend import league_engine
 from paceline.trainer import TrainerError
 from paceline.trainer.batch import cost_of
 from paceline.trainer.world import call_off, leave
@@ -54,23 +55,23 @@ WORD_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class Followers:
+class RankProcesses:
     """The processes of ranks 1 and up, by rank; none where torchrun started them."""
 
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     logs: dict[int, Path] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, config: RunConfig, seat: RankInfo, live: Path) -> "Followers":
+    def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
         started = cls()
         try:
-            for rank in range(1, seat.world):
+            for rank in range(1, info.world):
                 path = started.logs[rank] = live / f"rank-{rank}.log"
                 with path.open("wb") as log:
                     started.processes[rank] = start_child(
                         "paceline.runtime.colocated.worker",
                         line=config.model_dump_json().encode() + b"\n",
-                        env={**os.environ, **seat.of(rank).variables},
+                        env={**os.environ, **info.of(rank).variables},
                         stdout=log,
                         stderr=log,
                     )
@@ -138,14 +139,14 @@ class ColocatedTrainer(RankGroup):
     def __init__(
         self,
         config: RunConfig,
-        resident: ColocatedWorker,
-        desk: ColocatedRpcHandler,
+        worker: ColocatedWorker,
+        handler: ColocatedRpcHandler,
         others: Sequence[RankLink],
         why: Callable[[int], str],
     ) -> None:
         super().__init__(config)
-        self._resident, self._desk, self._others, self._why = resident, desk, list(others), why
-        self._cost = cost_of(resident.model.config)
+        self._worker, self._handler, self._others, self._why = worker, handler, list(others), why
+        self._cost = cost_of(worker.model.config)
         self.broken = False
         """Whether the ranks can no longer be asked: some may wait for others for ever."""
 
@@ -155,9 +156,9 @@ class ColocatedTrainer(RankGroup):
         marks = [(each.version, each.expected) for each in sent if each is not None]
         if len(set(marks)) != 1:
             raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
-        update = self._resident.update
+        update = self._worker.update
         assert update is not None
-        return replace(update, tensors=InPlace(update.tensors))
+        return replace(update, tensors=HeldTensors(update.tensors))
 
     def close(self) -> None:
         """The other ranks end: rank 0 says nothing more to them."""
@@ -171,7 +172,7 @@ class ColocatedTrainer(RankGroup):
 
     async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
         if rank == 0:
-            return await self._desk.answer(call)
+            return await self._handler.answer(call)
         return await self._others[rank - 1].ask(call)
 
     def _there(self) -> None:
@@ -186,7 +187,7 @@ class ColocatedTrainer(RankGroup):
 
 @asynccontextmanager
 async def in_place(
-    seat: RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+    info: RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[Placed]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
@@ -198,88 +199,79 @@ async def in_place(
         config = config.model_copy(update={"runs": str(Path(config.runs).resolve())})
         live = RunDirectory(dumps.parent).live
         live.mkdir(parents=True, exist_ok=True)
-        followers = Followers()
-        if not seat.given:
-            followers = Followers.start(config, seat, live)
-        stack.callback(followers.end)
+        processes = RankProcesses()
+        if not info.given:
+            processes = RankProcesses.start(config, info, live)
+        stack.callback(processes.end)
 
-        phase(f"loading {config.model.name} on {seat.world} ranks")
-        resident, doors = await _beside(followers, lambda: _gather(seat, config, dumps))
-        desk = ColocatedRpcHandler(resident, tokenizer, live / "rank-0.log")
+        phase(f"loading {config.model.name} on {info.world} ranks")
+        worker, doors = await _unless_dead(processes, lambda: _gather(info, config, dumps))
+        handler = ColocatedRpcHandler(worker, tokenizer, live / "rank-0.log")
         trainer = ColocatedTrainer(
-            config, resident, desk, [RankLink(other.trainer) for other in doors], followers.cause
+            config, worker, handler, [RankLink(other.trainer) for other in doors], processes.cause
         )
-        stack.callback(_part, trainer, resident, doors)
-        links = [HomeLink(other.engine) for other in doors]
+        stack.callback(_part, trainer, worker, doors)
+        links = [ColocatedLink(other.engine) for other in doors]
         for link in links:
-            await _beside(followers, link.start)
+            await _unless_dead(processes, link.start)
             stack.callback(link.close)
-        pool = pool_of([resident.engine, *links], past, lambda: league_engine(config))
+        pool = pool_of([worker.engine, *links], past, lambda: league_engine(config))
         stack.callback(pool.close)
-        voice = policy_clients(config, pool, tokenizer, end_tokens(tokenizer, resident.model))
-        stack.callback(_hear_no_more, seat)
-        with small_products(resident.model.dtype), quick_handover(resident.device):
-            yield Placed(pool, trainer, tokenizer, courses, voice, resident.device, resident.parameters)
+        voice = policy_clients(config, pool, tokenizer, end_tokens(tokenizer, worker.model))
+        stack.callback(_ignore_sigterm, info)
+        with small_products(worker.model.dtype), quick_handover(worker.device):
+            yield Placed(pool, trainer, tokenizer, courses, voice, worker.device, worker.parameters)
 
 
-def _gather(seat: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[Doors]]:
+def _gather(info: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
-    doors: list[Doors] = []
-    group = meet(seat, config)
+    doors: list[RankSockets] = []
+    group = meet(info, config)
     try:
         if group is not None:
-            with listening(seat.host if seat.neighbours == seat.world else "") as door:
-                doors = admit(door, seat.world, tell(group, door))
+            with listening(info.host if info.neighbours == info.world else "") as door:
+                doors = accept_ranks(door, info.world, send_address(group, door))
         text = config.model_dump_json().encode()
         for other in doors:
             other.trainer.sendall(HEAD.pack(len(text)) + text)
-        return move_in(config, seat, group, dumps), doors
+        return build_worker(config, info, group, dumps), doors
     except BaseException:
         for other in doors:
             other.close()
         raise
 
 
-async def _beside(followers: Followers, work: Callable[[], T]) -> T:
+async def _unless_dead(processes: RankProcesses, work: Callable[[], T]) -> T:
     """Do something that waits for other ranks, unless one of them dies first. Then the thread that does it is left
     behind: it would wait as long as a slow rank may take."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)  # ty: ignore[invalid-argument-type] - without an error it is there
-        else:
-            done.set_exception(error)
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except BaseException as failure:
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the caller waits no more
-            loop.call_soon_threadsafe(settle, result, error)
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
 
     threading.Thread(target=run, name="meeting the ranks", daemon=True).start()
-    while not (await asyncio.wait([done], timeout=LOOK_SECONDS))[0]:
-        if followers.dead() is not None:
-            break
-    if (rank := followers.dead()) is not None:  # what this rank says of it is an echo: the cause is over there
-        done.cancel()
-        raise PacelineError(f"rank {rank} did not come up: {followers.cause(rank)}")
-    return done.result()  # bounded: it is done
+    waiting = asyncio.wrap_future(done)
+    try:
+        while not (await asyncio.wait([waiting], timeout=LOOK_SECONDS))[0] and processes.dead() is None:
+            pass
+        if (rank := processes.dead()) is not None:  # what this rank says of it is an echo: the cause is over there
+            raise PacelineError(f"rank {rank} did not come up: {processes.cause(rank)}")
+        return waiting.result()  # bounded: it is done
+    finally:
+        waiting.cancel()
 
 
-def _hear_no_more(seat: RankInfo) -> None:
+def _ignore_sigterm(info: RankInfo) -> None:
     """A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first."""
-    if seat.given and threading.current_thread() is threading.main_thread():
+    if info.given and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _part(trainer: ColocatedTrainer, resident: ColocatedWorker, doors: Sequence[Doors]) -> None:
+def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, doors: Sequence[RankSockets]) -> None:
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken
@@ -292,7 +284,7 @@ def _part(trainer: ColocatedTrainer, resident: ColocatedWorker, doors: Sequence[
         other.close()
     if broken:
         call_off()
-    resident.close()
+    worker.close()
     leave()
 
 
@@ -304,11 +296,11 @@ def colocated(
     signals: Signals | None = None,
 ) -> RunResult:
     """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
-    config, seat = take_seat(config)
-    if seat.rank == 0:
-        place = partial(in_place, seat)
-        return conduct(
+    config, info = find_rank(config)
+    if info.rank == 0:
+        place = partial(in_place, info)
+        return run_session(
             again(config), place, environments=environments, overwrite=overwrite, screen=screen, signals=signals
         )
-    follow(config, seat)
+    follow(config, info)
     return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

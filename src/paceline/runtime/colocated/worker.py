@@ -2,7 +2,7 @@
 
 Entry point of every rank but the first: trains and samples as rank 0 says, and ends with it.
 
-python -m paceline.runtime.colocated.worker      the run file as JSON on standard input, a seat in the variables
+python -m paceline.runtime.colocated.worker      the run file as JSON on standard input, a info in the variables
 """
 
 import asyncio
@@ -35,32 +35,32 @@ from paceline.model import (
     small_products,
 )
 from paceline.runtime.colocated.rank_info import RankInfo
-from paceline.runtime.colocated.rank_sockets import Doors, knock, told
+from paceline.runtime.colocated.rank_sockets import RankSockets, connect_to_rank_0, receive_address
 from paceline.runtime.local import share_cores
 from paceline.runtime.rpc import SentWeights, TrainerRpcHandler, decode_call, framed
-from paceline.runtime.torch_kit import engine_for, load_rank_model, pick_device, torch_trainer
+from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
 from paceline.trainer import StepReport, TorchTrainer
 from paceline.trainer.world import join, leave
 from paceline.util.process_exit import ORPHANED, exit_with_stdin
 from paceline.weights.update import WeightUpdate
 
 
-class InPlace(dict[str, Tensor]):
+class HeldTensors(dict[str, Tensor]):
     """Tensors of an update that the engine of every rank holds already: its own rank has put them there."""
 
 
-class HomeEngine(EmbeddedEngine):
+class ColocatedEngine(EmbeddedEngine):
     """The engine of this process. It gets its weights from its rank; what the pool publishes then is no news."""
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        return 0.0 if isinstance(update.tensors, InPlace) else await super().load_weights(update)
+        return 0.0 if isinstance(update.tensors, HeldTensors) else await super().load_weights(update)
 
 
-class HomeLink(EngineLink):
+class ColocatedLink(EngineLink):
     """The same for the engine of another rank: nothing is sent."""
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        return 0.0 if isinstance(update.tensors, InPlace) else await super().load_weights(update)
+        return 0.0 if isinstance(update.tensors, HeldTensors) else await super().load_weights(update)
 
 
 @dataclass(slots=True)
@@ -126,15 +126,15 @@ class ColocatedRpcHandler(TrainerRpcHandler):
         return SentWeights(update.version, "", update.adapter, update.expected or "", None)
 
 
-def meet(seat: RankInfo, config: RunConfig) -> ProcessGroup | None:
+def meet(info: RankInfo, config: RunConfig) -> ProcessGroup | None:
     """Wait for the other ranks; a GPU is chosen for the calling thread."""
-    if seat.world == 1:
+    if info.world == 1:
         return None
     backend = None if pick_device(config.device) == "cuda" else "gloo"
-    return join(seat.rank, seat.world, None if seat.given else f"{seat.host}:{seat.port}", backend)
+    return join(info.rank, info.world, None if info.given else f"{info.host}:{info.port}", backend)
 
 
-def move_in(config: RunConfig, seat: RankInfo, group: ProcessGroup | None, dumps: Path) -> ColocatedWorker:
+def build_worker(config: RunConfig, info: RankInfo, group: ProcessGroup | None, dumps: Path) -> ColocatedWorker:
     """Load the model for both, which never compute at once. Under LoRA they share the frozen base unless it is sharded:
     then there is never a second whole model beside the engine's."""
     model, place = load_rank_model(config, group)
@@ -142,8 +142,8 @@ def move_in(config: RunConfig, seat: RankInfo, group: ProcessGroup | None, dumps
     served.to(place)
     model = attach_lora(model, config.model, config.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    config = share_cores(config, parameters, seat.neighbours, at_once=False)
-    engine = engine_for(served, config, HomeEngine)
+    config = share_cores(config, parameters, info.neighbours, at_once=False)
+    engine = engine_for(served, config, ColocatedEngine)
     try:
         trainer = torch_trainer(config, model, dumps, group, place)
         engine.start()
@@ -157,12 +157,12 @@ END = b"end"
 """Rank 0's last word to a rank that did its work."""
 
 
-def follow(config: RunConfig, seat: RankInfo) -> None:
+def follow(config: RunConfig, info: RankInfo) -> None:
     """Be a rank until rank 0 ends the run, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
-    group = meet(seat, config)
+    group = meet(info, config)
     assert group is not None
-    doors = knock(seat, *told(group))
+    doors = connect_to_rank_0(info, *receive_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -170,25 +170,27 @@ def follow(config: RunConfig, seat: RankInfo) -> None:
     config = RunConfig.model_validate_json(_first_frame(doors.trainer))
     tokenizer = load_tokenizer(config.model)
     try:
-        resident = move_in(config, seat, group, Path(config.runs) / config.name / "dumps")
+        worker = build_worker(config, info, group, Path(config.runs) / config.name / "dumps")
     except PacelineError as error:
-        doors.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {seat.rank}: {error}")]))))
+        doors.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
         raise
-    with small_products(resident.model.dtype), quick_handover(resident.device):
-        desk = ColocatedRpcHandler(resident, tokenizer)
-        asyncio.run(_obey(doors, desk, resident, end_tokens(tokenizer, resident.model)))
+    with small_products(worker.model.dtype), quick_handover(worker.device):
+        handler = ColocatedRpcHandler(worker, tokenizer)
+        asyncio.run(_serve(doors, handler, worker, end_tokens(tokenizer, worker.model)))
     lifeline.rest()
-    resident.close()
+    worker.close()
     leave()
     doors.close()
 
 
-async def _obey(doors: Doors, desk: ColocatedRpcHandler, resident: ColocatedWorker, ends: tuple[int, ...]) -> None:
+async def _serve(
+    doors: RankSockets, handler: ColocatedRpcHandler, worker: ColocatedWorker, ends: tuple[int, ...]
+) -> None:
     """Train and sample until rank 0 hangs up."""
-    sampling = asyncio.ensure_future(EngineHost(resident.engine, ends).serve(doors.engine))
+    sampling = asyncio.ensure_future(EngineHost(worker.engine, ends).serve(doors.engine))
     reader, writer = await opened(doors.trainer)
     while (body := await read_frame(reader)) is not None:
-        writer.write(framed(await desk.answer(decode_call(body))))
+        writer.write(framed(await handler.answer(decode_call(body))))
     sampling.cancel()
     await asyncio.wait([sampling], timeout=1.0)
 
@@ -227,10 +229,10 @@ def _first_frame(door: socket.socket) -> bytes:
 def main() -> int:
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
     exit_with_stdin()  # before the ranks have met there is no connection to watch, but there is the pipe
-    seat = RankInfo.found()
-    assert seat is not None
+    info = RankInfo.found()
+    assert info is not None
     try:
-        follow(config, seat)
+        follow(config, info)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return 1

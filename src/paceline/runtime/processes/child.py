@@ -28,9 +28,12 @@ from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, r
 from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost, life
 from paceline.runtime.rpc import RpcHello
 from paceline.runtime.serving import serve_model
-from paceline.runtime.session import conduct
-from paceline.runtime.torch_kit import build_trainer, league_engine
+from paceline.runtime.session import run_session
+from paceline.runtime.torch_backend import build_trainer, league_engine
 from paceline.util.process_exit import exit_process
+
+LOOK_SECONDS = 0.25
+log = logging.getLogger("paceline.server")
 
 
 def server(brief: LaunchSpec) -> int:
@@ -61,9 +64,7 @@ def trainer(brief: LaunchSpec) -> int:
 
 def orchestrator(brief: LaunchSpec) -> int:
     """The training loop, with server and trainer at the addresses of `brief`."""
-    from paceline.runtime.processes.child import connected
-
-    result = conduct(
+    result = run_session(
         brief.run,
         lambda config, dumps, phase, given: connected(config, brief, phase),
         overwrite=brief.overwrite,
@@ -89,14 +90,6 @@ def main(role: str) -> int:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return FATAL
-
-
-if __name__ == "__main__":
-    exit_process(main(sys.argv[1]))
-
-
-LOOK_SECONDS = 0.25
-log = logging.getLogger("paceline.server")
 
 
 @asynccontextmanager
@@ -136,3 +129,7 @@ async def _up(engine: HttpEngine) -> None:
                 told = waited
                 log.warning("waiting for the server for %.0f s: %s", waited, error)
         await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1]))

@@ -27,7 +27,7 @@ from paceline.runtime.ray.collective import WeightsGroup, weights_group
 from paceline.runtime.ray.engines import EngineActor, RayEngine
 from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WorkerActor
 from paceline.runtime.serving import scoring
-from paceline.runtime.torch_kit import league_engine
+from paceline.runtime.torch_backend import league_engine
 
 
 class ScorerActor(EngineActor):

@@ -35,7 +35,7 @@ from paceline.runtime.rpc import (
     TrainerRpcHandler,
     decode_call,
 )
-from paceline.runtime.torch_kit import build_trainer, pick_device
+from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
 from paceline.trainer.world import join

@@ -42,7 +42,7 @@ ADAPTERS = 4
 CPU_CACHE_GIB = 2
 
 
-def foreign(
+def external_engine(
     config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, root: Path
 ) -> ExternalEngine | None:
     """The engine that `engine.backend` names; None for Paceline's own. `model` is the policy before any adapter."""
@@ -139,7 +139,7 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-class TorchKit:
+class TorchBackend:
     """A Hugging Face model on a CPU or a GPU."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -159,8 +159,8 @@ class TorchKit:
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
-    def foreign(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
-        return foreign(config, self.model, tokenizer, root)
+    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+        return external_engine(config, self.model, tokenizer, root)
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
         model = self.model if config.model.lora is None else engine_twin(self.model, config.model)
