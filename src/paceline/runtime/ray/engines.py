@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -18,7 +17,6 @@ import ray
 import torch
 from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
-from safetensors.torch import save
 from torch import Tensor
 
 from paceline.clients.frames import (
@@ -41,11 +39,12 @@ from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import RequestError, Unreachable, UpdateLost
-from paceline.runtime.ray.cluster import CONTROL, RayActor
+from paceline.runtime.ray.cluster import CONTROL, RayActor, first_line
 from paceline.runtime.ray.collective import Receiving, Round, WeightsGroup, row_of
 from paceline.runtime.scorer import Scorer
 from paceline.runtime.serving import Ends, embedded, leave, watch
 from paceline.trainer import TrainerLost
+from paceline.weights import tensors as libraries
 from paceline.weights.update import WeightUpdate
 
 KINDS = {
@@ -87,34 +86,15 @@ class Pace:
 
     def __init__(self, each_turn: int = EACH_TURN) -> None:
         self._each_turn = each_turn
-        self._left = each_turn
-        self._waiting: deque[asyncio.Future[None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def turn(self) -> None:
         """Wait for one's turn, which for the first few of a crowd is now."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # the last one may have ended with calls waiting
-            self._loop, self._left = loop, self._each_turn
-            self._waiting.clear()
-        if self._left == self._each_turn:
-            loop.call_soon(self._next)
-        if self._left:
-            self._left -= 1
-            return
-        mine = loop.create_future()
-        self._waiting.append(mine)
-        await mine  # bounded: by those before, each of whom takes one turn
-
-    def _next(self) -> None:
-        self._left = self._each_turn
-        while self._waiting and self._left:
-            one = self._waiting.popleft()
-            if not one.done():  # unless it was cancelled meanwhile
-                one.set_result(None)
-                self._left -= 1
-        if self._left < self._each_turn:
-            asyncio.get_running_loop().call_soon(self._next)
+            self._loop, self._places = loop, asyncio.Semaphore(self._each_turn)
+        await self._places.acquire()  # bounded: by those before, each of whom takes one turn
+        loop.call_soon(self._places.release)
 
 
 PACE = Pace()
@@ -140,11 +120,11 @@ class EngineActor(Receiving, RayActor):
         self._stack = contextlib.ExitStack()
         self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
         watch(self._engine, leave)
-        self._desk = EngineRpcHandler(self._engine)
+        self._handler = EngineRpcHandler(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
         (message,) = decode_to_engine(question).messages
-        return self._framed(await self._desk.answer(message))
+        return self._framed(await self._handler.answer(message))
 
     @ray.method(concurrency_group=CONTROL)
     async def order(self, question: bytes) -> bytes:
@@ -154,18 +134,16 @@ class EngineActor(Receiving, RayActor):
     @ray.method(concurrency_group=CONTROL)
     async def load(self, head: bytes, weights: NDArray) -> bytes:
         """Weights that lie in the object store; Ray has brought them to this machine."""
-        (message,) = decode_to_engine(head).messages
-        assert isinstance(message, Load)
-        return await self._apply(message, row_of(weights))
+        return await self._apply(head, row_of(weights))
 
     @ray.method(concurrency_group=CONTROL)
     async def receive_row(self, head: bytes, size: int) -> bytes:
         """Weights that the first rank broadcasts now."""
+        return await self._apply(head, await self.received(size))
+
+    async def _apply(self, head: bytes, row: Tensor) -> bytes:
         (message,) = decode_to_engine(head).messages
         assert isinstance(message, Load)
-        return await self._apply(message, await self.received(size))
-
-    async def _apply(self, message: Load, row: Tensor) -> bytes:
         try:
             tensors = tensors_in(row)
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
@@ -230,13 +208,13 @@ class RayEngine(FramedEngine):
             ray.cancel(reference)  # which takes the request out of the engine
             raise
         except ObjectLostError as error:
-            raise WeightsLost(f"the weights were lost with the machine that held them: {_brief(error)}") from error
+            raise WeightsLost(f"the weights were lost with the machine that held them: {first_line(error)}") from error
         except RayActorError as error:
-            raise Unreachable(f"{self.name} does not answer: {_brief(error)}") from None
+            raise Unreachable(f"{self.name} does not answer: {first_line(error)}") from None
         except RayError as error:
             if isinstance(getattr(error, "cause", None), ObjectLostError):
-                raise WeightsLost(f"{self.name} cannot fetch the weights: {_brief(error)}") from error
-            raise Unreachable(f"{self.name}: {_brief(error)}") from error
+                raise WeightsLost(f"{self.name} cannot fetch the weights: {first_line(error)}") from error
+            raise Unreachable(f"{self.name}: {first_line(error)}") from error
         return self._answer(said)
 
     def _answer(self, said: bytes) -> Any:
@@ -281,9 +259,4 @@ FETCH_SECONDS = 900.0
 
 def packed(tensors: Mapping[str, Tensor]) -> NDArray:
     """Safetensors bytes as an array, which Ray keeps and maps without copying."""
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def _brief(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return np.frombuffer(libraries.packed(tensors), dtype=np.uint8)

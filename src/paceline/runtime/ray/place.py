@@ -22,7 +22,7 @@ from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import lay_out
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, with_sections
-from paceline.runtime.ray.cluster import Needs, Room, joined
+from paceline.runtime.ray.cluster import Needs, Room, joined, last_line
 from paceline.runtime.ray.collective import WeightsGroup, weights_group
 from paceline.runtime.ray.engines import EngineActor, RayEngine
 from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WorkerActor
@@ -107,8 +107,6 @@ class Growth:
 
 START_SECONDS = 1800.0
 """For all parts to load the model, perhaps from a slow disk, and to compile it."""
-REQUESTS = 4096
-"""Calls one actor answers at once; what an engine runs at once is its own setting."""
 log = logging.getLogger("paceline.ray")
 
 
@@ -163,7 +161,7 @@ class RayParts:
         """Times the ranks were started."""
         self.group: WeightsGroup | None = None
         """In which weights are broadcast, if they are."""
-        self._text = told(config, config.cluster.engine_cpus)
+        self._text = config_elsewhere(config, config.cluster.engine_cpus)
 
     def engine(self, number: int, room: Room | None = None) -> RayEngine:
         """An engine in its place of the run's room, or in a room of its own."""
@@ -176,7 +174,7 @@ class RayParts:
         found: dict[str, list[RayScorer]] = {}
         place = first = self.needs.engines + self.needs.ranks + self.needs.workers
         for model in scored_here(self._config):
-            text = told(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
+            text = config_elsewhere(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
             for _ in range(self._config.cluster.scorers):
                 name = f"scorer-{place - first}"
                 scorer = RayScorer(self._start(ScorerActor, place, name, text), name)
@@ -196,7 +194,6 @@ class RayParts:
                 self._full_name(f"rank-{rank}{again}"),
                 [self._text, f"rank-{rank}", self._live],
                 again=False,
-                at_once=REQUESTS,
             )
             for rank in range(self.needs.ranks)
         ]
@@ -219,10 +216,10 @@ class RayParts:
     def _start(self, kind: type, place: int, name: str, text: str, room: Room | None = None) -> Any:
         """Ray starts it anew after a death."""
         arguments = [text, name, self._live]
-        return (room or self._room).start(kind, place, self._full_name(name), arguments, again=True, at_once=REQUESTS)
+        return (room or self._room).start(kind, place, self._full_name(name), arguments, again=True)
 
 
-def told(config: RunConfig, engine_cpus: float) -> str:
+def config_elsewhere(config: RunConfig, engine_cpus: float) -> str:
     """The run file as parts elsewhere read it. Each has its own cores, and is told how many: it would take all that its
     machine has. Folders are named in full: other processes stand elsewhere."""
     threads = config.engine.threads or max(1, int(engine_cpus))
@@ -237,5 +234,4 @@ async def _here(engine: RayEngine) -> None:
     try:
         await engine.actor.whereabouts.remote()
     except RayError as error:
-        cause = [line for line in str(error).splitlines() if line.strip()]
-        raise PacelineError(f"{engine.name} cannot start: {cause[-1].strip() if cause else error}") from error
+        raise PacelineError(f"{engine.name} cannot start: {last_line(error)}") from error

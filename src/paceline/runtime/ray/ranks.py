@@ -22,7 +22,7 @@ from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed,
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime.processes.remote_trainer import life
 from paceline.runtime.rank_group import RankGroup
-from paceline.runtime.ray.cluster import RayActor
+from paceline.runtime.ray.cluster import RayActor, first_line, last_line
 from paceline.runtime.ray.collective import Sending
 from paceline.runtime.ray.engines import ObjectTensors, packed
 from paceline.runtime.rpc import (
@@ -67,18 +67,18 @@ class RankActor(Sending, RayActor):
         group = join(rank, world, address, backend) if world > 1 else None
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
-        self._desk = TrainerRpcHandler(built.trainer, tokenizer)
+        self._handler = TrainerRpcHandler(built.trainer, tokenizer)
         ends = end_tokens(tokenizer, built.model)
         cost = cost_of(built.model.config)
         return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
-        return _encode(await self._desk.answer(decode_call(call)))
+        return _encode(await self._handler.answer(decode_call(call)))
 
     async def weights(self) -> tuple[bytes, NDArray]:
         """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
-        update = await self._desk.trainer.weights()
+        update = await self._handler.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(packed, update.tensors)
         return _encode(SentWeights(update.version, "", update.adapter, expected, update.canary)), data
@@ -150,21 +150,12 @@ class RayTrainer(RankGroup):
 
     def _gone(self, rank: int, error: BaseException) -> BaseException | None:
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-            return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {_first_line(error)}")
+            return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {first_line(error)}")
         return None
 
     def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
         cause = super()._cause(ended)
-        return TrainerError(_last_line(cause)) if isinstance(cause, RayTaskError) else cause
-
-
-def _last_line(error: BaseException) -> str:
-    """The last line of a remote traceback."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return TrainerError(last_line(cause)) if isinstance(cause, RayTaskError) else cause
 
 
 AGAIN_SECONDS = 0.5
