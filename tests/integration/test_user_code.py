@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.clients.frames import HEAD
+from paceline.clients.rpc import HEAD
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig

@@ -17,7 +17,7 @@ from paceline.clients.remote import CONNECT_SECONDS, JSON, HttpConnection, in_on
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
 from paceline.weights.folders import Folders, remove
-from paceline.weights.update import Canary, ServedPolicy, WeightUpdate
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 SCORED_AT_ONCE = 32
 SEED_BITS = (1 << 63) - 1
@@ -252,7 +252,7 @@ class ExternalEngine(HttpConnection, Engine):
             raise Mismatch(
                 f"version {update.version} gives log probabilities that are not finite: its weights are broken"
             )
-        gap = _gap(canary, await self._logprobs(canary.token_ids, model))
+        gap = canary.gap(await self._logprobs(canary.token_ids, model))
         if not gap <= canary.tolerance:
             raise Mismatch(
                 f"version {update.version} failed its canary: log probabilities of {self.name} and trainer differ by "
@@ -341,7 +341,3 @@ class ExternalEngine(HttpConnection, Engine):
         if version is None:
             raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")
         return version
-
-
-def _gap(canary: Canary, found: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(found, canary.logprobs, strict=True)) / max(1, len(found) - 1)

@@ -7,7 +7,8 @@ from itertools import count
 from socket import AF_UNIX, socket
 from typing import Any
 
-from paceline.clients.frames import (
+from paceline.clients.remote import Question, RemoteEngine
+from paceline.clients.rpc import (
     HEAD,
     Answer,
     Ask,
@@ -28,7 +29,6 @@ from paceline.clients.frames import (
     opened,
     read_frame,
 )
-from paceline.clients.remote import Question, RemoteEngine
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
 from paceline.util.private_folder import PrivateFolder
@@ -44,7 +44,7 @@ seven times, in pieces of 64 KiB."""
 
 
 class FramedEngine(RemoteEngine):
-    """Asks an engine by the messages of `frames.py`, however they are carried."""
+    """Asks an engine by the messages of `rpc.py`, however they are carried."""
 
     def __init__(self) -> None:
         self._numbers = count(1)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.clients.registry import EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
+from paceline.clients.registry import SHAPES, EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
 from paceline.engine.base import Completion, Engine, EngineStats, GenerateRequest
 from paceline.errors import EngineError, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.util.rate_limited_logger import RateLimitedLogger
@@ -20,8 +20,6 @@ MOST_BROKEN = 2
 """Engines a request may see fail before it is taken for their killer."""
 MOST_LOST = 4
 """Connections to a healthy engine that may break under a request."""
-SHAPES = (LookupError, TypeError, ValueError, AttributeError)
-"""Errors that reading a malformed answer of a remote engine raises."""
 LONG_SECONDS = 20.0
 """A request that has waited this long is worth a word."""
 T = TypeVar("T")

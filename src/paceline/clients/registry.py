@@ -92,6 +92,8 @@ FIRST_DELAY, MOST_DELAY = 0.05, 2.0
 QUIET_ATTEMPTS = 15
 """About twenty seconds: an engine that is started again takes that long."""
 log = logging.getLogger("paceline.pool")
+SHAPES = (LookupError, TypeError, ValueError, AttributeError)
+"""Errors that reading a malformed answer of a remote engine raises."""
 T = TypeVar("T")
 
 
@@ -307,7 +309,7 @@ async def _asked(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
         raise Unreachable(f"no answer within {seconds:g} s") from None
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except SHAPES as error:
         if not isinstance(member.engine, RejoiningEngine):
             raise
         raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ import httpx
 from paceline.clients.external_engine import SEED_BITS, ExternalEngine, LoadedAdapter
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, TopLogprobs
 from paceline.errors import EngineError, RequestError, Unreachable
+from paceline.util.process_exit import free_port
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 GENERATE = "/inference/v1/generate"
@@ -223,7 +223,7 @@ class VllmProcess:
     settings: dict[str, str]
     seconds: float
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    port: int = field(default_factory=lambda: _free_port())
+    port: int = field(default_factory=free_port)
     starts: int = 0
     _process: "subprocess.Popen | None" = None
 
@@ -349,9 +349,3 @@ def lora_rank(rank: int) -> int:
     if found is None:
         raise EngineError(f"vLLM serves adapters of rank {RANKS[-1]} at most, not {rank}: lower model.lora.rank")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

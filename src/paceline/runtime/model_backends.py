@@ -1,7 +1,4 @@
-"""Builds engine and trainer of one process, with torch or, on a Mac, mlx.
-
-Settles `model.dtype = "auto"` once for all parts of a run, before any of them starts.
-"""
+"""Builds engine and trainer of one process with torch or mlx, and settles `model.dtype = "auto"` for a run."""
 
 import importlib.util
 import json

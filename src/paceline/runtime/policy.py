@@ -1,7 +1,4 @@
-"""Chat with a model from Python: a run's policy, an export, a checkpoint, an adapter, or any model.
-
-Defines the result of a run: its outcome, its curve, and the trained policy.
-"""
+"""Chat with a model from Python, such as the trained policy of a run's result."""
 
 import asyncio
 import base64

@@ -2,12 +2,6 @@
 
 `paceline check` and `train` ask the same questions, so a run file that `check` calls valid does not fail for these
 reasons later. A run file from elsewhere is safe to check: user code that it names is parsed and never imported.
-
-Checks environments by their user code, which is parsed, and by their first rows.
-
-Checks models and tokenizers by their files: which family, which weights, which chat template.
-
-Collects preflight findings: problems that stop a run, and notes on what could not be checked.
 """
 
 import ast

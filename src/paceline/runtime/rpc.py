@@ -1,17 +1,27 @@
-"""Remote calls of the orchestrator to a trainer: msgpack frames with raw buffers, never pickle."""
+"""Remote calls of the orchestrator to a trainer: messages, the handler that answers them, and groups of ranks.
 
+All that goes over a connection is msgpack frames with raw buffers, never pickle.
+"""
+
+import asyncio
 import traceback
-from collections.abc import Awaitable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.frames import HEAD
-from paceline.data import Sample, decode
+from paceline.clients.rpc import HEAD
+from paceline.config import RunConfig
+from paceline.data import Sample, decode, encode
+from paceline.data.balance import Cost
+from paceline.data.scales import owners
 from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
+from paceline.util.deadlines import beat
 from paceline.util.user_code import UserCodeError, described, failure_traces, user_frames, whole
 from paceline.weights.update import Adapter, Canary
 
@@ -154,3 +164,130 @@ async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None 
             with log.open("a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
         return RpcFailure(call.number, described(error), None, user_frames(error), whole(error))
+
+
+def spread(batch: Sequence[Sample], ranks: int, cost: Cost) -> list[list[Sample]]:
+    """One share of the batch for each rank: neighbours, the first rank's first, so that the shares end to end are the
+    batch again. Of like cost, and a rollout's samples stay together, for a rank that trains its share as it comes."""
+    rollouts: dict[Hashable, list[Sample]] = {}
+    for owner, sample in zip(owners(batch), batch, strict=True):
+        rollouts.setdefault(owner, []).append(sample)
+    costs = np.array([cost([len(sample) for sample in samples]) for samples in rollouts.values()])
+    shares: list[list[Sample]] = [[] for _ in range(ranks)]
+    middles = np.cumsum(costs) - costs / 2
+    for samples, middle in zip(rollouts.values(), middles, strict=True):
+        shares[int(ranks * middle / costs.sum())] += samples
+    return shares
+
+
+PULSE_SECONDS = 5.0
+ECHO_SECONDS = 5.0
+"""How long the others are waited for once one rank has failed."""
+T = TypeVar("T")
+
+
+class RankGroup(ABC):
+    """Speaks the `Trainer` protocol to all ranks at once: each gets its share of a batch, and all do the same things in
+    the same order. If one of them dies the others wait for it in the middle of a sum, so all are ended."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.version = 0
+        self.hello: RpcHello | None = None
+        self._config = config
+        self._cost = Cost(1.0, 0.0)
+        self._number = 0
+
+    async def feed(self, samples: Sequence[Sample]) -> None:  # noqa: B027 - nothing to do, by design
+        """Does nothing: samples are assigned to ranks when the batch is whole."""
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        parallel = self._config.trainer.parallel
+        shares = spread(batch, parallel.data_ranks, self._cost)
+        alike = parallel.ranks // parallel.data_ranks  # neighbours that train the same samples
+        done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
+        assert done.report is not None
+        return done.report
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", path=folder)
+
+    async def load(self, folder: Path) -> None:
+        await self._call("load", path=folder)
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Each rank has a tokenizer of its own."""
+        await self._call("export", path=folder)
+
+    # -- what depends on how ranks are reached ------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _size(self) -> int: ...
+
+    @abstractmethod
+    def _ask(self, rank: int, call: RpcCall) -> Awaitable[RpcResult | RpcFailure]: ...
+
+    @abstractmethod
+    def _there(self) -> None:
+        """Raise unless all ranks are up."""
+
+    @abstractmethod
+    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+        """The error to raise if this one means that the rank is lost; None if it only says what went wrong."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all ranks."""
+
+    # -- all at once --------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, what: What, *, path: Path | None = None, shares: Sequence[list[Sample]] = ()
+    ) -> list[RpcResult]:
+        self._there()
+        self._number += 1
+        where = "" if path is None else str(path.resolve())
+        calls = [
+            RpcCall("orchestrator", self._number, what, where, encode(share), [-1] * len(share))
+            for share in (shares or [[] for _ in range(self._size)])
+        ]
+        answers = await self._together([_done(self._ask(rank, call)) for rank, call in enumerate(calls)])
+        self.version = answers[0].version
+        return answers
+
+    async def _together(self, answers: Sequence[Awaitable[T]]) -> list[T]:
+        """All answers, or the first failure: the others may then wait for that rank for ever, so all are ended.
+        Bounded by the life of the ranks, and inside them by the process group's timeout."""
+        waiting = {asyncio.ensure_future(answer): rank for rank, answer in enumerate(answers)}
+        try:
+            left = set(waiting)
+            while left:
+                done, left = await asyncio.wait(left, timeout=PULSE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                if done:
+                    beat()  # a rank's answer is progress of the run
+                if any(task.exception() for task in done):
+                    # A rank that dies is missed by the others first: the cause comes a moment after its echo.
+                    late, left = await asyncio.wait(left, timeout=ECHO_SECONDS) if left else (set(), left)
+                    raise self._cause({waiting[task]: task.exception() for task in (*done, *late)})
+            return [task.result() for task in waiting]  # bounded: all are done
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
+        """A lost rank rather than what the others say of it."""
+        errors = {rank: error for rank, error in ended.items() if error is not None}
+        for rank, error in errors.items():
+            if (lost := self._gone(rank, error)) is not None:
+                return lost
+        return next(iter(errors.values()))
+
+
+async def _done(answer: Awaitable[RpcResult | RpcFailure]) -> RpcResult:
+    said = await answer  # bounded: by the rank's life
+    if isinstance(said, RpcFailure):
+        raise said.error()
+    return said

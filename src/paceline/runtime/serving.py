@@ -1,9 +1,7 @@
-"""Builds model and engine for `paceline serve`: in this process, or in one of their own.
+"""Builds model and engine for `paceline serve`, in this process or one of their own, and ends it with its engine.
 
-Ends a process whose engine has failed for good, so that its supervisor restarts it.
-
-The thread that computes is gone by then, and with it perhaps the device: nothing in this process can bring it back. A
-process that lived on would refuse every request, for ever.
+When the engine's thread has failed, nothing in this process can bring it back: perhaps the device is gone too. A
+process that lived on would refuse every request, for ever; one that ends is restarted by its supervisor.
 """
 
 import asyncio
@@ -22,9 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.frames import EngineHello, FromEngine, frame
-from paceline.clients.host import EngineHost
 from paceline.clients.link import EngineLink
+from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, frame
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
 from paceline.config.serve import ServeConfig

@@ -77,18 +77,16 @@ def train(
     """
     refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
+    if config.placement != "colocated":
+        refuse_torchrun(config)
+    _refuse_fewer_steps(config)
     if config.placement == "colocated":
         from paceline.runtime.colocated.place import colocated
 
-        _refuse_fewer_steps(config)
         return colocated(config, environments, overwrite, screen, signals)
-    refuse_torchrun(config)
-    _refuse_fewer_steps(config)
     if config.placement in ("local", "ray"):
         place = here if config.placement == "local" else _ray()
-        return run_session(
-            config, place, environments=environments, overwrite=overwrite, screen=screen, signals=signals
-        )
+        return run_session(config, place, environments, overwrite, screen, signals)
     if environments:
         raise PacelineError(
             f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
@@ -145,7 +143,6 @@ class RunSession:
 def run_session(
     config: RunConfig,
     placement: Placement,
-    *,
     environments: Given = None,
     overwrite: bool = False,
     screen: TextIO | Monitor | None = None,

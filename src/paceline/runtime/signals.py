@@ -1,7 +1,4 @@
-"""Ctrl-C for the runs of this process: the first ends them after the step under way, a second one at once.
-
-Runs an event loop to its end, also where tasks of user code refuse to end.
-"""
+"""Ends runs by Ctrl-C: the first ends them after the step under way, a second one at once, whatever tasks refuse to."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""Builds engine and trainer with torch.
-
-Builds the trainer of a process that runs nothing else.
-"""
+"""Builds engines and trainers with torch."""
 
 import copy
 import json

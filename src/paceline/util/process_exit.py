@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -90,6 +91,13 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if str(os.getppid()) != parent:
         sys.exit(1)  # it was gone before the kernel could be told
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that a child can listen on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
 
 ORPHANED = 125

@@ -1,7 +1,4 @@
-"""Starts, connects and ends the ranks of a `colocated` run: rank 0, the orchestrator's side.
-
-Leads a `colocated` run on rank 0, and takes part in it on every other rank.
-"""
+"""Starts, connects and ends the ranks of a `colocated` run: rank 0, the orchestrator's side."""
 
 import asyncio
 import contextlib
@@ -19,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from paceline.clients.frames import HEAD, opened, read_frame
+from paceline.clients.rpc import HEAD, opened, read_frame
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
@@ -39,8 +36,7 @@ from paceline.runtime.colocated.worker import (
 )
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of
 from paceline.runtime.processes.launch_spec import start_child
-from paceline.runtime.rank_group import RankGroup
-from paceline.runtime.rpc import RpcCall, RpcFailure, RpcResult, decode_answer, framed
+from paceline.runtime.rpc import RankGroup, RpcCall, RpcFailure, RpcResult, decode_answer, framed
 from paceline.runtime.session import Given, RunResult, run_session
 from paceline.runtime.signals import Signals
 from paceline.runtime.torch_backend import league_engine
@@ -298,9 +294,6 @@ def colocated(
     """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
     config, info = find_rank(config)
     if info.rank == 0:
-        place = partial(in_place, info)
-        return run_session(
-            again(config), place, environments=environments, overwrite=overwrite, screen=screen, signals=signals
-        )
+        return run_session(again(config), partial(in_place, info), environments, overwrite, screen, signals)
     follow(config, info)
     return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

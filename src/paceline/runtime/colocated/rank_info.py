@@ -4,7 +4,6 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import socket
 
 from pydantic import ValidationError
 
@@ -12,6 +11,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
+from paceline.util.process_exit import free_port
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -42,9 +42,7 @@ class RankInfo:
     @classmethod
     def first(cls, world: int) -> "RankInfo":
         """The first rank of a run that starts the others itself, on this machine."""
-        with socket() as door:
-            door.bind((LOOPBACK, 0))
-            return cls(0, world, LOOPBACK, door.getsockname()[1], world, given=False)
+        return cls(0, world, LOOPBACK, free_port(LOOPBACK), world, given=False)
 
     def of(self, rank: int) -> "RankInfo":
         """Another rank's."""

@@ -1,8 +1,6 @@
-"""Runs a trainer rank and its engine in one process.
+"""Runs a trainer rank and its engine in one process; ranks other than the first do as rank 0 says, and end with it.
 
-Entry point of every rank but the first: trains and samples as rank 0 says, and ends with it.
-
-python -m paceline.runtime.colocated.worker      the run file as JSON on standard input, a info in the variables
+python -m paceline.runtime.colocated.worker      the run file as JSON on standard input, the rank in the variables
 """
 
 import asyncio
@@ -19,9 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paceline.clients.frames import EngineHello, FromEngine, frame, opened, read_frame
-from paceline.clients.host import EngineHost
 from paceline.clients.link import EngineLink, received
+from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, frame, opened, read_frame
 from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.engine import EmbeddedEngine
@@ -167,7 +164,9 @@ def follow(config: RunConfig, info: RankInfo) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     lifeline = Lifeline(doors.life)
-    config = RunConfig.model_validate_json(_first_frame(doors.trainer))
+    if (text := received(doors.trainer)) is None:
+        raise PacelineError("rank 0 ended before it said what to do")
+    config = RunConfig.model_validate_json(text)
     tokenizer = load_tokenizer(config.model)
     try:
         worker = build_worker(config, info, group, Path(config.runs) / config.name / "dumps")
@@ -217,13 +216,6 @@ class Lifeline:
         if said != END:
             os._exit(ORPHANED)
         self._said.set()
-
-
-def _first_frame(door: socket.socket) -> bytes:
-    body = received(door)
-    if body is None:
-        raise PacelineError("rank 0 ended before it said what to do")
-    return body
 
 
 def main() -> int:

@@ -1,8 +1,6 @@
 """Entry point of the server, trainer and orchestrator processes.
 
 python -m paceline.runtime.processes.child server | trainer | orchestrator
-
-Connects the orchestrator to an engine and a trainer in other processes.
 """
 
 import asyncio

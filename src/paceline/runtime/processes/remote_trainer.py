@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.frames import HEAD, read_frame
+from paceline.clients.rpc import HEAD, read_frame
 from paceline.data import Sample, encode
 from paceline.runtime.rpc import (
     Alive,

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, s
 from paceline.runtime.session import RunResult, result_of
 from paceline.runtime.signals import Signals
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
-from paceline.util.process_exit import end_child
+from paceline.util.process_exit import end_child, free_port
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -220,16 +219,10 @@ class Supervisor:
         live = self.directory.live
         weights = live / "weights"
         live.mkdir(parents=True, exist_ok=True)
-        with (
-            _locked(live / "supervisor.lock"),
-            PrivateFolder(socket_parent(SOCKET_BYTES)) as private,
-            socket.socket() as door,
-        ):
+        with _locked(live / "supervisor.lock"), PrivateFolder(socket_parent(SOCKET_BYTES)) as private:
             shutil.rmtree(weights, ignore_errors=True)
             weights.mkdir(parents=True)
-            door.bind(("127.0.0.1", 0))
-            port, address = door.getsockname()[1], f"{private}/{SOCKET}"
-            door.close()
+            port, address = free_port(), f"{private}/{SOCKET}"
             try:
                 yield LaunchSpec(
                     config=self.config.model_dump_json(),

@@ -1,7 +1,4 @@
-"""Joins or starts the Ray cluster of a run, and reserves room on it for the run's parts.
-
-Defines the base class of a run's Ray actors.
-"""
+"""Joins or starts the Ray cluster of a run, and reserves room on it for the actors of the run."""
 
 import asyncio
 import math

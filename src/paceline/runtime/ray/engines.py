@@ -1,7 +1,4 @@
-"""Runs an engine as a Ray actor, with the orchestrator's handle on it.
-
-A safetensors file that lies in memory as a row of bytes, for torch.
-"""
+"""Runs an engine as a Ray actor, with the orchestrator's handle on it, and weights in the object store."""
 
 import asyncio
 import contextlib
@@ -19,11 +16,14 @@ from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from torch import Tensor
 
-from paceline.clients.frames import (
+from paceline.clients.link import FramedEngine
+from paceline.clients.remote import in_one_piece
+from paceline.clients.rpc import (
     Answer,
     Ask,
     CompletionFrame,
     EngineMessage,
+    EngineRpcHandler,
     FailureFrame,
     FromEngine,
     Generate,
@@ -31,10 +31,8 @@ from paceline.clients.frames import (
     ToEngine,
     decode_from_engine,
     decode_to_engine,
+    unpacked,
 )
-from paceline.clients.host import EngineRpcHandler, unpacked
-from paceline.clients.link import FramedEngine
-from paceline.clients.remote import in_one_piece
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine

@@ -1,11 +1,7 @@
-"""Runs trainer ranks as Ray actors, and all of them together as one trainer.
-
-Runs reward and tool code on other machines, each call still in a process that can be killed.
-"""
+"""Runs trainer ranks as Ray actors that make one trainer, and reward and tool code on other machines."""
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +17,12 @@ from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime.processes.remote_trainer import life
-from paceline.runtime.rank_group import RankGroup
 from paceline.runtime.ray.cluster import RayActor, first_line, last_line
 from paceline.runtime.ray.collective import Sending
 from paceline.runtime.ray.engines import ObjectTensors, packed
 from paceline.runtime.rpc import (
     FromTrainer,
+    RankGroup,
     RpcCall,
     RpcFailure,
     RpcHello,
@@ -39,6 +35,7 @@ from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
 from paceline.trainer.world import join
+from paceline.util.process_exit import free_port
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0
@@ -53,9 +50,7 @@ class RankActor(Sending, RayActor):
 
     async def meeting_place(self) -> tuple[str, int]:
         """Host and port at which the ranks meet, if this is the first of them."""
-        with socket.socket() as door:
-            door.bind(("", 0))
-            return get_node_ip_address(), door.getsockname()[1]
+        return get_node_ip_address(), free_port("")
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
         """Meet the others and load the model; answers with a greeting, and with what a token and a pair of tokens cost
