@@ -2,18 +2,17 @@
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import orjson
 
-from paceline.clients.remote import CONNECT_SECONDS, JSON, HttpConnection, in_one_piece
+from paceline.clients.remote import CONNECT_SECONDS, JSON, HttpConnection, finite_canary, in_one_piece
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
 from paceline.weights.folders import Folders, remove
@@ -50,6 +49,8 @@ class ExternalEngine(HttpConnection, Engine):
 
     remedy: ClassVar[str]
     """What to do where its log probabilities leave the temperature out."""
+    unload_path: ClassVar[str]
+    """Where adapters are taken away."""
 
     def __init__(
         self,
@@ -95,10 +96,6 @@ class ExternalEngine(HttpConnection, Engine):
     async def _load_adapter(self, name: str, folder: Path) -> None: ...
 
     @abstractmethod
-    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
-        """The order that takes an adapter away."""
-
-    @abstractmethod
     async def _held(self) -> int | None:
         """The version of the whole weights as the server tells it; None if it holds none of ours."""
 
@@ -114,14 +111,10 @@ class ExternalEngine(HttpConnection, Engine):
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         self._check(request)
         await self._settled()
-        adapter = self._adapter(request.model)
-        self._enter(adapter)
-        try:
+        with self._adapter_in_use(request.model) as adapter:
             completion = await self._sample(request, adapter)
             if adapter is None:
                 await self._settled()  # what came from new weights waits until they are proved
-        finally:
-            self._leave(adapter)
         self._tokens += len(completion.token_ids)
         return in_one_piece(completion, listener)
 
@@ -131,18 +124,14 @@ class ExternalEngine(HttpConnection, Engine):
         if temperature != 1.0:
             raise RequestError(f"{self.name} scores at temperature 1 only, not at {temperature:g}")
         await self._settled()
-        adapter = self._adapter(model)
-        self._enter(adapter)
-        try:
-            places, name = asyncio.Semaphore(SCORED_AT_ONCE), adapter.name if adapter else None
+        places = asyncio.Semaphore(SCORED_AT_ONCE)
+        with self._adapter_in_use(model) as adapter:
 
             async def one(ids: Sequence[int]) -> list[float]:
                 async with places:  # bounded: each request before it has a timeout
-                    return await self._logprobs(ids, name)
+                    return await self._logprobs(ids, adapter.name if adapter else None)
 
             return list(await asyncio.gather(*map(one, sequences)))
-        finally:
-            self._leave(adapter)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         if update.adapter is not None:
@@ -190,7 +179,7 @@ class ExternalEngine(HttpConnection, Engine):
     def close(self) -> None:
         for adapter in self._loaded:
             with contextlib.suppress(EngineError):
-                self.look(*self._unloading(adapter.name))
+                self.look(self.unload_path, {"lora_name": adapter.name})
             remove(adapter.folder)
         self._loaded.clear()
         self._folders.clear()
@@ -245,13 +234,9 @@ class ExternalEngine(HttpConnection, Engine):
             await self._forget(before)
 
     async def _prove(self, update: WeightUpdate, model: str | None) -> None:
-        canary = update.canary
-        if canary is None or not self._verify:
+        canary = finite_canary(update) if self._verify else None
+        if canary is None:
             return
-        if not all(map(math.isfinite, canary.logprobs)):
-            raise Mismatch(
-                f"version {update.version} gives log probabilities that are not finite: its weights are broken"
-            )
         gap = canary.gap(await self._logprobs(canary.token_ids, model))
         if not gap <= canary.tolerance:
             raise Mismatch(
@@ -261,7 +246,7 @@ class ExternalEngine(HttpConnection, Engine):
 
     async def _forget(self, adapter: LoadedAdapter) -> None:
         with contextlib.suppress(EngineError):  # a server that was restarted does not know it
-            await self.order(*self._unloading(adapter.name))
+            await self.order(self.unload_path, {"lora_name": adapter.name})
         remove(adapter.folder)
         if adapter in self._loaded:
             self._loaded.remove(adapter)
@@ -275,27 +260,27 @@ class ExternalEngine(HttpConnection, Engine):
         if self._trouble is not None and not whatever:
             raise self._trouble
 
-    def _adapter(self, model: str) -> LoadedAdapter | None:
+    @contextlib.contextmanager
+    def _adapter_in_use(self, model: str) -> Generator[LoadedAdapter | None]:
+        """The adapter of this name, which stays loaded meanwhile; None for the model itself."""
         if model and model not in self._adapters:
             raise UnknownModel(f"no adapter `{model}` is loaded; loaded are: {', '.join(self._adapters) or 'none'}")
-        return self._adapters.get(model)
-
-    def _enter(self, adapter: LoadedAdapter | None) -> None:
+        adapter = self._adapters.get(model)
         if not self._running:
             self._since = time.monotonic()
         self._running += 1
         if adapter is not None:
             adapter.running += 1
-
-    def _leave(self, adapter: LoadedAdapter | None) -> None:
-        self._running -= 1
-        if not self._running:
-            self._busy += time.monotonic() - self._since
-        if adapter is None:
-            return
-        adapter.running -= 1
-        if not adapter.running and adapter not in self._adapters.values():
-            self._last = asyncio.ensure_future(self._forget(adapter))
+        try:
+            yield adapter
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._busy += time.monotonic() - self._since
+            if adapter is not None:
+                adapter.running -= 1
+                if not adapter.running and adapter not in self._adapters.values():
+                    self._last = asyncio.ensure_future(self._forget(adapter))
 
     def _check_temperature(self) -> None:
         """Log probabilities must be those of log_softmax(logits / temperature), as the trainer has them."""

@@ -256,13 +256,13 @@ class CompletionsEngine(HttpConnection, Engine):
 
 def prompt_logprobs(choice: dict[str, Any], ids: Sequence[int]) -> list[float] | None:
     """The log probability of each token of the prompt, 0.0 for the first; None if the answer does not hold them."""
-    told = choice.get("prompt_logprobs")
-    if told is None:
-        told = (choice.get("logprobs") or {}).get("token_logprobs")
-    if not isinstance(told, list) or len(told) < len(ids):
+    logprobs = choice.get("prompt_logprobs")
+    if logprobs is None:
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) < len(ids):
         return None
     scores = [0.0]
-    for token, entry in zip(ids[1:], told[1 : len(ids)], strict=True):
+    for token, entry in zip(ids[1:], logprobs[1 : len(ids)], strict=True):
         if isinstance(entry, dict):  # by token id, as text, with the most probable ones beside the prompt's own
             entry = entry.get(str(token))
             entry = entry.get("logprob") if isinstance(entry, dict) else entry

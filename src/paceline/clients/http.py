@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import dataclasses
-import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import orjson
 
-from paceline.clients.remote import CONNECT_SECONDS, HttpConnection, Question, RemoteEngine, in_one_piece
+from paceline.clients.remote import CONNECT_SECONDS, HttpConnection, Question, RemoteEngine, finite_canary, in_one_piece
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
 from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.weights import tensors as libraries
@@ -86,8 +85,8 @@ class HttpEngine(HttpConnection, RemoteEngine):
         head: dict[str, Any] = {"version": update.version}
         if update.expected is not None:
             head["fingerprint"] = update.expected
-        if update.canary is not None:
-            head["canary"] = _canary(update)
+        if (canary := finite_canary(update)) is not None:
+            head["canary"] = dataclasses.asdict(canary)
         if adapter is None:
             answer = await self._carrier.send(self, head, await self.keep(update))
         else:
@@ -227,25 +226,18 @@ def _completion(choice: dict[str, Any]) -> Completion:
     )
 
 
-def _canary(update: WeightUpdate) -> dict[str, Any]:
-    assert update.canary is not None
-    if not all(map(math.isfinite, update.canary.logprobs)):  # which JSON cannot say
-        raise Mismatch(f"version {update.version} gives log probabilities that are not finite: its weights are broken")
-    return dataclasses.asdict(update.canary)
-
-
 def _packed(update: WeightUpdate) -> str:
     data = libraries.packed(update.tensors)
     return base64.b64encode(data).decode("ascii")
 
 
 def _error(response: httpx.Response, answer: Any) -> EngineError:
-    told = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(told, dict):
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
         # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
         kind = Unreachable if response.status_code == 200 or response.status_code >= 500 else EngineError
         return kind(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
-    message, code, status = str(told.get("message")), told.get("code"), response.status_code
+    message, code, status = str(error.get("message")), error.get("code"), response.status_code
     if code == MISMATCH:
         return Mismatch(message)
     if code == OTHER_BASE:

@@ -83,9 +83,9 @@ class EngineLink(FramedEngine):
     socket over. Requests of one turn of the loop leave in one write.
     """
 
-    def __init__(self, door: socket, cause: Callable[[], str] = lambda: "the connection was closed") -> None:
+    def __init__(self, sock: socket, cause: Callable[[], str] = lambda: "the connection was closed") -> None:
         super().__init__()
-        self._door = door
+        self._sock = sock
         self._cause = cause
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Listener] = {}
@@ -100,12 +100,12 @@ class EngineLink(FramedEngine):
 
     def start(self) -> None:
         """Wait until the engine is ready, or say why it never will be."""
-        self._door.settimeout(START_SECONDS)
+        self._sock.settimeout(START_SECONDS)
         try:
-            body = received(self._door)
+            body = received(self._sock)
         except TimeoutError:
             raise EngineError(f"the engine's process was not ready within {START_SECONDS:.0f} s") from None
-        self._door.settimeout(None)
+        self._sock.settimeout(None)
         if body is None:
             raise EngineError(f"the engine's process ended before it was ready: {self._cause()}")
         hello = decode_from_engine(body).messages[0]
@@ -118,7 +118,7 @@ class EngineLink(FramedEngine):
         """Let go of the other side, which then ends."""
         if self._reading is not None:
             self._reading.cancel()
-        self._door.close()
+        self._sock.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -140,7 +140,7 @@ class EngineLink(FramedEngine):
         if isinstance(tensors, StoredTensors) and not tensors.deltas:
             return await self._load(update, [str(file) for file in tensors.files])
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._door.family != AF_UNIX or size < LAID_DOWN_BYTES:
+        if self._sock.family != AF_UNIX or size < LAID_DOWN_BYTES:
             return await self._load(update, await asyncio.to_thread(packed, tensors))
         self._folder = self._folder or PrivateFolder()
         file = self._folder.path / f"{next(self._numbers)}.safetensors"
@@ -200,7 +200,7 @@ class EngineLink(FramedEngine):
 
     async def _read(self) -> None:
         assert self._lost is not None
-        reader, self._writer = await opened(self._door)
+        reader, self._writer = await opened(self._sock)
         self._flush()
         while (body := await read_frame(reader)) is not None:
             self._hear(decode_from_engine(body))
@@ -227,16 +227,16 @@ class EngineLink(FramedEngine):
                 answer.set_result(message)
 
 
-def received(door: socket) -> bytes | None:
+def received(sock: socket) -> bytes | None:
     """The next frame's body, without an event loop; None when the other side is gone."""
-    head = _receive(door, HEAD.size)
-    return _receive(door, HEAD.unpack(head)[0]) if head else None
+    head = _receive(sock, HEAD.size)
+    return _receive(sock, HEAD.unpack(head)[0]) if head else None
 
 
-def _receive(door: socket, size: int) -> bytes | None:
+def _receive(sock: socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
-        part = door.recv(size - len(data))  # bounded: by the socket's own timeout
+        part = sock.recv(size - len(data))  # bounded: by the socket's own timeout
         if not part:
             return None
         data += part

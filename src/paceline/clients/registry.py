@@ -201,12 +201,12 @@ class EngineRegistry:
         ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
         """
         # Without a remote engine nothing is ever sent again, and what is not kept takes no memory.
-        update = kept = await self._copier.keep(update) if self._copier is not None else update
+        update = copy = await self._copier.keep(update) if self._copier is not None else update
         if self._copier is None:
-            kept = dataclasses.replace(update, tensors={})
+            copy = dataclasses.replace(update, tensors={})
         before = self._updates
         name = None if update.adapter is None else update.adapter.name
-        self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
+        self._updates = dict(sorted((before | {name: copy}).items(), key=lambda item: item[0] is not None))
         # Only the next update can bring back an engine of this process.
         asked = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
         self._publishing += 1

@@ -1,6 +1,7 @@
 """Base classes of engines behind a connection: control calls, and HTTP by one client per event loop."""
 
 import asyncio
+import math
 import socket
 from abc import ABC, abstractmethod
 from typing import Any, Literal
@@ -10,7 +11,8 @@ import orjson
 
 from paceline.config.secret import hidden
 from paceline.engine.base import Completion, Listener, Piece
-from paceline.errors import EngineError, Overloaded, RequestError, UnknownModel, Unreachable
+from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel, Unreachable
+from paceline.weights.update import Canary, WeightUpdate
 
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 60.0
@@ -56,6 +58,13 @@ def in_one_piece(completion: Completion, listener: Listener | None) -> Completio
     if listener is not None:
         listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
     return completion
+
+
+def finite_canary(update: WeightUpdate) -> Canary | None:
+    """The update's canary, if it has one. JSON cannot say infinity, and no engine could be compared with it."""
+    if update.canary is not None and not all(map(math.isfinite, update.canary.logprobs)):
+        raise Mismatch(f"version {update.version} gives log probabilities that are not finite: its weights are broken")
+    return update.canary
 
 
 class HttpConnection:
@@ -130,9 +139,9 @@ class HttpConnection:
             answer = response.text  # health, metrics and some orders answer in words, or not at all
         if response.status_code == 200:
             return answer
-        told = answer.get("error", answer) if isinstance(answer, dict) else answer
-        told = told.get("message", told) if isinstance(told, dict) else told
-        where, words = str(response.url).partition("?")[0], hidden(str(told), self._key)[:500]
+        message = answer.get("error", answer) if isinstance(answer, dict) else answer
+        message = message.get("message", message) if isinstance(message, dict) else message
+        where, words = str(response.url).partition("?")[0], hidden(str(message), self._key)[:500]
         raise _kind(response.status_code)(f"{where} answered {response.status_code}: {words}")
 
 

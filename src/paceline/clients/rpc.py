@@ -146,11 +146,11 @@ def frame(batch: ToEngine | FromEngine) -> list[bytes]:
     return [HEAD.pack(len(body)), body]
 
 
-async def opened(door: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connected socket as streams, whether its other end is on this machine or elsewhere."""
-    if door.family == socket.AF_UNIX:
-        return await asyncio.open_unix_connection(sock=door)
-    return await asyncio.open_connection(sock=door)
+    if sock.family == socket.AF_UNIX:
+        return await asyncio.open_unix_connection(sock=sock)
+    return await asyncio.open_connection(sock=sock)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
@@ -246,10 +246,10 @@ class EngineHost:
         """Whether any request is unanswered. From any thread."""
         return bool(self._running or self._outbox)
 
-    async def serve(self, door: socket.socket) -> None:
+    async def serve(self, sock: socket.socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
         self._loop = asyncio.get_running_loop()
-        reader, self._writer = await opened(door)
+        reader, self._writer = await opened(sock)
         self._post(EngineHello(0, self._end_tokens))
         try:
             while (body := await read_frame(reader)) is not None:

@@ -25,6 +25,7 @@ class SglangEngine(ExternalEngine):
     modules."""
 
     remedy = "unset SGLANG_RETURN_ORIGINAL_LOGPROB there"
+    unload_path = "/unload_lora_adapter"
     _names: frozenset[str] = frozenset()
 
     # -- the engine's protocol ----------------------------------------------------------------------------------------
@@ -130,9 +131,6 @@ class SglangEngine(ExternalEngine):
         if not answer["success"]:
             raise EngineError(f"{self.name} did not take an adapter: {answer.get('error_message')}")
         self._names = frozenset(answer.get("loaded_adapters") or {name})
-
-    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
-        return "/unload_lora_adapter", {"lora_name": name}
 
     async def _held(self) -> int | None:
         return self._version_of(str((await self.get("/model_info"))["weight_version"]))

@@ -43,6 +43,7 @@ class VllmEngine(ExternalEngine):
     never across. `tied` names the embedding that is the trainer's output layer too."""
 
     remedy = "add --logprobs-mode processed_logprobs"
+    unload_path = "/v1/unload_lora_adapter"
 
     def __init__(
         self, url: str, *, tied: str | None = None, recompute: bool = False, priority: bool = False, **shared: Any
@@ -161,9 +162,6 @@ class VllmEngine(ExternalEngine):
 
     async def _load_adapter(self, name: str, folder: Path) -> None:
         await self.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-
-    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
-        return "/v1/unload_lora_adapter", {"lora_name": name}
 
     async def _held(self) -> int | None:
         return self._version_of((await self.get("/weight_info"))["weight_version"])

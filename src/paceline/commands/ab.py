@@ -25,7 +25,7 @@ from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.league_checkpoints import members
-from paceline.runtime.local import Placed, seated, share_cores, with_sections
+from paceline.runtime.local import Placed, share_cores, with_sections, with_trainer
 from paceline.runtime.model_backends import ModelBackend, load_backend, with_settled_dtype
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.session import Given, Placement, RunSession, run_sessions
@@ -228,7 +228,7 @@ class _House:
             if members(courses):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             config = share_cores(config, self.backend.parameters)
-            with seated(
+            with with_trainer(
                 self.backend, self.tokenizer, config, dumps, courses, Pool([AdapterView(self.engine, arm)])
             ) as parts:
                 yield parts

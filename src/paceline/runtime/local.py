@@ -69,15 +69,15 @@ def local(
 
     try:
         pool = pool_of([engine], past, lambda: backend.engine(config))
-        seats = seated(backend, tokenizer, config, dumps, courses, pool, ready, engine.close)
-        with seats as parts, backend.at_work(), quick_handover(backend.device):
+        placing = with_trainer(backend, tokenizer, config, dumps, courses, pool, ready, engine.close)
+        with placing as parts, backend.at_work(), quick_handover(backend.device):
             yield parts
     finally:
         engine.close()  # once more, where no trainer could be made beside it
 
 
 @contextmanager
-def seated(
+def with_trainer(
     backend: ModelBackend,
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,

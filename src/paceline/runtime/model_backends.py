@@ -142,7 +142,7 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     checkpoint = checkpoint or _resumed(config)
     if checkpoint is not None:
         return with_dtype(config, checkpoint_compute_dtype(checkpoint))
-    device = _device(config)
+    device = device_of(config)
     dtype = compute_dtype(config.model, device)
     if dtype == "float32" and device == "cuda":
         log.warning(
@@ -175,7 +175,8 @@ def _resumed(config: RunConfig) -> Path | None:
         return None
 
 
-def _device(config: RunConfig) -> str:
+def device_of(config: RunConfig) -> str:
+    """The kind of device that the run computes on."""
     if on_mlx(config.backend):
         if importlib.util.find_spec("mlx") is None:
             return "mlx-cpu"  # building the model says what to install

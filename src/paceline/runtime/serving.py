@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,7 +34,7 @@ from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.runtime.local import with_sections
-from paceline.runtime.model_backends import load_backend
+from paceline.runtime.model_backends import device_of, load_backend
 from paceline.server import build_app, listen, quick_loop, serve
 from paceline.util.gc_tuning import rarely_collected
 from paceline.util.process_exit import end_child
@@ -64,22 +65,18 @@ def watch(engine: Mortal, then: Callable[[BaseException], None]) -> None:
     threading.Thread(target=wait, name="paceline-survivor", daemon=True).start()
 
 
-def lost(engine: Mortal) -> Callable[[], Awaitable[EngineError]]:
+async def lost(engine: Mortal) -> EngineError:
     """Waits in an event loop for the failure of an engine."""
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[BaseException] = loop.create_future()
 
-    async def failed() -> EngineError:
-        loop = asyncio.get_running_loop()
-        end: asyncio.Future[BaseException] = loop.create_future()
+    def tell(cause: BaseException) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
 
-        def tell(cause: BaseException) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
-
-        watch(engine, tell)
-        cause = await end  # unbounded: as long as the engine serves
-        return EngineError(f"the engine stopped: {cause}")
-
-    return failed
+    watch(engine, tell)
+    cause = await end  # unbounded: as long as the engine serves
+    return EngineError(f"the engine stopped: {cause}")
 
 
 def leave(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
@@ -104,13 +101,14 @@ Ends = tuple[int, ...]
 
 def serve_model(config: RunConfig, settings: ServeConfig) -> None:
     """Serve until a signal comes, or until the engine is lost."""
-    door = listen(settings.host, settings.port)
+    sock = listen(settings.host, settings.port)
     name = settings.name or config.model.name
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"http://{host}:{door.getsockname()[1]}/v1"
-    alone = settings.isolate if settings.isolate is not None else _on_gpu(config)
+    address = f"http://{host}:{sock.getsockname()[1]}/v1"
+    # Beside a GPU a process of its own pays off.
+    alone = settings.isolate if settings.isolate is not None else device_of(config) == "cuda"
     how = scoring if settings.scores_only else isolated if alone else embedded
-    with door, how(config) as (engine, ends):
+    with sock, how(config) as (engine, ends):
         app = build_app(
             engine,
             load_tokenizer(config.model),
@@ -121,10 +119,10 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
             peers=settings.peers,
             max_body_bytes=settings.max_body_bytes,
         )
-        gone = engine.lost if isinstance(engine, EngineLink) else lost(engine)
+        gone = engine.lost if isinstance(engine, EngineLink) else partial(lost, engine)
         ready = f"paceline: serving {name} at {address}"
         with asyncio.Runner(loop_factory=quick_loop()) as runner, rarely_collected():
-            runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), gone))
+            runner.run(serve(app, sock, settings.grace, lambda: print(ready, flush=True), gone))
     print("paceline: stopped", file=sys.stderr)
 
 
@@ -195,14 +193,14 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
     """The life of the engine's process: ends when the other side of its socket does."""
     # Ctrl-C reaches the whole group; the server decides when it is time, and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    door = socket.socket(fileno=descriptor)
+    sock = socket.socket(fileno=descriptor)
     try:
         with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
             host = EngineHost(engine, ends)
             watch(engine, lambda cause: leave(cause, lambda: host.waited_for))
-            runner.run(host.serve(door))
+            runner.run(host.serve(sock))
     except PacelineError as error:
-        door.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
+        sock.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
 
 
 def _cause(child: subprocess.Popen) -> str:
@@ -211,15 +209,6 @@ def _cause(child: subprocess.Popen) -> str:
     except subprocess.TimeoutExpired:
         return "it closed the connection"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    """Whether the engine computes on a GPU, where a process of its own pays off."""
-    if on_mlx(config.backend):
-        return False
-    from paceline.runtime.torch_backend import pick_device
-
-    return pick_device(config.device) == "cuda"
 
 
 def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], Guide] | None:

@@ -53,17 +53,15 @@ def external_engine(
         "capacity": engine.max_running,
         "vocabulary": int(model.config.get_text_config().vocab_size),
     }
-    if engine.launch is not None:
+    if engine.backend == "vllm":
         shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
+    if engine.launch is not None:  # which only vLLM can be
         apart = shared["tied"] and model.device.type == "cpu" and config.model.lora is None
         source = _untied(model, tokenizer, folder / "served") if apart else resolve(config.model.name)
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
-    key = _key(engine.api_key_env)
-    if engine.backend == "sglang":
-        return SglangEngine(engine.base_url, api_key=key, **shared)
-    shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
-    return VllmEngine(engine.base_url, api_key=key, **shared)
+    kind = VllmEngine if engine.backend == "vllm" else SglangEngine
+    return kind(engine.base_url, api_key=_key(engine.api_key_env), **shared)
 
 
 def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:

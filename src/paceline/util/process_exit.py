@@ -1,6 +1,6 @@
 """Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one.
 
-Exits when the parent process dies (Linux).
+Exits when the parent process dies, and ends child processes.
 """
 
 import atexit

@@ -92,8 +92,8 @@ class RankProcesses:
         if code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
         lines = [line for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
-        said = lines[-1].strip().removeprefix("paceline: ") if lines else "it said nothing"
-        return f"it ended with code {code}: {said} (all of it is in {self.logs[rank]})"
+        words = lines[-1].strip().removeprefix("paceline: ") if lines else "it said nothing"
+        return f"it ended with code {code}: {words} (all of it is in {self.logs[rank]})"
 
     def end(self, seconds: float = CLOSE_SECONDS) -> None:
         """Give them time to end by themselves, then end them."""
@@ -109,12 +109,12 @@ T = TypeVar("T")
 class RankLink:
     """Asks another rank, one thing at a time."""
 
-    def __init__(self, door: socket.socket) -> None:
-        self._door = door
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, call: RpcCall) -> RpcResult | RpcFailure:
-        self._streams = reader, writer = self._streams or await opened(self._door)
+        self._streams = reader, writer = self._streams or await opened(self._sock)
         writer.write(framed(call))
         if (body := await read_frame(reader)) is None:
             raise ConnectionError  # the rank is gone
@@ -125,7 +125,7 @@ class RankLink:
     def close(self) -> None:
         if self._streams is not None:
             self._streams[1].close()
-        self._door.close()
+        self._sock.close()
 
 
 class ColocatedTrainer(RankGroup):
@@ -133,16 +133,11 @@ class ColocatedTrainer(RankGroup):
     run."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        worker: ColocatedWorker,
-        handler: ColocatedRpcHandler,
-        others: Sequence[RankLink],
-        why: Callable[[int], str],
+        self, config: RunConfig, handler: ColocatedRpcHandler, others: Sequence[RankLink], why: Callable[[int], str]
     ) -> None:
         super().__init__(config)
-        self._worker, self._handler, self._others, self._why = worker, handler, list(others), why
-        self._cost = cost_of(worker.model.config)
+        self._handler, self._others, self._why = handler, others, why
+        self._cost = cost_of(handler.worker.model.config)
         self.broken = False
         """Whether the ranks can no longer be asked: some may wait for others for ever."""
 
@@ -152,7 +147,7 @@ class ColocatedTrainer(RankGroup):
         marks = [(each.version, each.expected) for each in sent if each is not None]
         if len(set(marks)) != 1:
             raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
-        update = self._worker.update
+        update = self._handler.worker.update
         assert update is not None
         return replace(update, tensors=HeldTensors(update.tensors))
 
@@ -195,19 +190,15 @@ async def in_place(
         config = config.model_copy(update={"runs": str(Path(config.runs).resolve())})
         live = RunDirectory(dumps.parent).live
         live.mkdir(parents=True, exist_ok=True)
-        processes = RankProcesses()
-        if not info.given:
-            processes = RankProcesses.start(config, info, live)
+        processes = RankProcesses() if info.given else RankProcesses.start(config, info, live)
         stack.callback(processes.end)
 
         phase(f"loading {config.model.name} on {info.world} ranks")
-        worker, doors = await _unless_dead(processes, lambda: _gather(info, config, dumps))
+        worker, sockets = await _unless_dead(processes, lambda: _gather(info, config, dumps))
         handler = ColocatedRpcHandler(worker, tokenizer, live / "rank-0.log")
-        trainer = ColocatedTrainer(
-            config, worker, handler, [RankLink(other.trainer) for other in doors], processes.cause
-        )
-        stack.callback(_part, trainer, worker, doors)
-        links = [ColocatedLink(other.engine) for other in doors]
+        trainer = ColocatedTrainer(config, handler, [RankLink(other.trainer) for other in sockets], processes.cause)
+        stack.callback(_part, trainer, worker, sockets)
+        links = [ColocatedLink(other.engine) for other in sockets]
         for link in links:
             await _unless_dead(processes, link.start)
             stack.callback(link.close)
@@ -221,18 +212,18 @@ async def in_place(
 
 def _gather(info: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
-    doors: list[RankSockets] = []
+    sockets: list[RankSockets] = []
     group = meet(info, config)
     try:
         if group is not None:
-            with listening(info.host if info.neighbours == info.world else "") as door:
-                doors = accept_ranks(door, info.world, send_address(group, door))
+            with listening(info.host if info.neighbours == info.world else "") as sock:
+                sockets = accept_ranks(sock, info.world, send_address(group, sock))
         text = config.model_dump_json().encode()
-        for other in doors:
+        for other in sockets:
             other.trainer.sendall(HEAD.pack(len(text)) + text)
-        return build_worker(config, info, group, dumps), doors
+        return build_worker(config, info, group, dumps), sockets
     except BaseException:
-        for other in doors:
+        for other in sockets:
             other.close()
         raise
 
@@ -267,16 +258,16 @@ def _ignore_sigterm(info: RankInfo) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, doors: Sequence[RankSockets]) -> None:
+def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[RankSockets]) -> None:
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken
-    for other in doors:
+    for other in sockets:
         if not broken:
             with contextlib.suppress(OSError):
                 other.life.sendall(END)
     trainer.close()
-    for other in doors:
+    for other in sockets:
         other.close()
     if broken:
         call_off()

@@ -35,8 +35,8 @@ class RankSockets:
     """Nothing is said here; it is closed when rank 0 is gone."""
 
     def close(self) -> None:
-        for door in (self.trainer, self.engine, self.life):
-            door.close()
+        for sock in (self.trainer, self.engine, self.life):
+            sock.close()
 
 
 @contextmanager
@@ -45,48 +45,48 @@ def listening(host: str) -> Generator[socket.socket]:
     machine may know its own name as a loopback address, at which other machines do not find it."""
     try:
         if host:
-            door = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
+            sock = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
         elif socket.has_dualstack_ipv6():
-            door = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         else:
-            door = socket.create_server(("", 0))
+            sock = socket.create_server(("", 0))
     except OSError as error:
         raise PacelineError(
             f"rank 0 cannot listen at {host} ({error}): MASTER_ADDR must be an address of its machine"
         ) from error
-    with door:
-        yield door
+    with sock:
+        yield sock
 
 
-def send_address(group: dist.ProcessGroup, door: socket.socket) -> bytes:
+def send_address(group: dist.ProcessGroup, sock: socket.socket) -> bytes:
     """Give all ranks the port and a token of this run's own; answers with the token."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    dist.broadcast(torch.tensor([door.getsockname()[1], *token]), src=0, group=group)
+    dist.broadcast(torch.tensor([sock.getsockname()[1], *token]), src=0, group=group)
     return token
 
 
 def receive_address(group: dist.ProcessGroup) -> tuple[int, bytes]:
     """Receive the port and the token from rank 0."""
-    said = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64)
-    dist.broadcast(said, src=0, group=group)
-    port, *token = said.tolist()
+    data = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64)
+    dist.broadcast(data, src=0, group=group)
+    port, *token = data.tolist()
     return port, bytes(token)
 
 
-def accept_ranks(door: socket.socket, world: int, token: bytes) -> list[RankSockets]:
+def accept_ranks(listener: socket.socket, world: int, token: bytes) -> list[RankSockets]:
     """Wait until all other ranks have connected. A connection without the token is closed."""
     found: dict[tuple[int, str], socket.socket] = {}
     deadline = time.monotonic() + MEET_SECONDS
     while len(found) < (world - 1) * len(PURPOSES):
-        door.settimeout(max(0.0, deadline - time.monotonic()))
+        listener.settimeout(max(0.0, deadline - time.monotonic()))
         try:
-            guest, _ = door.accept()  # bounded: by the deadline
+            sock, _ = listener.accept()  # bounded: by the deadline
         except (TimeoutError, BlockingIOError):
             raise PacelineError(f"the other ranks did not come within {MEET_SECONDS:g} s") from None
-        if (known := _read_greeting(guest, token, world)) is None or known in found:
-            guest.close()
+        if (known := _read_greeting(sock, token, world)) is None or known in found:
+            sock.close()
         else:
-            found[known] = _keep_alive(guest)
+            found[known] = _keep_alive(sock)
     return [RankSockets(*(found[rank, purpose] for purpose in PURPOSES)) for rank in range(1, world)]
 
 
@@ -95,33 +95,33 @@ def connect_to_rank_0(info: RankInfo, port: int, token: bytes) -> RankSockets:
     opened = []
     for purpose in range(len(PURPOSES)):
         try:
-            door = socket.create_connection((info.host, port), GREETING_SECONDS)
+            sock = socket.create_connection((info.host, port), GREETING_SECONDS)
         except OSError as error:
             raise PacelineError(f"rank {info.rank} cannot reach rank 0 at {info.host}:{port}: {error}") from error
-        door.sendall(GREETING.pack(token, info.rank, purpose))
-        opened.append(_keep_alive(door))
+        sock.sendall(GREETING.pack(token, info.rank, purpose))
+        opened.append(_keep_alive(sock))
     return RankSockets(*opened)
 
 
-def _read_greeting(guest: socket.socket, token: bytes, world: int) -> tuple[int, str] | None:
-    guest.settimeout(GREETING_SECONDS)
+def _read_greeting(sock: socket.socket, token: bytes, world: int) -> tuple[int, str] | None:
+    sock.settimeout(GREETING_SECONDS)
     try:
-        said = guest.recv(GREETING.size, socket.MSG_WAITALL)  # bounded: by GREETING_SECONDS
+        data = sock.recv(GREETING.size, socket.MSG_WAITALL)  # bounded: by GREETING_SECONDS
     except OSError:
         return None
-    if len(said) != GREETING.size:
+    if len(data) != GREETING.size:
         return None
-    claimed, rank, purpose = GREETING.unpack(said)
+    claimed, rank, purpose = GREETING.unpack(data)
     if not hmac.compare_digest(claimed, token) or not 0 < rank < world or purpose >= len(PURPOSES):
         return None
     return rank, PURPOSES[purpose]
 
 
-def _keep_alive(door: socket.socket) -> socket.socket:
-    door.settimeout(None)
-    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _keep_alive(sock: socket.socket) -> socket.socket:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
-            door.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return door
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock

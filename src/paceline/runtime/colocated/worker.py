@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.clients.link import EngineLink, received
 from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, frame, opened, read_frame
 from paceline.config import RunConfig
-from paceline.data import Sample
 from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
 from paceline.model import (
@@ -34,9 +33,9 @@ from paceline.model import (
 from paceline.runtime.colocated.rank_info import RankInfo
 from paceline.runtime.colocated.rank_sockets import RankSockets, connect_to_rank_0, receive_address
 from paceline.runtime.local import share_cores
-from paceline.runtime.rpc import SentWeights, TrainerRpcHandler, decode_call, framed
+from paceline.runtime.rpc import RpcCall, RpcResult, SentWeights, TrainerRpcHandler, decode_call, framed
 from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
-from paceline.trainer import StepReport, TorchTrainer
+from paceline.trainer import TorchTrainer
 from paceline.trainer.world import join, leave
 from paceline.util.process_exit import ORPHANED, exit_with_stdin
 from paceline.weights.update import WeightUpdate
@@ -62,8 +61,7 @@ class ColocatedLink(EngineLink):
 
 @dataclass(slots=True)
 class ColocatedWorker:
-    """One rank: its trainer and its engine, of which one sleeps while the other works. Speaks the `Trainer` protocol;
-    all ranks must call the same methods in the same order."""
+    """One rank: its trainer and its engine, of which one sleeps while the other works."""
 
     trainer: TorchTrainer
     engine: EmbeddedEngine
@@ -75,23 +73,7 @@ class ColocatedWorker:
     update: WeightUpdate | None = None
     """The last update that the engine loaded."""
 
-    @property
-    def version(self) -> int:
-        return self.trainer.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.trainer.version = version
-
-    async def feed(self, samples: Sequence[Sample]) -> None:
-        """An engine that is awake needs the device for itself."""
-
-    async def step(self, batch: Sequence[Sample]) -> StepReport:
-        """Requests wait where they are; nothing wakes the engine before it has the weights that come of this."""
-        await self.engine.sleep()
-        return await self.trainer.step(batch)
-
-    async def weights(self) -> WeightUpdate:
+    async def update_engine(self) -> WeightUpdate:
         """Put the current weights into the engine and wake it. While it sleeps it reads nothing that is being written;
         then it notes the version, and proves that it holds what was gathered and computes what the trainer does."""
         await self.engine.sleep()
@@ -101,25 +83,26 @@ class ColocatedWorker:
         self.update = update
         return update
 
-    async def save(self, folder: Path) -> None:
-        await self.trainer.save(folder)
-
-    async def load(self, folder: Path) -> None:
-        await self.trainer.load(folder)
-
-    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        await self.trainer.export(folder, tokenizer)
-
     def close(self) -> None:
         self.engine.close()
         self.trainer.close()
 
 
 class ColocatedRpcHandler(TrainerRpcHandler):
-    """A rank's answers, of which its weights are only a name: they stay where they are."""
+    """A rank's answers, of which its weights are only a name: they stay where they are. All ranks must get the same
+    calls in the same order."""
+
+    def __init__(self, worker: ColocatedWorker, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
+        super().__init__(worker.trainer, tokenizer, log)
+        self.worker = worker
+
+    async def _do(self, call: RpcCall) -> RpcResult:
+        if call.what == "step":  # requests wait where they are; only the weights that come of this wake the engine
+            await self.worker.engine.sleep()
+        return await super()._do(call)
 
     async def _weights(self) -> SentWeights:
-        update = await self.trainer.weights()
+        update = await self.worker.update_engine()
         return SentWeights(update.version, "", update.adapter, update.expected or "", None)
 
 
@@ -159,35 +142,35 @@ def follow(config: RunConfig, info: RankInfo) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
     group = meet(info, config)
     assert group is not None
-    doors = connect_to_rank_0(info, *receive_address(group))
+    sockets = connect_to_rank_0(info, *receive_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    lifeline = Lifeline(doors.life)
-    if (text := received(doors.trainer)) is None:
+    lifeline = Lifeline(sockets.life)
+    if (text := received(sockets.trainer)) is None:
         raise PacelineError("rank 0 ended before it said what to do")
     config = RunConfig.model_validate_json(text)
     tokenizer = load_tokenizer(config.model)
     try:
         worker = build_worker(config, info, group, Path(config.runs) / config.name / "dumps")
     except PacelineError as error:
-        doors.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
+        sockets.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
         raise
     with small_products(worker.model.dtype), quick_handover(worker.device):
         handler = ColocatedRpcHandler(worker, tokenizer)
-        asyncio.run(_serve(doors, handler, worker, end_tokens(tokenizer, worker.model)))
+        asyncio.run(_serve(sockets, handler, worker, end_tokens(tokenizer, worker.model)))
     lifeline.rest()
     worker.close()
     leave()
-    doors.close()
+    sockets.close()
 
 
 async def _serve(
-    doors: RankSockets, handler: ColocatedRpcHandler, worker: ColocatedWorker, ends: tuple[int, ...]
+    sockets: RankSockets, handler: ColocatedRpcHandler, worker: ColocatedWorker, ends: tuple[int, ...]
 ) -> None:
     """Train and sample until rank 0 hangs up."""
-    sampling = asyncio.ensure_future(EngineHost(worker.engine, ends).serve(doors.engine))
-    reader, writer = await opened(doors.trainer)
+    sampling = asyncio.ensure_future(EngineHost(worker.engine, ends).serve(sockets.engine))
+    reader, writer = await opened(sockets.trainer)
     while (body := await read_frame(reader)) is not None:
         writer.write(framed(await handler.answer(decode_call(body))))
     sampling.cancel()
@@ -198,24 +181,24 @@ class Lifeline:
     """Watches a connection from a thread of its own: whatever this rank is doing, it ends when rank 0 is gone. Others
     would wait for it in vain, and nothing needs to be saved here: the run resumes from its checkpoint."""
 
-    def __init__(self, door: socket.socket) -> None:
-        self._door = door
-        self._said = threading.Event()
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._ended = threading.Event()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def rest(self) -> None:
         """Rank 0 has hung up: go on only if it said that this is the end."""
-        if not self._said.wait(timeout=10.0):
+        if not self._ended.wait(timeout=10.0):
             os._exit(ORPHANED)
 
     def _watch(self) -> None:
         try:
-            said = self._door.recv(len(END), socket.MSG_WAITALL)  # unbounded: as long as rank 0 lives
+            data = self._sock.recv(len(END), socket.MSG_WAITALL)  # unbounded: as long as rank 0 lives
         except OSError:  # its machine is gone
-            said = b""
-        if said != END:
+            data = b""
+        if data != END:
             os._exit(ORPHANED)
-        self._said.set()
+        self._ended.set()
 
 
 def main() -> int:

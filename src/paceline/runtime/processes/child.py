@@ -34,10 +34,10 @@ LOOK_SECONDS = 0.25
 log = logging.getLogger("paceline.server")
 
 
-def server(brief: LaunchSpec) -> int:
+def server(spec: LaunchSpec) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
-    config = make_room_for_adapters(brief.run, _past(brief.run))
-    settings = ServeConfig(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
+    config = make_room_for_adapters(spec.run, _past(spec.run))
+    settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
     try:
         serve_model(config, settings)
     except EngineError as error:  # the engine is lost: another may live
@@ -46,29 +46,29 @@ def server(brief: LaunchSpec) -> int:
     return 0
 
 
-def trainer(brief: LaunchSpec) -> int:
+def trainer(spec: LaunchSpec) -> int:
     """One trainer, asked over a socket."""
-    config = brief.run
+    config = spec.run
     built = build_trainer(config)
-    address = Path(brief.socket)
+    address = Path(spec.socket)
     address.unlink(missing_ok=True)
     tokenizer = load_tokenizer(config.model)
     hello = RpcHello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
-    host = TrainerHost(built.trainer, tokenizer, brief.weights, hello, config.weights.path)
+    host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
     with small_products(built.model.dtype):
         asyncio.run(host.serve(address))
     return 0
 
 
-def orchestrator(brief: LaunchSpec) -> int:
-    """The training loop, with server and trainer at the addresses of `brief`."""
+def orchestrator(spec: LaunchSpec) -> int:
+    """The training loop, with server and trainer at the addresses of `spec`."""
     result = run_session(
-        brief.run,
-        lambda config, dumps, phase, given: connected(config, brief, phase),
-        overwrite=brief.overwrite,
-        screen=sys.stdout if brief.screen else None,
+        spec.run,
+        lambda config, dumps, phase, given: connected(config, spec, phase),
+        overwrite=spec.overwrite,
+        screen=sys.stdout if spec.screen else None,
     )
-    os.write(brief.report, OUTCOME.dump_json(result.outcome))
+    os.write(spec.report, OUTCOME.dump_json(result.outcome))
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 
@@ -79,26 +79,26 @@ def _past(config: RunConfig) -> int:
 
 
 def main(role: str) -> int:
-    brief = read_launch_spec()
+    spec = read_launch_spec()
     try:
         if role == "orchestrator":  # which watches over itself
-            return orchestrator(brief)
-        with watching(Monitors(PlainLines(sys.stderr)), Path(brief.folder).parent, 0, part=role):
-            return {"server": server, "trainer": trainer}[role](brief)
+            return orchestrator(spec)
+        with watching(Monitors(PlainLines(sys.stderr)), Path(spec.folder).parent, 0, part=role):
+            return {"server": server, "trainer": trainer}[role](spec)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return FATAL
 
 
 @asynccontextmanager
-async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
     """Wait for server and trainer, and let go of them at the end."""
     phase("preparing environments")
     courses = lay_out(config)
     tokenizer = load_tokenizer(config.model)
     phase(f"waiting for a server and a trainer of {config.model.name}")
-    trainer = RemoteTrainer(Path(brief.trainer))
-    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
+    trainer = RemoteTrainer(Path(spec.trainer))
+    engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
     try:
         hello = await trainer.meet()
         await _up(engine)
@@ -115,7 +115,7 @@ async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str],
 
 
 async def _up(engine: HttpEngine) -> None:
-    began, told = time.monotonic(), 0.0
+    began, warned_at = time.monotonic(), 0.0
     while True:
         try:
             return await asyncio.to_thread(engine.start)
@@ -123,8 +123,8 @@ async def _up(engine: HttpEngine) -> None:
             waited = time.monotonic() - began
             if waited > RETURN_SECONDS:
                 raise
-            if waited - told > WORD_SECONDS:
-                told = waited
+            if waited - warned_at > WORD_SECONDS:
+                warned_at = waited
                 log.warning("waiting for the server for %.0f s: %s", waited, error)
         await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS
 

@@ -161,7 +161,7 @@ class RemoteTrainer:
             raise Garbled(f"the answer cannot be read: {error}") from error
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        began, told, delay = time.monotonic(), 0.0, FIRST_DELAY
+        began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
         cause = "it does not listen"
         while (waited := time.monotonic() - began) < RETURN_SECONDS:
             try:
@@ -175,8 +175,8 @@ class RemoteTrainer:
             except (OSError, asyncio.IncompleteReadError) as error:
                 self._hang_up()
                 cause = str(error) or type(error).__name__
-            if waited - told > WORD_SECONDS:
-                told = waited
+            if waited - warned_at > WORD_SECONDS:
+                warned_at = waited
                 log.warning("waiting for the trainer for %.0f s: %s", waited, cause)
             await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
             delay = min(MOST_DELAY, 2 * delay)
@@ -266,9 +266,9 @@ class TrainerHost(TrainerRpcHandler):
 
     async def _weights(self) -> SentWeights:
         update = await self.trainer.weights()
-        kept = await self._store.keep(update)
-        expected = kept.expected or await asyncio.to_thread(update.fingerprint)
-        stored = kept.tensors
+        stored_update = await self._store.keep(update)
+        expected = stored_update.expected or await asyncio.to_thread(update.fingerprint)
+        stored = stored_update.tensors
         assert isinstance(stored, StoredTensors)
         deltas, delta = [str(file) for file in stored.deltas], str(self._store.link or "")
         return SentWeights(update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta)

@@ -146,10 +146,10 @@ class WeightsGroup:
         """Reach all of them; answers with those for whom it is worth another try."""
 
         async def row(engine: "RayEngine", size: int) -> bytes:
-            said = await engine.actor.receive_row.remote(head, size)
+            answer = await engine.actor.receive_row.remote(head, size)
             if not this.wanted[engine].done():
-                this.wanted[engine].set_result(said)
-            return said
+                this.wanted[engine].set_result(answer)
+            return answer
 
         try:
             rank = self._first_rank()

@@ -175,11 +175,11 @@ class RayEngine(FramedEngine):
         assert isinstance(tensors, ObjectTensors)
         framed = _encode(ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
-            said = await self._group.deliver(self, framed, tensors)
-            if said is not None:
-                return self._answer(said).seconds
+            data = await self._group.deliver(self, framed, tensors)
+            if data is not None:
+                return self._decode(data).seconds
         await PACE.turn()
-        answer: Answer = await self._heard(self.actor.load.remote(framed, tensors.reference))
+        answer: Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
         return answer.seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
@@ -197,11 +197,11 @@ class RayEngine(FramedEngine):
     async def _send(self, message: Any) -> Any:
         await PACE.turn()
         method = self.actor.order if isinstance(message, Ask) else self.actor.answer
-        return await self._heard(method.remote(_encode(ToEngine([message]))))
+        return await self._result(method.remote(_encode(ToEngine([message]))))
 
-    async def _heard(self, reference: Any) -> Any:
+    async def _result(self, reference: Any) -> Any:
         try:
-            said = await reference  # bounded: by the pool's deadline, and by the actor's life
+            data = await reference  # bounded: by the pool's deadline, and by the actor's life
         except asyncio.CancelledError:
             ray.cancel(reference)  # which takes the request out of the engine
             raise
@@ -213,10 +213,10 @@ class RayEngine(FramedEngine):
             if isinstance(getattr(error, "cause", None), ObjectLostError):
                 raise WeightsLost(f"{self.name} cannot fetch the weights: {first_line(error)}") from error
             raise Unreachable(f"{self.name}: {first_line(error)}") from error
-        return self._answer(said)
+        return self._decode(data)
 
-    def _answer(self, said: bytes) -> Any:
-        batch = decode_from_engine(said)
+    def _decode(self, data: bytes) -> Any:
+        batch = decode_from_engine(data)
         self._busy = batch.busy_seconds
         (answer,) = batch.messages
         if isinstance(answer, FailureFrame):
