@@ -2,8 +2,7 @@
 
 import msgspec
 
-from paceline.clients.frames import Answer, FromEngine, Load, decode_to_engine
-from paceline.clients.host import EngineRpcHandler
+from paceline.clients.rpc import Answer, EngineRpcHandler, FromEngine, Load, decode_to_engine
 from paceline.simulate.cost import Lengths
 from paceline.simulate.engine import SimulatedEngine
 from paceline.weights.update import WeightUpdate

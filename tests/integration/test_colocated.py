@@ -21,9 +21,9 @@ from paceline.model import fingerprint
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import train
 from paceline.runtime.colocated.place import in_place
-from paceline.runtime.colocated.rank_info import RankInfo, take_seat
-from paceline.runtime.colocated.rank_sockets import KNOCK, PURPOSES, admit, knock, listening
-from paceline.runtime.session import conduct
+from paceline.runtime.colocated.rank_info import RankInfo, find_rank
+from paceline.runtime.colocated.rank_sockets import GREETING, PURPOSES, accept_ranks, connect_to_rank_0, listening
+from paceline.runtime.session import run_session
 
 LONG = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -138,7 +138,7 @@ def test_engines_sleep_while_ranks_train_and_wake_with_the_same_weights(run_file
             yield parts
             seen.update(policies=await parts.pool.policies(), stats=await parts.pool.stats(), trained=trainer.stats)
 
-    result = conduct(config, watched)
+    result = run_session(config, watched)
     assert result.outcome.status == "finished", result.outcome.message
     mine, theirs = seen["policies"]
     assert mine == theirs
@@ -218,15 +218,15 @@ def test_torchrun_starts_the_same_run(run_file, tmp_path):
 
 def test_torchrun_and_the_run_file_may_not_contradict_each_other(run_file, monkeypatch):
     config = load(run_file).config
-    assert take_seat(config)[1].given is False
+    assert find_rank(config)[1].given is False
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    counted, seat = take_seat(config)
+    counted, seat = find_rank(config)
     assert (counted.trainer.parallel.ranks, seat.rank, seat.world, seat.neighbours) == (3, 0, 3, 3)
     with pytest.raises(PacelineError, match=r"started 3 processes, but trainer.parallel.ranks = 2: start 2, or leave"):
-        take_seat(load(run_file, TWO).config)
+        find_rank(load(run_file, TWO).config)
     with pytest.raises(PacelineError, match=r"torchrun started 3 processes: trainer.stream begins a batch before"):
-        take_seat(load(run_file, ["--trainer.stream", "--trainer.parallel.shard=none"]).config)
+        find_rank(load(run_file, ["--trainer.stream", "--trainer.parallel.shard=none"]).config)
 
 
 def test_torchrun_is_refused_where_one_process_leads(run_file, monkeypatch):
@@ -243,12 +243,12 @@ def test_only_ranks_that_know_the_token_are_let_in(host):
         port = door.getsockname()[1]
         seat = RankInfo(1, 2, "127.0.0.1", 0, 2, given=False)
         admitted = []
-        clerk = threading.Thread(target=lambda: admitted.extend(admit(door, 2, token)), daemon=True)
+        clerk = threading.Thread(target=lambda: admitted.extend(accept_ranks(door, 2, token)), daemon=True)
         clerk.start()
-        strangers = knock(seat, port, wrong)
+        strangers = connect_to_rank_0(seat, port, wrong)
         lost = socket.create_connection(("127.0.0.1", port))
-        lost.sendall(KNOCK.pack(token, 7, 0))
-        known = knock(seat, port, token)
+        lost.sendall(GREETING.pack(token, 7, 0))
+        known = connect_to_rank_0(seat, port, token)
         clerk.join(30)
         sent_away = [strangers.trainer, strangers.engine, strangers.life, lost]
         assert [stranger.recv(1) for stranger in sent_away] == [b""] * 4

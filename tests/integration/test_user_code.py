@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.clients.frames import HEAD
+from paceline.clients.rpc import HEAD
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
@@ -13,8 +13,8 @@ from paceline.observe.monitor import RunDirectory
 from paceline.observe.monitor.doctor import examine
 from paceline.observe.record.folder import RunFolder
 from paceline.runtime import session, train
-from paceline.runtime.processes.frames import RpcCall, answered, decode_answer, framed
-from paceline.runtime.processes.launch_spec import RunEndReport
+from paceline.runtime.processes.launch_spec import OUTCOME
+from paceline.runtime.rpc import RpcCall, answered, decode_answer, framed
 from paceline.runtime.session import result_of
 from paceline.util.user_code import InternalError, UserCodeError, to_show
 
@@ -146,7 +146,7 @@ def test_the_words_of_another_process_are_the_same(hooks, tmp_path, monkeypatch)
     assert f"line {LINE}, in deeper" in str(error)
     assert "# HERE" in error.frames
     outcome = session._failed(RunDirectory(tmp_path / "none"), RunConfig(), error)
-    told = result_of(RunDirectory(tmp_path / "none"), RunEndReport.of(outcome).outcome())
+    told = result_of(RunDirectory(tmp_path / "none"), OUTCOME.validate_json(OUTCOME.dump_json(outcome)))
     assert isinstance(told.error, UserCodeError)
     assert (told.error.frames, told.error.trace) == (error.frames, error.trace)
     assert to_show(error.frames, error.trace) == error.frames

@@ -18,9 +18,8 @@ from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
 from paceline.model.canary import make_canary
-from paceline.runtime.processes.frames import RpcHello
-from paceline.runtime.processes.host import TrainerHost, life
-from paceline.runtime.processes.link import RemoteTrainer
+from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost, life
+from paceline.runtime.rpc import RpcHello
 from paceline.server import build_app
 from paceline.trainer import TorchTrainer
 from paceline.util.private_folder import socket_parent
@@ -74,8 +73,8 @@ class Counted(HttpEngine):
 
     doors: tuple[str, ...] = ()
 
-    async def post(self, path, body):
-        self.doors += (path,)
+    async def post(self, path, body=None):
+        self.doors += (path,) if path.startswith("/weights") else ()
         return await super().post(path, body)
 
     async def stream(self, path, head, size, pieces):

@@ -13,7 +13,7 @@ from paceline.config import RunConfig, inference
 from paceline.config.inference import LaunchConfig
 from paceline.config.model import ModelConfig
 from paceline.model import load_model, load_tokenizer
-from paceline.runtime.torch_kit import foreign
+from paceline.runtime.torch_backend import external_engine
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 ARGS = ["--enforce-eager", "--block-size", "32"]
@@ -35,7 +35,7 @@ def process(tmp_path_factory):
             launch=LaunchConfig(python=str(PYTHON), args=ARGS, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400),
         )
     )
-    engine = foreign(config, load_model(ModelConfig()), load_tokenizer(ModelConfig()), root)
+    engine = external_engine(config, load_model(ModelConfig()), load_tokenizer(ModelConfig()), root)
     engine.start()
     try:
         asyncio.run(engine._process.answers())

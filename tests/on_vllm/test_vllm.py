@@ -277,7 +277,7 @@ def test_a_pool_gives_a_server_that_lost_its_weights_the_last_ones_again(attache
         pool = Pool([engine])
         await pool.load_weights(update(model, 1))
         # As after a restart: weights that nobody can name.
-        await engine.wire.order("/update_weight_version", {"new_version": "default"})
+        await engine.order("/update_weight_version", {"new_version": "default"})
         try:
             return await pool.generate(asked(1, max_tokens=6))
         finally:

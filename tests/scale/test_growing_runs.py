@@ -19,7 +19,7 @@ from ray.util import placement_group_table  # noqa: E402
 
 from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room  # noqa: E402
 from paceline.runtime.ray.place import Growth, RayParts  # noqa: E402
-from paceline.runtime.torch_kit import build_trainer  # noqa: E402
+from paceline.runtime.torch_backend import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

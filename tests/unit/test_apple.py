@@ -24,7 +24,7 @@ ON_THE_WAY = (
     "paceline.runtime.session",
     "paceline.runtime.serving",
     "paceline.commands.ab",
-    "paceline.runtime.mlx_kit",
+    "paceline.runtime.model_backends",
     "paceline.server",
     "paceline.engine.engine",
     "paceline.trainer",

@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_the_type_it_began_with(tmp_path: Path, halved: Path
 
 
 def test_float32_on_a_gpu_names_the_faster_setting(monkeypatch, caplog):
-    monkeypatch.setattr(model_backends, "_device", lambda config: "cuda")
+    monkeypatch.setattr(model_backends, "device_of", lambda config: "cuda")
     monkeypatch.setattr(model_backends, "compute_dtype", lambda model, device: "float32")
     with caplog.at_level(logging.WARNING):
         assert with_settled_dtype(RunConfig()).model.dtype == "float32"

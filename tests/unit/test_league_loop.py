@@ -300,7 +300,7 @@ def rated(arena: ArenaEnvironment) -> tuple[dict[str, float], list[str], Restles
     """Two versions are there, and the second is rated."""
     notes: list[str] = []
     past, pool = past_of(arena, notes)
-    engine = pool._roster.members[0].engine
+    engine = pool._registry.members[0].engine
     for version in range(2):
         asyncio.run(past.offer(update(version)))
     player = RolloutRunner(voice(pool), RealClock(), 0, MATCH)
@@ -387,7 +387,7 @@ def play(arena: ArenaEnvironment, row: dict) -> tuple[Restless, SessionMap]:
     pool = Shelf(Restless())
     table = SessionMap(voice(pool), (7,), 0, arena.actors)
     assert asyncio.run(arena.play(row, table)) is not None
-    return pool._roster.members[0].engine, table
+    return pool._registry.members[0].engine, table
 
 
 def first_match(arena: ArenaEnvironment, request: EpisodeRequest) -> dict:

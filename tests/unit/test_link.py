@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from paceline.clients.frames import EngineHello, FailureFrame, FromEngine, frame
-from paceline.clients.host import EngineHost
 from paceline.clients.link import EngineLink
+from paceline.clients.rpc import EngineHello, EngineHost, FailureFrame, FromEngine, frame
 from paceline.config import inference
 from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
 from paceline.errors import EngineError, Overloaded, PacelineError, RequestError, UnknownModel

@@ -291,7 +291,7 @@ def test_every_request_is_answered_once_with_current_weights(engines, arrivals, 
         answers = await asyncio.gather(*(ask(pool, noise, at) for noise, at in enumerate(arrivals)))
         await asyncio.gather(*publishing)
         assert pool.running == 0
-        assert all(member.unanswered == 0 for member in pool._roster.members)
+        assert all(member.unanswered == 0 for member in pool._registry.members)
         pool.close()
         return answers
 
@@ -471,7 +471,7 @@ def test_scores_go_to_the_least_loaded_and_survive_its_death():
     async def run():
         pool = Pool([dead, alive])
         await pool.stats()
-        await pool._roster.meet()
+        await pool._registry.meet()
         await asyncio.sleep(1)
         assert await pool.score([(1, 2), (3,)]) == [[0.0, 0.0], [0.0]]
         assert pool.running == 0

@@ -144,12 +144,18 @@ def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
     )
 
 
+def replay(engine, answer):
+    """The endpoint's answers come from a function."""
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=engine.name)
+    engine._client = lambda: client
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_an_endpoint_that_has_too_much_to_do_is_asked_again(status):
     answers = [httpx.Response(status, json={"error": {"message": "later"}})] * 2
     answers.append(httpx.Response(200, json={"choices": [{"prompt_logprobs": [None, -0.5]}]}))
     engine = CompletionsEngine("http://there/v1", "big")
-    engine._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: answers.pop(0)))
+    replay(engine, lambda request: answers.pop(0))
 
     async def ask():
         pool = FrozenPool([engine], REF)
@@ -165,7 +171,7 @@ def test_a_key_that_is_said_back_is_hidden_also_where_the_answer_is_cut():
     key = "sk-2f9c1d7e5b"
     engine = CompletionsEngine("http://there/v1", "big", key)
     said = httpx.Response(401, text="x" * 190 + key)
-    engine._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: said))
+    replay(engine, lambda request: said)
 
     async def ask():
         try:

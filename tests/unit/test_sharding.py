@@ -20,7 +20,7 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable
-from paceline.runtime.torch_kit import Built, build_trainer
+from paceline.runtime.torch_backend import Built, build_trainer
 from paceline.trainer import TorchTrainer, TrainerError, checkpoint
 from paceline.trainer.world import join, leave, local
 from samples import make_batch, near_policy

@@ -4,11 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config.trainer import TrainerConfig
 from paceline.data import Sample, Ticket
 from paceline.data.balance import Cost
 from paceline.data.scales import owners
-from paceline.runtime.rank_group import spread
+from paceline.runtime.rpc import spread
 
 COST = Cost(1.0, 0.01)
 
@@ -29,11 +28,10 @@ def sample(length: int, rollout: int) -> Sample:
     lengths=st.lists(st.integers(1, 400), max_size=40),
     branches=st.integers(1, 3),
     ranks=st.integers(1, 5),
-    budget=st.integers(100, 1000),
 )
-def test_shares_end_to_end_are_the_batch_and_a_rollout_stays_together(lengths, branches, ranks, budget):
+def test_shares_end_to_end_are_the_batch_and_a_rollout_stays_together(lengths, branches, ranks):
     batch = [sample(length, i // branches) for i, length in enumerate(lengths)]
-    shares = spread(batch, ranks, TrainerConfig(micro_batch_tokens=budget), COST)
+    shares = spread(batch, ranks, COST)
     assert len(shares) == ranks
     at = {id(one): i for i, one in enumerate(batch)}
     places = [[at[id(one)] for one in share] for share in shares]
@@ -50,6 +48,6 @@ def test_shares_end_to_end_are_the_batch_and_a_rollout_stays_together(lengths, b
 def test_no_share_is_off_by_more_than_one_rollout(seed):
     dice = np.random.default_rng(seed)
     batch = [sample(int(length), i) for i, length in enumerate(dice.lognormal(4, 0.7, 256).clip(2, 500))]
-    shares = spread(batch, 4, TrainerConfig(micro_batch_tokens=2000), COST)
+    shares = spread(batch, 4, COST)
     work = np.array([COST([len(one) for one in share]) for share in shares])
     assert np.abs(work - work.mean()).max() <= max(COST([len(one)]) for one in batch)

@@ -14,9 +14,8 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
-from paceline.runtime.processes.frames import RpcHello
-from paceline.runtime.processes.host import TrainerHost, life
-from paceline.runtime.processes.link import RemoteTrainer
+from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost, life
+from paceline.runtime.rpc import RpcHello
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
 from paceline.util.private_folder import socket_parent
 from paceline.util.user_code import UserCodeError

@@ -2,22 +2,28 @@
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-from paceline.clients.http_client import EngineHttpClient
-from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
+import orjson
+
+from paceline.clients.remote import CONNECT_SECONDS, JSON, HttpConnection, finite_canary, in_one_piece
+from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
 from paceline.weights.folders import Folders, remove
-from paceline.weights.update import Canary, ServedPolicy, WeightUpdate
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 SCORED_AT_ONCE = 32
 SEED_BITS = (1 << 63) - 1
+ORDER_SECONDS = 900.0
+"""Longest order: all weights from a slow disk."""
+ALONE = {**JSON, "Connection": "close"}
+"""Orders come seldom, and a server that fails one resets the connection, which the next must not find open."""
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class LoadedAdapter:
     running: int = 0
 
 
-class ForeignEngine(ABC):
+class ExternalEngine(HttpConnection, Engine):
     """Speaks the `Engine` protocol to a server that knows nothing of Paceline.
 
     Adapters: each version is loaded under a name of its own and proved by its canary before any request is sent to it.
@@ -41,9 +47,23 @@ class ForeignEngine(ABC):
     be compared: the canary is the proof, and `Completion.weights` stays empty.
     """
 
-    def __init__(self, url: str, *, api_key: str | None, folder: Path, verify: bool = True) -> None:
-        self.wire = EngineHttpClient(url, api_key)
-        self.name = self.wire.url
+    remedy: ClassVar[str]
+    """What to do where its log probabilities leave the temperature out."""
+    unload_path: ClassVar[str]
+    """Where adapters are taken away."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        folder: Path,
+        verify: bool = True,
+        capacity: int = 1,
+        vocabulary: int = 1 << 31,
+    ) -> None:
+        super().__init__(url, api_key)
+        self._capacity, self._vocabulary = capacity, vocabulary
         self._folders = Folders(folder)
         self._verify = verify
         self._session = uuid.uuid4().hex[:8]
@@ -76,55 +96,27 @@ class ForeignEngine(ABC):
     async def _load_adapter(self, name: str, folder: Path) -> None: ...
 
     @abstractmethod
-    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
-        """The order that takes an adapter away."""
-
-    @abstractmethod
     async def _held(self) -> int | None:
         """The version of the whole weights as the server tells it; None if it holds none of ours."""
 
     @abstractmethod
-    async def _adapter_names(self) -> set[str]: ...
+    async def _adapter_names(self) -> Collection[str]: ...
 
     @abstractmethod
-    def start(self) -> None: ...
-
-    @abstractmethod
-    async def limits(self) -> EngineLimits: ...
-
-    @abstractmethod
-    async def stats(self) -> EngineStats: ...
-
-    @abstractmethod
-    async def pause(self) -> None: ...
-
-    @abstractmethod
-    async def resume(self) -> None: ...
-
-    @abstractmethod
-    async def sleep(self) -> None: ...
-
-    @abstractmethod
-    async def wake(self) -> None: ...
+    def _best_logprob(self, temperature: float) -> float:
+        """Of the most probable token after token 0."""
 
     # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        """One completion. A listener hears it as one piece, when it is whole."""
         self._check(request)
         await self._settled()
-        adapter = self._adapter(request.model)
-        self._enter(adapter)
-        try:
+        with self._adapter_in_use(request.model) as adapter:
             completion = await self._sample(request, adapter)
             if adapter is None:
                 await self._settled()  # what came from new weights waits until they are proved
-        finally:
-            self._leave(adapter)
         self._tokens += len(completion.token_ids)
-        if listener is not None:
-            listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
-        return completion
+        return in_one_piece(completion, listener)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
@@ -132,18 +124,14 @@ class ForeignEngine(ABC):
         if temperature != 1.0:
             raise RequestError(f"{self.name} scores at temperature 1 only, not at {temperature:g}")
         await self._settled()
-        adapter = self._adapter(model)
-        self._enter(adapter)
-        try:
-            places, name = asyncio.Semaphore(SCORED_AT_ONCE), adapter.name if adapter else None
+        places = asyncio.Semaphore(SCORED_AT_ONCE)
+        with self._adapter_in_use(model) as adapter:
 
             async def one(ids: Sequence[int]) -> list[float]:
-                async with places:  # bounded: each request before it has the wire's timeout
-                    return await self._logprobs(ids, name)
+                async with places:  # bounded: each request before it has a timeout
+                    return await self._logprobs(ids, adapter.name if adapter else None)
 
             return list(await asyncio.gather(*map(one, sequences)))
-        finally:
-            self._leave(adapter)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         if update.adapter is not None:
@@ -169,6 +157,17 @@ class ForeignEngine(ABC):
             return ServedPolicy(0, "")
         return ServedPolicy(-1 if version is None else version, "")
 
+    async def stats(self) -> EngineStats:
+        """As far as this client counts itself."""
+        return EngineStats(
+            running=self._running,
+            capacity=self._capacity,
+            tokens=self._tokens,
+            swaps=self._swaps,
+            pause_seconds=self._paused,
+            busy_seconds=self.busy_seconds,
+        )
+
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         return await self._folders.keep(update)
 
@@ -180,15 +179,23 @@ class ForeignEngine(ABC):
     def close(self) -> None:
         for adapter in self._loaded:
             with contextlib.suppress(EngineError):
-                self.wire.look(*self._unloading(adapter.name))
+                self.look(self.unload_path, {"lora_name": adapter.name})
             remove(adapter.folder)
         self._loaded.clear()
         self._folders.clear()
-        self.wire.close()
+        super().close()
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self.close)
-        await self.wire.aclose()
+        await super().aclose()
+
+    async def get(self, path: str, **more: Any) -> Any:
+        return await super().get(path, timeout=CONNECT_SECONDS, **more)
+
+    async def order(self, path: str, body: Any = None, **query: Any) -> Any:
+        """A command to the server itself."""
+        content = orjson.dumps(body) if body is not None else None
+        return await self._request("POST", path, content=content, params=query, headers=ALONE, timeout=ORDER_SECONDS)
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -227,14 +234,10 @@ class ForeignEngine(ABC):
             await self._forget(before)
 
     async def _prove(self, update: WeightUpdate, model: str | None) -> None:
-        canary = update.canary
-        if canary is None or not self._verify:
+        canary = finite_canary(update) if self._verify else None
+        if canary is None:
             return
-        if not all(map(math.isfinite, canary.logprobs)):
-            raise Mismatch(
-                f"version {update.version} gives log probabilities that are not finite: its weights are broken"
-            )
-        gap = _gap(canary, await self._logprobs(canary.token_ids, model))
+        gap = canary.gap(await self._logprobs(canary.token_ids, model))
         if not gap <= canary.tolerance:
             raise Mismatch(
                 f"version {update.version} failed its canary: log probabilities of {self.name} and trainer differ by "
@@ -243,7 +246,7 @@ class ForeignEngine(ABC):
 
     async def _forget(self, adapter: LoadedAdapter) -> None:
         with contextlib.suppress(EngineError):  # a server that was restarted does not know it
-            await self.wire.order(*self._unloading(adapter.name))
+            await self.order(self.unload_path, {"lora_name": adapter.name})
         remove(adapter.folder)
         if adapter in self._loaded:
             self._loaded.remove(adapter)
@@ -257,27 +260,33 @@ class ForeignEngine(ABC):
         if self._trouble is not None and not whatever:
             raise self._trouble
 
-    def _adapter(self, model: str) -> LoadedAdapter | None:
+    @contextlib.contextmanager
+    def _adapter_in_use(self, model: str) -> Generator[LoadedAdapter | None]:
+        """The adapter of this name, which stays loaded meanwhile; None for the model itself."""
         if model and model not in self._adapters:
             raise UnknownModel(f"no adapter `{model}` is loaded; loaded are: {', '.join(self._adapters) or 'none'}")
-        return self._adapters.get(model)
-
-    def _enter(self, adapter: LoadedAdapter | None) -> None:
+        adapter = self._adapters.get(model)
         if not self._running:
             self._since = time.monotonic()
         self._running += 1
         if adapter is not None:
             adapter.running += 1
+        try:
+            yield adapter
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._busy += time.monotonic() - self._since
+            if adapter is not None:
+                adapter.running -= 1
+                if not adapter.running and adapter not in self._adapters.values():
+                    self._last = asyncio.ensure_future(self._forget(adapter))
 
-    def _leave(self, adapter: LoadedAdapter | None) -> None:
-        self._running -= 1
-        if not self._running:
-            self._busy += time.monotonic() - self._since
-        if adapter is None:
-            return
-        adapter.running -= 1
-        if not adapter.running and adapter not in self._adapters.values():
-            self._last = asyncio.ensure_future(self._forget(adapter))
+    def _check_temperature(self) -> None:
+        """Log probabilities must be those of log_softmax(logits / temperature), as the trainer has them."""
+        cold, hot = self._best_logprob(0.5), self._best_logprob(2.0)
+        if cold < -1e-3 and abs(cold - hot) < 1e-6:
+            raise EngineError(f"{self.name} leaves the temperature out: {self.remedy}")
 
     def _check(self, request: GenerateRequest) -> None:
         if request.grammar is not None:
@@ -287,6 +296,19 @@ class ForeignEngine(ABC):
                 f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
                 "leave both out"
             )
+
+    def _limits(self, context: int) -> EngineLimits:
+        adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}
+        return EngineLimits(max_context=context, vocabulary=self._vocabulary, adapters=adapters)
+
+    def _versions(self, spans: Iterable[dict[str, Any]], count: int, adapter: LoadedAdapter | None) -> list[int]:
+        """The version that sampled each of `count` tokens: the adapter's, or that of the weights of its span."""
+        if adapter is not None:
+            return [adapter.version] * count
+        versions = [self._stamp(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        if len(versions) != count:
+            raise EngineError(f"{self.name} named the weights of {len(versions)} tokens, not of {count}")
+        return versions
 
     def _label(self, version: int) -> str:
         """The name of a version on the server, which no other run gives."""
@@ -304,7 +326,3 @@ class ForeignEngine(ABC):
         if version is None:
             raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")
         return version
-
-
-def _gap(canary: Canary, found: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(found, canary.logprobs, strict=True)) / max(1, len(found) - 1)

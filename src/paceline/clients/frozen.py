@@ -10,17 +10,18 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.http import CONNECT_SECONDS, HttpEngine
+from paceline.clients.http import HttpEngine
 from paceline.clients.pool import Pool
+from paceline.clients.remote import HttpConnection
 from paceline.config.model import ModelRef
 from paceline.config.secret import hidden
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
-from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
+from paceline.errors import EngineError, RequestError
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 TIMEOUT = 600.0
@@ -77,7 +78,7 @@ class FrozenPool(Pool):
         except TimeoutError:
             if not limit.expired():
                 raise
-            cause = "" if self._roster.serving else f" ({self._roster.trouble})"
+            cause = "" if self._registry.serving else f" ({self._registry.trouble})"
             raise EngineError(f"no answer within {seconds:g} s{cause}") from None
 
     async def aclose(self) -> None:
@@ -133,24 +134,20 @@ def _key(ref: ModelRef) -> str | None:
     return key
 
 
-class CompletionsEngine:
+class CompletionsEngine(HttpConnection, Engine):
     """Speaks what a frozen model needs of the `Engine` protocol to any OpenAI-compatible endpoint."""
 
     def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
-        self.name = url.rstrip("/").removesuffix("/v1")
-        self._model, self._key = model, api_key
+        super().__init__(url, api_key, TIMEOUT, env_proxies=True)
+        self._model = model
         self._ways = ASKING
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(TIMEOUT, connect=CONNECT_SECONDS, pool=None),
-        )
 
     # -- getting to know it -------------------------------------------------------------------------------------------
 
     async def is_paceline(self) -> bool:
         """Whether a `paceline serve` answers here, which can do more."""
         try:
-            answer = await self._ask("GET", "/limits")
+            answer = await self.get("/limits")
         except RequestError:
             return False
         return isinstance(answer, dict) and "vocabulary" in answer
@@ -163,7 +160,7 @@ class CompletionsEngine:
         except RequestError:
             ids = None  # it may only score
         if ids is None:
-            answer = await self._ask("POST", "/tokenize", {"model": self._model, "prompt": text})
+            answer = await self.post("/tokenize", {"model": self._model, "prompt": text})
             ids = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(ids, list):
             raise EngineError(
@@ -216,7 +213,7 @@ class CompletionsEngine:
         )
 
     async def policy(self) -> ServedPolicy:
-        await self._ask("GET", "/v1/models")
+        await self.get("/v1/models")
         return ServedPolicy(0, "")
 
     async def limits(self) -> EngineLimits:
@@ -225,73 +222,47 @@ class CompletionsEngine:
     async def stats(self) -> EngineStats:
         return EngineStats(capacity=1)
 
-    async def load_weights(self, update: WeightUpdate) -> float:
+    async def load_weights(self, update: WeightUpdate) -> NoReturn:
         raise EngineError(f"{self.name} is frozen: it takes no weights")
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        raise EngineError(f"{self.name} is frozen: it takes no weights")
+    keep = load_weights
 
     async def pause(self) -> None: ...
 
-    async def resume(self) -> None: ...
+    resume = sleep = wake = pause
 
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
+    def start(self) -> None: ...
 
     @property
     def busy_seconds(self) -> float:
         return 0.0
 
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
-
     # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._ask("POST", "/v1/completions", {"model": self._model, **body})
+        answer = await self.post("/v1/completions", {"model": self._model, **body})
         try:
             return dict(answer["choices"][0])
         except (LookupError, TypeError, ValueError):
             raise EngineError(f"{self.name}/v1/completions answered without a choice") from None
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        try:
-            response = await self._client.request(method, self.name + path, json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unreachable(f"{self.name} does not answer: {str(error) or type(error).__name__}") from error
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = None
-        if response.status_code == 200 and answer is not None:
-            return answer
-        # The key goes before the rest: cut in two, it would not be found.
-        told = answer.get("error", answer) if isinstance(answer, dict) else hidden(response.text, self._key)[:200]
-        told = hidden(str(told.get("message", told) if isinstance(told, dict) else told), self._key)
-        raise _kind(response.status_code)(f"{self.name}{path} answered {response.status_code}: {told}")
-
-
-def _kind(status: int) -> type[EngineError]:
-    """The error class of an HTTP status: overload passes, a request that is refused stays refused."""
-    if status in (429, 503):
-        return Overloaded
-    return RequestError if status in (400, 404, 405, 413, 422) else EngineError
+    def _read(self, response: httpx.Response) -> Any:
+        answer = super()._read(response)
+        if isinstance(answer, str):
+            words = hidden(answer, self._key)[:200]  # the key goes first: cut in two, it would not be found
+            raise EngineError(f"{self.name}{response.url.path} answered 200: {words}")
+        return answer
 
 
 def prompt_logprobs(choice: dict[str, Any], ids: Sequence[int]) -> list[float] | None:
     """The log probability of each token of the prompt, 0.0 for the first; None if the answer does not hold them."""
-    told = choice.get("prompt_logprobs")
-    if told is None:
-        told = (choice.get("logprobs") or {}).get("token_logprobs")
-    if not isinstance(told, list) or len(told) < len(ids):
+    logprobs = choice.get("prompt_logprobs")
+    if logprobs is None:
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) < len(ids):
         return None
     scores = [0.0]
-    for token, entry in zip(ids[1:], told[1 : len(ids)], strict=True):
+    for token, entry in zip(ids[1:], logprobs[1 : len(ids)], strict=True):
         if isinstance(entry, dict):  # by token id, as text, with the most probable ones beside the prompt's own
             entry = entry.get(str(token))
             entry = entry.get("logprob") if isinstance(entry, dict) else entry

@@ -1,13 +1,14 @@
 """An engine in another process, used as if it were in this one."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from socket import AF_UNIX, socket
 from typing import Any
 
-from paceline.clients.frames import (
+from paceline.clients.remote import Question, RemoteEngine
+from paceline.clients.rpc import (
     HEAD,
     Answer,
     Ask,
@@ -19,23 +20,19 @@ from paceline.clients.frames import (
     FromEngine,
     Generate,
     Load,
-    Question,
     ScoreFrame,
     Scores,
     ToEngine,
     TokensFrame,
-    as_floats,
     decode_from_engine,
     frame,
-    ints,
     opened,
     read_frame,
 )
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
 from paceline.util.private_folder import PrivateFolder
-from paceline.weights import tensors as libraries
-from paceline.weights.tensors import write_tensors
+from paceline.weights.tensors import packed, write_tensors
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import StoredTensors
 
@@ -46,23 +43,55 @@ LAID_DOWN_BYTES = 16 << 20
 seven times, in pieces of 64 KiB."""
 
 
-class EngineLink:
+class FramedEngine(RemoteEngine):
+    """Asks an engine by the messages of `rpc.py`, however they are carried."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    @abstractmethod
+    async def _send(self, message: EngineMessage) -> Any:
+        """The answer to a message; failures are raised."""
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
+    ) -> list[list[float]]:
+        asked = [list(map(int, ids)) for ids in sequences]
+        scores: Scores = await self._send(ScoreFrame(next(self._numbers), asked, temperature, model))
+        return scores.logprobs
+
+    async def policy(self) -> ServedPolicy:
+        return await self._ask("policy")
+
+    async def limits(self) -> EngineLimits:
+        return await self._ask("limits")
+
+    async def stats(self) -> EngineStats:
+        return await self._ask("stats")
+
+    async def _ask(self, what: Question) -> Any:
+        return getattr(await self._send(Ask(next(self._numbers), what)), what, None)
+
+    def _load_message(self, update: WeightUpdate, weights: bytes | list[str], delta: bytes = b"") -> Load:
+        return Load(next(self._numbers), update.version, weights, update.adapter, update.expected, update.canary, delta)
+
+
+class EngineLink(FramedEngine):
     """The asking side of a socket whose other end an `EngineHost` serves; speaks the `Engine` protocol.
 
     `start` waits for the other side's first word, without an event loop; the first call of an event loop then takes the
     socket over. Requests of one turn of the loop leave in one write.
     """
 
-    def __init__(self, door: socket, cause: Callable[[], str] = lambda: "the connection was closed") -> None:
-        self._door = door
+    def __init__(self, sock: socket, cause: Callable[[], str] = lambda: "the connection was closed") -> None:
+        super().__init__()
+        self._sock = sock
         self._cause = cause
-        self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Listener] = {}
         self._outbox: list[Any] = []
         self._reading: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[EngineError] | None = None
-        self._busy = 0.0
         self._folder: PrivateFolder | None = None
         """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
@@ -71,14 +100,16 @@ class EngineLink:
 
     def start(self) -> None:
         """Wait until the engine is ready, or say why it never will be."""
-        self._door.settimeout(START_SECONDS)
+        self._sock.settimeout(START_SECONDS)
         try:
-            hello = self._first_word()
+            body = received(self._sock)
         except TimeoutError:
             raise EngineError(f"the engine's process was not ready within {START_SECONDS:.0f} s") from None
-        self._door.settimeout(None)
-        if hello is None:
+        self._sock.settimeout(None)
+        if body is None:
             raise EngineError(f"the engine's process ended before it was ready: {self._cause()}")
+        hello = decode_from_engine(body).messages[0]
+        assert isinstance(hello, EngineHello)
         if hello.error is not None:
             raise PacelineError(hello.error)
         self.end_tokens = hello.end_tokens
@@ -87,7 +118,7 @@ class EngineLink:
         """Let go of the other side, which then ends."""
         if self._reading is not None:
             self._reading.cancel()
-        self._door.close()
+        self._sock.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -102,67 +133,31 @@ class EngineLink:
             raise
         finally:
             self._listeners.pop(number, None)
-        return done.completion()
-
-    async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
-    ) -> list[list[float]]:
-        number = next(self._numbers)
-        scores: Scores = await self._send(ScoreFrame(number, [ints(ids) for ids in sequences], temperature, model))
-        return [as_floats(score) for score in scores.logprobs]
+        return done.completion
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
         if isinstance(tensors, StoredTensors) and not tensors.deltas:
             return await self._load(update, [str(file) for file in tensors.files])
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._door.family != AF_UNIX or size < LAID_DOWN_BYTES:
-            return await self._load(update, await asyncio.to_thread(_packed, tensors))
+        if self._sock.family != AF_UNIX or size < LAID_DOWN_BYTES:
+            return await self._load(update, await asyncio.to_thread(packed, tensors))
         self._folder = self._folder or PrivateFolder()
         file = self._folder.path / f"{next(self._numbers)}.safetensors"
         try:
             try:
-                await asyncio.to_thread(_lay_down, tensors, file)
+                await asyncio.to_thread(write_tensors, tensors, file)
             except OSError:  # no room there: over the connection, then
                 file.unlink(missing_ok=True)
-                return await self._load(update, await asyncio.to_thread(_packed, tensors))
+                return await self._load(update, await asyncio.to_thread(packed, tensors))
             return await self._load(update, [str(file)])
         finally:
             file.unlink(missing_ok=True)
 
     async def _load(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
-        number = next(self._numbers)
-        message = Load(
-            number, update.version, weights, update.adapter, update.expected, update.canary, _bytes_of(update)
-        )
-        answer: Answer = await self._send(message)
+        delta = b"" if update.delta is None else update.delta.data
+        answer: Answer = await self._send(self._load_message(update, weights, delta))
         return answer.seconds
-
-    async def policy(self) -> ServedPolicy:
-        return _given((await self._ask("policy")).policy)
-
-    async def limits(self) -> EngineLimits:
-        return _given((await self._ask("limits")).limits)
-
-    async def stats(self) -> EngineStats:
-        return _given((await self._ask("stats")).stats)
-
-    async def pause(self) -> None:
-        await self._ask("pause")
-
-    async def resume(self) -> None:
-        await self._ask("resume")
-
-    async def sleep(self) -> None:
-        await self._ask("sleep")
-
-    async def wake(self) -> None:
-        await self._ask("wake")
-
-    @property
-    def busy_seconds(self) -> float:
-        """As of the last frame that came."""
-        return self._busy
 
     async def lost(self) -> EngineError:
         """Waits until the other side is gone, and tells why."""
@@ -171,17 +166,6 @@ class EngineLink:
         return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
 
     # -- the socket ---------------------------------------------------------------------------------------------------
-
-    def _first_word(self) -> EngineHello | None:
-        body = received(self._door)
-        if body is None:
-            return None
-        hello = decode_from_engine(body).messages[0]
-        assert isinstance(hello, EngineHello)
-        return hello
-
-    async def _ask(self, what: Question) -> Answer:
-        return await self._send(Ask(next(self._numbers), what))
 
     async def _send(self, message: EngineMessage) -> Any:
         self._attach()
@@ -216,7 +200,7 @@ class EngineLink:
 
     async def _read(self) -> None:
         assert self._lost is not None
-        reader, self._writer = await opened(self._door)
+        reader, self._writer = await opened(self._sock)
         self._flush()
         while (body := await read_frame(reader)) is not None:
             self._hear(decode_from_engine(body))
@@ -232,7 +216,7 @@ class EngineLink:
         for message in batch.messages:
             if isinstance(message, TokensFrame):
                 if listener := self._listeners.get(message.id):
-                    listener(message.piece())
+                    listener(message.piece)
                 continue
             answer = self._waiting.get(message.id)
             if answer is None or answer.done():
@@ -243,34 +227,17 @@ class EngineLink:
                 answer.set_result(message)
 
 
-def _bytes_of(update: WeightUpdate) -> bytes:
-    return b"" if update.delta is None else update.delta.data
-
-
-def _lay_down(tensors: Any, file: Path) -> None:
-    write_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-
-
-def _packed(tensors: Any) -> bytes:
-    return libraries.packed(tensors)
-
-
-def received(door: socket) -> bytes | None:
+def received(sock: socket) -> bytes | None:
     """The next frame's body, without an event loop; None when the other side is gone."""
-    head = _receive(door, HEAD.size)
-    return _receive(door, HEAD.unpack(head)[0]) if head else None
+    head = _receive(sock, HEAD.size)
+    return _receive(sock, HEAD.unpack(head)[0]) if head else None
 
 
-def _receive(door: socket, size: int) -> bytes | None:
+def _receive(sock: socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
-        part = door.recv(size - len(data))  # bounded: by the socket's own timeout
+        part = sock.recv(size - len(data))  # bounded: by the socket's own timeout
         if not part:
             return None
         data += part
     return bytes(data)
-
-
-def _given(value: Any) -> Any:
-    assert value is not None
-    return value

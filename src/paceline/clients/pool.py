@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.clients.registry import EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
+from paceline.clients.registry import SHAPES, EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
 from paceline.engine.base import Completion, Engine, EngineStats, GenerateRequest
 from paceline.errors import EngineError, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.util.rate_limited_logger import RateLimitedLogger
@@ -20,12 +20,10 @@ MOST_BROKEN = 2
 """Engines a request may see fail before it is taken for their killer."""
 MOST_LOST = 4
 """Connections to a healthy engine that may break under a request."""
-SHAPES = (LookupError, TypeError, ValueError, AttributeError)
-"""Errors that reading a malformed answer of a remote engine raises."""
 LONG_SECONDS = 20.0
 """A request that has waited this long is worth a word."""
 T = TypeVar("T")
-seldom = RateLimitedLogger(logging.getLogger("paceline.pool"))
+warnings = RateLimitedLogger(logging.getLogger("paceline.pool"))
 
 
 class NoEngineLeft(EngineError):
@@ -58,34 +56,36 @@ class Pool:
     """
 
     def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
-        self._roster = EngineRegistry(engines, jitter)
-        self._homes = PrefixAffinity()
+        self._registry = EngineRegistry(engines, jitter)
+        self._affinity = PrefixAffinity()
         self._unanswered = 0
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
         """One completion, within `deadline` seconds."""
         prompt = request.prompt_ids
         what = f"the request of {len(prompt)} prompt tokens, order {request.order}, noise {request.noise}"
-        errand = PendingRequest(what, len(prompt) + 1, request.model)
+        pending = PendingRequest(what, len(prompt) + 1, request.model)
 
         def route(candidates: list[PoolMember]) -> PoolMember:
             if len(candidates) == 1:
                 return candidates[0]
-            member = choose(candidates, self._homes.find(prompt))
-            self._homes.settle(prompt, member)
+            member = choose(candidates, self._affinity.find(prompt))
+            self._affinity.settle(prompt, member)
             return member
 
         async def ask(member: PoolMember) -> Completion:
-            floor = self._roster.floor(request.model)
+            floor = self._registry.floor(request.model)
             completion = await member.engine.generate(request)
-            if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
-                raise _misshapen(member, completion)
+            tokens, logprobs, versions = map(len, (completion.token_ids, completion.logprobs, completion.versions))
+            if not tokens == logprobs == versions:
+                found = f"{tokens} tokens with {logprobs} log probabilities and {versions} versions"
+                raise EngineError(f"{member.name} answered {found}")
             # An engine may have been restarted unnoticed, with the weights it began with.
-            if min(completion.versions, default=floor) < floor and await self._roster.fails(member):
+            if min(completion.versions, default=floor) < floor and await self._registry.fails(member):
                 raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
             return completion
 
-        return await self._run(errand, route, ask, deadline)
+        return await self._run(pending, route, ask, deadline)
 
     async def score(
         self,
@@ -95,38 +95,38 @@ class Pool:
         deadline: float | None = None,
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
-        errand = PendingRequest(
+        pending = PendingRequest(
             f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), model, len(sequences)
         )
         return await self._run(
-            errand, choose, lambda member: member.engine.score(sequences, temperature, model), deadline
+            pending, choose, lambda member: member.engine.score(sequences, temperature, model), deadline
         )
 
     async def load_weights(self, update: WeightUpdate) -> float:
         """Give every engine the new weights; answers with the longest pause."""
-        self._homes.forget()
-        return await self._roster.publish(update)
+        self._affinity.forget()
+        return await self._registry.publish(update)
 
     def add(self, engine: Engine) -> None:
         """A further engine takes part as soon as it holds the current weights."""
-        self._roster.add(engine)
+        self._registry.add(engine)
 
     async def policies(self) -> list[ServedPolicy]:
         """The policy that each engine in service really serves."""
-        return list(await asyncio.gather(*(member.engine.policy() for member in self._roster.serving)))
+        return list(await asyncio.gather(*(member.engine.policy() for member in self._registry.serving)))
 
     async def stats(self) -> list[EngineStats]:
         """Vital signs of each engine in service."""
-        return list(await asyncio.gather(*(member.engine.stats() for member in self._roster.serving)))
+        return list(await asyncio.gather(*(member.engine.stats() for member in self._registry.serving)))
 
     def close(self) -> None:
         """Stop looking after engines that are set aside; the engines belong to the code that made them."""
-        self._roster.close()
+        self._registry.close()
 
     @property
     def trouble(self) -> EngineError | None:
         """Why no engine serves; None while one does."""
-        return None if self._roster.serving else self._roster.trouble
+        return None if self._registry.serving else self._registry.trouble
 
     @property
     def running(self) -> int:
@@ -136,17 +136,17 @@ class Pool:
     @property
     def busy(self) -> dict[str, float]:
         """Seconds that each engine has spent computing; may be asked from any thread."""
-        return {member.name: member.engine.busy_seconds for member in list(self._roster.members)}
+        return {member.name: member.engine.busy_seconds for member in list(self._registry.members)}
 
     @property
     def busy_seconds(self) -> float:
         """Mean time the engines have spent computing."""
-        members = self._roster.members
+        members = self._registry.members
         return sum(member.engine.busy_seconds for member in members) / len(members)
 
     async def _run(
         self,
-        errand: PendingRequest,
+        pending: PendingRequest,
         route: Callable[[list[PoolMember]], PoolMember],
         ask: Callable[[PoolMember], Awaitable[T]],
         deadline: float | None,
@@ -154,109 +154,101 @@ class Pool:
         self._unanswered += 1
         try:
             if deadline is None:
-                return await self._see_through(errand, route, ask, None)
+                return await self._attempt(pending, route, ask, None)
             async with asyncio.timeout(deadline) as limit:
-                return await self._see_through(errand, route, ask, deadline)
+                return await self._attempt(pending, route, ask, deadline)
         except TimeoutError:
             if deadline is None or not limit.expired():
                 raise
-            cause = f" ({errand.trouble})" if errand.trouble else ""
+            cause = f" ({pending.trouble})" if pending.trouble else ""
             raise EngineError(f"no completion within {deadline:g} s{cause}: give it a longer deadline") from None
         finally:
             self._unanswered -= 1
 
-    async def _see_through(
+    async def _attempt(
         self,
-        errand: PendingRequest,
+        pending: PendingRequest,
         route: Callable[[list[PoolMember]], PoolMember],
         ask: Callable[[PoolMember], Awaitable[T]],
         deadline: float | None,
     ) -> T:
-        await self._roster.meet()
+        await self._registry.meet()
         while True:
-            member = route(await self._candidates(errand, deadline))
-            member.unanswered += errand.weight
+            member = route(await self._candidates(pending, deadline))
+            member.unanswered += pending.weight
             try:
                 try:
                     return await ask(member)
                 finally:
-                    member.unanswered -= errand.weight
+                    member.unanswered -= pending.weight
             except UnknownModel as error:
-                if not self._roster.forgot(member, errand.model, error):
+                if not self._registry.forgot(member, pending.model, error):
                     raise
             except RequestError:
                 raise
             except Overloaded as error:
-                errand.full.add(member)
-                errand.trouble = error
+                pending.full.add(member)
+                pending.trouble = error
             except EngineError as error:
-                await self._weigh(errand, member, error)
+                await self._retry_or_raise(pending, member, error)
             except SHAPES as error:
                 if not isinstance(member.engine, RejoiningEngine):
                     raise  # nothing came over a wire: it is a bug, and its traceback says where
                 garbled = EngineError(f"{member.name} answered what cannot be read ({type(error).__name__}: {error})")
                 garbled.__cause__ = error
-                await self._weigh(errand, member, garbled)
+                await self._retry_or_raise(pending, member, garbled)
 
-    async def _candidates(self, errand: PendingRequest, deadline: float | None) -> list[PoolMember]:
+    async def _candidates(self, pending: PendingRequest, deadline: float | None) -> list[PoolMember]:
         """Engines in service that are large enough and have not just refused; waits until there is one."""
-        members = self._roster.members
-        if len(members) == 1 and members[0].trouble is members[0].context is None and not errand.full:
+        members = self._registry.members
+        if len(members) == 1 and members[0].trouble is members[0].context is None and not pending.full:
             return members  # most runs have one engine: nothing to choose, nothing to compare
-        if all(member.context is not None and member.context < errand.length for member in members):
+        if all(member.context is not None and member.context < pending.length for member in members):
             longest = max(member.context or 0 for member in members)
-            raise RequestError(f"{errand.what} needs {errand.length} tokens, but no context holds more than {longest}")
+            raise RequestError(
+                f"{pending.what} needs {pending.length} tokens, but no context holds more than {longest}"
+            )
         while True:
-            fit = [m for m in self._roster.serving if m.context is None or m.context >= errand.length]
-            if free := [member for member in fit if member not in errand.full]:
+            fit = [m for m in self._registry.serving if m.context is None or m.context >= pending.length]
+            if free := [member for member in fit if member not in pending.full]:
                 return free
-            if self._roster.hopeless:
-                trouble = errand.trouble or self._roster.trouble
+            if self._registry.hopeless:
+                trouble = pending.trouble or self._registry.trouble
                 raise NoEngineLeft(str(trouble)) from trouble
-            await self._wait(errand, deadline)
-            errand.full.clear()
+            await self._wait(pending, deadline)
+            pending.full.clear()
 
-    async def _wait(self, errand: PendingRequest, deadline: float | None) -> None:
-        delay = self._roster.delay(errand.rounds)
-        if deadline is None and errand.waited + delay > PATIENCE_SECONDS:
-            raise errand.trouble or self._roster.trouble
-        errand.rounds += 1
-        errand.waited += delay
-        if errand.waited > LONG_SECONDS:
-            self._tell(errand)
+    async def _wait(self, pending: PendingRequest, deadline: float | None) -> None:
+        delay = self._registry.delay(pending.rounds)
+        if deadline is None and pending.waited + delay > PATIENCE_SECONDS:
+            raise pending.trouble or self._registry.trouble
+        pending.rounds += 1
+        pending.waited += delay
+        if pending.waited > LONG_SECONDS:  # all wait for the same cause, so one warning is enough
+            text = "%d requests are not answered, one of them for %.0f s because there is no room: %s"
+            if self.trouble is not None:
+                text = "%d requests wait for an engine to come back, one of them for %.0f s: %s"
+            warnings.warn(self, text, self._unanswered, pending.waited, self.trouble or pending.trouble)
         await asyncio.sleep(delay)
 
-    def _tell(self, errand: PendingRequest) -> None:
-        """Those who wait all wait for the same, so one speaks for them."""
-        trouble = self.trouble or errand.trouble
-        text = "%d requests are not answered, one of them for %.0f s because there is no room: %s"
-        if self.trouble is not None:
-            text = "%d requests wait for an engine to come back, one of them for %.0f s: %s"
-        seldom.warn(self, text, self._unanswered, errand.waited, trouble)
-
-    async def _weigh(self, errand: PendingRequest, member: PoolMember, error: EngineError) -> None:
+    async def _retry_or_raise(self, pending: PendingRequest, member: PoolMember, error: EngineError) -> None:
         """Raise the failure unless asking again is safe and may help."""
-        errand.trouble = error
+        pending.trouble = error
         try:
-            fails = await self._roster.fails(member)
+            fails = await self._registry.fails(member)
         except SHAPES:
             raise error from None  # it cannot even say what it serves
         if fails:
-            errand.broken.append(member)
+            pending.broken.append(member)
         elif isinstance(error, Unreachable):
-            errand.lost += 1
+            pending.lost += 1
         else:
             raise error  # the engine lives: this is its answer
-        if len(errand.broken) >= MOST_BROKEN:
-            names = " and ".join(broken.name for broken in errand.broken)
-            raise EngineError(f"{errand.what} is given up after {names} failed under it: {error}") from error
-        if errand.lost >= MOST_LOST:
+        if len(pending.broken) >= MOST_BROKEN:
+            names = " and ".join(broken.name for broken in pending.broken)
+            raise EngineError(f"{pending.what} is given up after {names} failed under it: {error}") from error
+        if pending.lost >= MOST_LOST:
             raise error
-
-
-def _misshapen(member: PoolMember, completion: Completion) -> EngineError:
-    counts = [len(stream) for stream in (completion.token_ids, completion.logprobs, completion.versions)]
-    return EngineError("{} answered {} tokens with {} log probabilities and {} versions".format(member.name, *counts))
 
 
 class LeaguePool(Pool):

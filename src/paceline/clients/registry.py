@@ -23,9 +23,9 @@ SLACK = 0.25
 class PoolMember:
     """An engine as the pool sees it."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, number: int) -> None:
         self.engine = engine
-        self.name = name
+        self.name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {number}"
         self.unanswered = 0
         self.capacity = 1
         self.context: int | None = None
@@ -39,11 +39,11 @@ class PoolMember:
         return (self.unanswered + 1) / self.capacity
 
 
-def choose(candidates: Sequence[PoolMember], home: PoolMember | None = None) -> PoolMember:
+def choose(candidates: Sequence[PoolMember], known: PoolMember | None = None) -> PoolMember:
     """The engine that knows the prompt's beginning, unless it is more than `SLACK` busier than the least loaded one."""
     least = min(candidates, key=lambda member: member.load)
-    if home in candidates and home is not None and home.load <= least.load + SLACK:
-        return home
+    if known in candidates and known is not None and known.load <= least.load + SLACK:
+        return known
     return least
 
 
@@ -54,27 +54,27 @@ class PrefixAffinity:
     """
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[int, PoolMember] = OrderedDict()
+        self._members: OrderedDict[int, PoolMember] = OrderedDict()
 
     def find(self, prompt: Sequence[int]) -> PoolMember | None:
         keys = _beginnings(prompt)
         for known in range(len(keys), 0, -1):
             if known * BLOCK * 2 < len(prompt):
                 return None
-            if home := self._homes.get(keys[known - 1]):
-                return home
+            if member := self._members.get(keys[known - 1]):
+                return member
         return None
 
     def settle(self, prompt: Sequence[int], member: PoolMember) -> None:
         for key in _beginnings(prompt):
-            self._homes[key] = member
-            self._homes.move_to_end(key)
-        while len(self._homes) > MOST_BEGINNINGS:
-            self._homes.popitem(last=False)
+            self._members[key] = member
+            self._members.move_to_end(key)
+        while len(self._members) > MOST_BEGINNINGS:
+            self._members.popitem(last=False)
 
     def forget(self) -> None:
         """New weights: keys and values of the old ones are never shared with new requests."""
-        self._homes.clear()
+        self._members.clear()
 
 
 def _beginnings(prompt: Sequence[int]) -> list[int]:
@@ -92,6 +92,8 @@ FIRST_DELAY, MOST_DELAY = 0.05, 2.0
 QUIET_ATTEMPTS = 15
 """About twenty seconds: an engine that is started again takes that long."""
 log = logging.getLogger("paceline.pool")
+SHAPES = (LookupError, TypeError, ValueError, AttributeError)
+"""Errors that reading a malformed answer of a remote engine raises."""
 T = TypeVar("T")
 
 
@@ -116,20 +118,17 @@ class EngineRegistry:
     """
 
     def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
-        names = [
-            engine.name if isinstance(engine, RejoiningEngine) else f"engine {i}" for i, engine in enumerate(engines)
-        ]
-        self.members = [PoolMember(engine, name) for engine, name in zip(engines, names, strict=True)]
-        self._keeper = next((engine for engine in engines if isinstance(engine, RejoiningEngine)), None)
+        self.members = [PoolMember(engine, number) for number, engine in enumerate(engines)]
+        self._copier = next((engine for engine in engines if isinstance(engine, RejoiningEngine)), None)
         self._updates: dict[str | None, WeightUpdate] = {}
         """The last update of the base (None) and of each adapter. Replaced, never changed: its identity is its age."""
         self._published: dict[str, int] = {}
         """The version of the policy ("") and of each adapter that all who serve have taken."""
-        self._nurses: dict[PoolMember, asyncio.Task[None]] = {}
-        self._meeting: asyncio.Task[None] | None = None
+        self._recoveries: dict[PoolMember, asyncio.Task[None]] = {}
+        self._meeting: asyncio.Future[list[None]] | None = None
         self._publishing = 0
         self._jitter = jitter
-        self._seldom = RateLimitedLogger(log)
+        self._warnings = RateLimitedLogger(log)
 
     @property
     def serving(self) -> list[PoolMember]:
@@ -153,19 +152,18 @@ class EngineRegistry:
 
     def add(self, engine: Engine) -> None:
         """A further engine, which serves once it answers and holds the current weights."""
-        name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {len(self.members)}"
-        member = PoolMember(engine, name)
+        member = PoolMember(engine, len(self.members))
         member.trouble = EngineError("it has not answered yet")
-        self._keeper = self._keeper or (engine if isinstance(engine, RejoiningEngine) else None)
+        self._copier = self._copier or (engine if isinstance(engine, RejoiningEngine) else None)
         self.members.append(member)
-        self._nurses[member] = asyncio.ensure_future(self._nurse(member))
+        self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
     async def meet(self) -> None:
         """Learn each engine's size, once. With one engine there is nothing to choose."""
         if len(self.members) == 1:
             return
         if self._meeting is None:
-            self._meeting = asyncio.ensure_future(self._meet_all())
+            self._meeting = asyncio.gather(*map(self._meet, self.members))
         await asyncio.shield(self._meeting)  # bounded: by CHECK_SECONDS
 
     async def fails(self, member: PoolMember) -> bool:
@@ -203,12 +201,12 @@ class EngineRegistry:
         ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
         """
         # Without a remote engine nothing is ever sent again, and what is not kept takes no memory.
-        update = kept = await self._keeper.keep(update) if self._keeper is not None else update
-        if self._keeper is None:
-            kept = dataclasses.replace(update, tensors={})
+        update = copy = await self._copier.keep(update) if self._copier is not None else update
+        if self._copier is None:
+            copy = dataclasses.replace(update, tensors={})
         before = self._updates
         name = None if update.adapter is None else update.adapter.name
-        self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
+        self._updates = dict(sorted((before | {name: copy}).items(), key=lambda item: item[0] is not None))
         # Only the next update can bring back an engine of this process.
         asked = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
         self._publishing += 1
@@ -229,19 +227,19 @@ class EngineRegistry:
 
     def close(self) -> None:
         """Ask no more after engines that are set aside."""
-        for nurse in self._nurses.values():
-            nurse.cancel()
-        self._nurses.clear()
+        for recovery in self._recoveries.values():
+            recovery.cancel()
+        self._recoveries.clear()
 
     def _set_aside(self, member: PoolMember, error: EngineError) -> None:
         if member.trouble is None:
             log.warning("%s is set aside: %s", member.name, error)
         member.trouble = error
-        nurse = self._nurses.get(member)
-        if isinstance(member.engine, RejoiningEngine) and (nurse is None or nurse.done()):
-            self._nurses[member] = asyncio.ensure_future(self._nurse(member))
+        recovery = self._recoveries.get(member)
+        if isinstance(member.engine, RejoiningEngine) and (recovery is None or recovery.done()):
+            self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
-    async def _nurse(self, member: PoolMember) -> None:
+    async def _recover(self, member: PoolMember) -> None:
         """Ask until it answers and holds the current weights."""
         attempt = 0
         while member.trouble is not None:
@@ -252,7 +250,7 @@ class EngineRegistry:
             except EngineError as error:
                 member.trouble = error
                 if attempt > QUIET_ATTEMPTS:
-                    self._seldom.warn(member, "%s has not come back yet: %s", member.name, error)
+                    self._warnings.warn(member, "%s has not come back yet: %s", member.name, error)
         log.warning("%s serves", member.name)
 
     async def _restore(self, member: PoolMember) -> None:
@@ -289,9 +287,6 @@ class EngineRegistry:
             member.trouble = None
         return float(pause)
 
-    async def _meet_all(self) -> None:
-        await asyncio.gather(*map(self._meet, self.members))
-
     async def _meet(self, member: PoolMember) -> None:
         try:
             await _asked(member, CHECK_SECONDS, self._measure(member))
@@ -314,7 +309,7 @@ async def _asked(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
         raise Unreachable(f"no answer within {seconds:g} s") from None
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except SHAPES as error:
         if not isinstance(member.engine, RejoiningEngine):
             raise
         raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.clients.external_engine import ForeignEngine, LoadedAdapter
-from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, TopLogprobs
+from paceline.clients.external_engine import ExternalEngine, LoadedAdapter
+from paceline.engine.base import Completion, EngineLimits, GenerateRequest, TopLogprobs
 from paceline.errors import EngineError, Unreachable
 
 SEED_BITS = (1 << 31) - 1
@@ -20,77 +20,48 @@ MOST_STRETCHES = 64
 """Updates that may cut one request."""
 
 
-class SglangEngine(ForeignEngine):
+class SglangEngine(ExternalEngine):
     """Attached to a server that you started; where the run trains adapters, with `--enable-lora`, their rank and their
     modules."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        folder: Path,
-        verify: bool = True,
-        capacity: int = 1,
-        vocabulary: int = 1 << 31,
-    ) -> None:
-        super().__init__(url, api_key=api_key, folder=folder, verify=verify)
-        self._capacity, self._vocabulary = capacity, vocabulary
-        self._names: set[str] = set()
+    remedy = "unset SGLANG_RETURN_ORIGINAL_LOGPROB there"
+    unload_path = "/unload_lora_adapter"
+    _names: frozenset[str] = frozenset()
 
     # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Check that an SGLang answers at this address, takes our key, and tells what the trainer needs."""
-        self.wire.look("/health")
-        if "weight_version" not in self.wire.look("/model_info"):
+        self.look("/health")
+        if "weight_version" not in self.look("/model_info"):
             raise EngineError(f"{self.name} does not name the version of its weights: take a newer SGLang")
         self._check_temperature()
 
-    def _check_temperature(self) -> None:
-        """Log probabilities must be those of log_softmax(logits / temperature), as the trainer has them."""
-
-        def best(temperature: float) -> float:
-            params = {"max_new_tokens": 1, "temperature": temperature}
-            body = {"input_ids": [0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 1}
-            (place,) = self.wire.look("/generate", body)["meta_info"]["output_top_logprobs"]
-            return float(place[0][0])
-
-        cold, hot = best(0.5), best(2.0)
-        if cold < -1e-3 and abs(cold - hot) < 1e-6:
-            raise EngineError(f"{self.name} leaves the temperature out: unset SGLANG_RETURN_ORIGINAL_LOGPROB there")
+    def _best_logprob(self, temperature: float) -> float:
+        params = {"max_new_tokens": 1, "temperature": temperature}
+        body = {"input_ids": [0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 1}
+        (place,) = self.look("/generate", body)["meta_info"]["output_top_logprobs"]
+        return float(place[0][0])
 
     async def limits(self) -> EngineLimits:
-        told = await self.wire.get("/server_info")
+        told = await self.get("/server_info")
         context = told.get("max_req_input_len") or told.get("context_length") or 1 << 30
-        adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}
-        return EngineLimits(max_context=int(context), vocabulary=self._vocabulary, adapters=adapters)
-
-    async def stats(self) -> EngineStats:
-        """Our own count: SGLang's needs `--enable-metrics`."""
-        return EngineStats(
-            running=self._running,
-            capacity=self._capacity,
-            tokens=self._tokens,
-            swaps=self._swaps,
-            pause_seconds=self._paused,
-            busy_seconds=self.busy_seconds,
-        )
+        return self._limits(int(context))
 
     async def pause(self) -> None:
-        await self.wire.order("/pause_generation", {"mode": "in_place"})
+        await self.order("/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
-        await self.wire.order("/continue_generation", {})
+        await self.order("/continue_generation", {})
 
     async def sleep(self) -> None:
         """Needs `--enable-memory-saver`."""
-        await self.wire.order("/pause_generation", {"mode": "retract"})
-        await self.wire.order("/release_memory_occupation", {"tags": ["kv_cache"]})
+        await self.order("/pause_generation", {"mode": "retract"})
+        await self.order("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def wake(self) -> None:
-        await self.wire.order("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        await self.wire.order("/continue_generation", {})
+        await self.order("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        await self.order("/continue_generation", {})
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -102,12 +73,13 @@ class SglangEngine(ForeignEngine):
         top: list[TopLogprobs] = []
         cached = 0
         for _ in range(MOST_STRETCHES):
-            answer = await self.wire.ask("/generate", _body(request, ids, adapter))
+            answer = await self.post("/generate", _body(request, ids, adapter))
             meta = answer["meta_info"]
             found = meta.get("output_token_logprobs") or []
             ids += [int(entry[1]) for entry in found]
             logprobs += [float(entry[0]) for entry in found]
-            versions += self._versions(meta, len(found), adapter)
+            whole = {"version": meta["weight_version"], "start": 0, "end": len(found)} if adapter is None else {}
+            versions += self._versions(meta.get("weight_versions") or [whole], len(found), adapter)
             if request.top_logprobs:
                 top += [[(int(e[1]), float(e[0])) for e in place] for place in meta.get("output_top_logprobs") or []]
             cached = cached or int(meta.get("cached_tokens") or 0)
@@ -128,16 +100,6 @@ class SglangEngine(ForeignEngine):
             )
         raise Unreachable(f"{self.name} cut a request {MOST_STRETCHES} times")
 
-    def _versions(self, meta: dict[str, Any], count: int, adapter: LoadedAdapter | None) -> list[int]:
-        if adapter is not None:
-            return [adapter.version] * count
-        alone = {"version": meta["weight_version"], "start": 0, "end": count}
-        spans: list[dict[str, Any]] = meta.get("weight_versions") or [alone]
-        versions = [self._stamp(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        if len(versions) != count:
-            raise EngineError(f"{self.name} named the weights of {len(versions)} tokens, not of {count}")
-        return versions
-
     async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
         body: dict[str, Any] = {
             "input_ids": list(ids),
@@ -145,7 +107,7 @@ class SglangEngine(ForeignEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self.wire.ask("/generate", body | ({"lora_path": model} if model else {}))
+        answer = await self.post("/generate", body | ({"lora_path": model} if model else {}))
         told = answer["meta_info"]["input_token_logprobs"]
         if [int(entry[1]) for entry in told] != list(ids):
             raise EngineError(f"{self.name} scored other tokens than it was given")
@@ -155,30 +117,27 @@ class SglangEngine(ForeignEngine):
 
     async def _replace(self, folder: Path, version: int) -> float:
         began = time.monotonic()
-        await self.wire.order("/pause_generation", {"mode": "abort"})
+        await self.order("/pause_generation", {"mode": "abort"})
         body = {"model_path": str(folder), "weight_version": self._label(version), "flush_cache": True}
-        answer = await self.wire.order("/update_weights_from_disk", body)
+        answer = await self.order("/update_weights_from_disk", body)
         if not answer["success"]:
             raise EngineError(f"{self.name} did not take version {version}: {answer.get('message')}")
-        await self.wire.order("/flush_cache")
-        await self.wire.order("/continue_generation", {})
+        await self.order("/flush_cache")
+        await self.order("/continue_generation", {})
         return time.monotonic() - began
 
     async def _load_adapter(self, name: str, folder: Path) -> None:
-        answer = await self.wire.order("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        answer = await self.order("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         if not answer["success"]:
             raise EngineError(f"{self.name} did not take an adapter: {answer.get('error_message')}")
-        self._names = set(answer.get("loaded_adapters") or {name})
-
-    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
-        return "/unload_lora_adapter", {"lora_name": name}
+        self._names = frozenset(answer.get("loaded_adapters") or {name})
 
     async def _held(self) -> int | None:
-        return self._version_of(str((await self.wire.get("/model_info"))["weight_version"]))
+        return self._version_of(str((await self.get("/model_info"))["weight_version"]))
 
-    async def _adapter_names(self) -> set[str]:
+    async def _adapter_names(self) -> frozenset[str]:
         """As of the last load: SGLang lists them then. A server that was restarted refuses the name."""
-        await self.wire.get("/model_info")
+        await self.get("/model_info")
         return self._names
 
 

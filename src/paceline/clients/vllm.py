@@ -1,7 +1,7 @@
 """A vLLM server as the policy's engine, by its own calls for reinforcement learning.
 
 It must be started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out` and `--logprobs-mode processed_logprobs`, and for
-adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora`; `paceline.clients.launched` does.
+adapters with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora`; `VllmProcess` does.
 
 Tokens go in and come out at `/inference/v1/generate`, whose answers say which weights sampled which tokens
 (`weight_versions`). So requests may live through an update: they are frozen, the weights are read from a folder
@@ -9,16 +9,27 @@ Tokens go in and come out at `/inference/v1/generate`, whose answers say which w
 from.
 """
 
+import asyncio
+import contextlib
 import json
+import os
 import re
+import secrets
+import signal
+import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.clients.external_engine import SEED_BITS, ForeignEngine, LoadedAdapter
+import httpx
+
+from paceline.clients.external_engine import SEED_BITS, ExternalEngine, LoadedAdapter
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, TopLogprobs
 from paceline.errors import EngineError, RequestError, Unreachable
+from paceline.util.process_exit import free_port
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 GENERATE = "/inference/v1/generate"
 COLDEST = 0.01
@@ -26,40 +37,31 @@ COLDEST = 0.01
 METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
-class VllmEngine(ForeignEngine):
+class VllmEngine(ExternalEngine):
     """`on_swap` is as for the embedded engine: requests that live through an update of whole weights go on with the
     keys and values they have, or these are computed anew. Prefixes are shared under the version a request was sent at,
     never across. `tied` names the embedding that is the trainer's output layer too."""
 
+    remedy = "add --logprobs-mode processed_logprobs"
+    unload_path = "/v1/unload_lora_adapter"
+
     def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        folder: Path,
-        tied: str | None = None,
-        verify: bool = True,
-        recompute: bool = False,
-        capacity: int = 1,
-        vocabulary: int = 1 << 31,
-        priority: bool = False,
+        self, url: str, *, tied: str | None = None, recompute: bool = False, priority: bool = False, **shared: Any
     ) -> None:
-        super().__init__(url, api_key=api_key, folder=folder, verify=verify)
-        self._tied = tied
-        self._recompute, self._priority = recompute, priority
-        self._capacity, self._vocabulary = capacity, vocabulary
+        super().__init__(url, **shared)
+        self._tied, self._recompute, self._priority = tied, recompute, priority
         self._model = ""
 
     # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Check that a vLLM answers at this address, takes our key, and was started as a run needs it."""
-        self.wire.look("/health")
-        card = next(card for card in self.wire.look("/v1/models")["data"] if not card.get("parent"))
+        self.look("/health")
+        card = next(card for card in self.look("/v1/models")["data"] if not card.get("parent"))
         self._model = card["id"]
         self._folders.head = self._tied if _apart(Path(card["root"])) else None
         try:
-            self.wire.look("/weight_info")
+            self.look("/weight_info")
         except EngineError as error:
             raise EngineError(
                 f"{self.name} does not offer vLLM's calls for training (vLLM 0.32 does): start it with "
@@ -67,54 +69,42 @@ class VllmEngine(ForeignEngine):
             ) from error
         self._check_temperature()
 
-    def _check_temperature(self) -> None:
-        """Log probabilities must be those of log_softmax(logits / temperature), as the trainer has them."""
-
-        def best(temperature: float) -> float:
-            params = {"max_tokens": 1, "temperature": temperature, "logprobs": 1, "detokenize": False}
-            answer = self.wire.look(GENERATE, self._body([0], None) | {"sampling_params": params})
-            (place,) = answer["choices"][0]["logprobs"]["content"]
-            return max(entry["logprob"] for entry in place["top_logprobs"])
-
-        cold, hot = best(0.5), best(2.0)
-        if cold < -1e-3 and abs(cold - hot) < 1e-6:
-            raise EngineError(f"{self.name} leaves the temperature out: add --logprobs-mode processed_logprobs")
+    def _best_logprob(self, temperature: float) -> float:
+        params = {"max_tokens": 1, "temperature": temperature, "logprobs": 1, "detokenize": False}
+        answer = self.look(GENERATE, self._body([0], None) | {"sampling_params": params})
+        (place,) = answer["choices"][0]["logprobs"]["content"]
+        return max(entry["logprob"] for entry in place["top_logprobs"])
 
     async def limits(self) -> EngineLimits:
-        cards = (await self.wire.get("/v1/models"))["data"]
-        context = next(card["max_model_len"] for card in cards if not card.get("parent"))
-        adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}
-        return EngineLimits(max_context=context, vocabulary=self._vocabulary, adapters=adapters)
+        cards = (await self.get("/v1/models"))["data"]
+        return self._limits(next(card["max_model_len"] for card in cards if not card.get("parent")))
 
     async def stats(self) -> EngineStats:
-        told = _metrics(await self.wire.get("/metrics"))
-        return EngineStats(
+        told = _metrics(await self.get("/metrics"))
+        return replace(
+            await super().stats(),
             running=int(told.get("num_requests_running", 0)),
             waiting=int(told.get("num_requests_waiting", 0)),
-            capacity=self._capacity,
             tokens=int(told.get("generation_tokens_total", self._tokens)),
             prompt_tokens=int(told.get("prompt_tokens_total", 0)),
             cached_tokens=int(told.get("prompt_tokens_cached_total", 0)),
             preempted=int(told.get("num_preemptions_total", 0)),
-            swaps=self._swaps,
-            pause_seconds=self._paused,
-            busy_seconds=self.busy_seconds,
             cache_used=told.get("kv_cache_usage_perc", 0.0),
-            asleep=bool((await self.wire.get("/is_sleeping"))["is_sleeping"]),
+            asleep=bool((await self.get("/is_sleeping"))["is_sleeping"]),
         )
 
     async def pause(self) -> None:
-        await self.wire.order("/pause", mode="keep", clear_cache="false")
+        await self.order("/pause", mode="keep", clear_cache="false")
 
     async def resume(self) -> None:
-        await self.wire.order("/resume")
+        await self.order("/resume")
 
     async def sleep(self) -> None:
         """Needs `--enable-sleep-mode`; on a CPU vLLM only pauses."""
-        await self.wire.order("/sleep", level=1, mode="keep")
+        await self.order("/sleep", level=1, mode="keep")
 
     async def wake(self) -> None:
-        await self.wire.order("/wake_up")
+        await self.order("/wake_up")
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +115,7 @@ class VllmEngine(ForeignEngine):
         body["sampling_params"] = _params(request)
         if self._priority:
             body["priority"] = request.order
-        answer = await self.wire.ask(GENERATE, body)
+        answer = await self.post(GENERATE, body)
         choice = answer["choices"][0]
         if choice["finish_reason"] not in ("stop", "length"):
             raise Unreachable(f"{self.name} gave a request up ({choice['finish_reason']})")
@@ -144,7 +134,7 @@ class VllmEngine(ForeignEngine):
 
     async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self.wire.ask(GENERATE, self._body(ids, model) | {"sampling_params": params})
+        answer = await self.post(GENERATE, self._body(ids, model) | {"sampling_params": params})
         told = answer["prompt_logprobs"]
         return [0.0, *(told[place][str(ids[place])]["logprob"] for place in range(1, len(ids)))]
 
@@ -153,42 +143,31 @@ class VllmEngine(ForeignEngine):
         salt = {} if model else {"cache_salt": self._label(self._version or 0)}
         return {"token_ids": list(ids), "model": model or self._model or None, **salt}
 
-    def _versions(self, spans: Iterable[dict[str, Any]], count: int, adapter: LoadedAdapter | None) -> list[int]:
-        if adapter is not None:
-            return [adapter.version] * count
-        versions = [self._stamp(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        if len(versions) != count:
-            raise EngineError(f"{self.name} named the weights of {len(versions)} tokens, not of {count}")
-        return versions
-
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, folder: Path, version: int) -> float:
         began = time.monotonic()
-        await self.wire.order("/pause", mode="keep", clear_cache=str(self._recompute).lower())
+        await self.order("/pause", mode="keep", clear_cache=str(self._recompute).lower())
         try:
             loaded = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self.wire.order("/collective_rpc", loaded)
-            await self.wire.order("/update_weight_version", {"new_version": self._label(version)})
-            await self.wire.order("/reset_prefix_cache")
+            await self.order("/collective_rpc", loaded)
+            await self.order("/update_weight_version", {"new_version": self._label(version)})
+            await self.order("/reset_prefix_cache")
         except EngineError:
             # It is left without weights, and a step on none would end it: no request may resume.
-            await self.wire.order("/abort_requests", {})
+            await self.order("/abort_requests", {})
             raise
-        await self.wire.order("/resume")
+        await self.order("/resume")
         return time.monotonic() - began
 
     async def _load_adapter(self, name: str, folder: Path) -> None:
-        await self.wire.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-
-    def _unloading(self, name: str) -> tuple[str, dict[str, str]]:
-        return "/v1/unload_lora_adapter", {"lora_name": name}
+        await self.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     async def _held(self) -> int | None:
-        return self._version_of((await self.wire.get("/weight_info"))["weight_version"])
+        return self._version_of((await self.get("/weight_info"))["weight_version"])
 
     async def _adapter_names(self) -> set[str]:
-        return {card["id"] for card in (await self.wire.get("/v1/models"))["data"]}
+        return {card["id"] for card in (await self.get("/v1/models"))["data"]}
 
 
 def _apart(source: Path) -> bool:
@@ -221,3 +200,150 @@ def _metrics(text: str) -> dict[str, float]:
     for name, value in METRIC.findall(text):
         told[name] = told.get(name, 0.0) + float(value)
     return told
+
+
+GUARD = Path(__file__).parent / "guard"
+POLL_SECONDS = 0.5
+STOP_SECONDS = 30.0
+MOST_STARTS = 4
+"""A server that dies more often than this is not started again."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes as the highest rank of an adapter."""
+
+
+@dataclass(slots=True)
+class VllmProcess:
+    """One server on a loopback port, with a key of its own and its log in a file."""
+
+    python: str
+    arguments: Sequence[str]
+    log: Path
+    settings: dict[str, str]
+    seconds: float
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    port: int = field(default_factory=free_port)
+    starts: int = 0
+    _process: "subprocess.Popen | None" = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def dead(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def begin(self) -> None:
+        """Start it, without waiting until it can be asked."""
+        self.starts += 1
+        places = [str(GUARD), os.environ.get("PYTHONPATH", "")]
+        ours = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_API_KEY": self.key,  # not as an argument, which every user of the machine can read
+            "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        }
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--middleware", "paceline_guard.Guard", *self.arguments]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.log.open("a", encoding="utf-8") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **ours, **self.settings},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the run, which ends it in its own time
+                )
+        except OSError as error:
+            raise EngineError(f"vLLM cannot be started with {self.python}: {error.strerror}") from error
+
+    async def answers(self) -> None:
+        """Wait until it can be asked; raises if it does not come up."""
+        deadline = time.monotonic() + self.seconds
+        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                if self.dead:
+                    words = self._last_words()
+                    raise EngineError(f"vLLM ended before it could be asked: {words} (all of it: {self.log})")
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get("/health")).is_success:
+                        return
+                await asyncio.sleep(POLL_SECONDS)  # bounded: by the deadline
+        raise EngineError(
+            f"vLLM did not answer within {self.seconds:g} s: see {self.log}, or raise engine.launch.seconds"
+        )
+
+    def revive(self) -> None:
+        """Start a dead one again, a few times at most."""
+        if self.dead and self.starts < MOST_STARTS:
+            if self._process is not None:
+                _end_group(self._process)
+            self.begin()
+
+    def end(self) -> None:
+        """Ask it to stop, and end all of its processes if it does not."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        _end_group(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")
+
+
+class LaunchedVllm(VllmEngine):
+    """A vLLM that belongs to this run: started with it, started again when it dies, ended with it."""
+
+    def __init__(self, process: VllmProcess, **more: Any) -> None:
+        super().__init__(process.url, api_key=process.key, priority=True, **more)
+        self._process = process
+        self._met = False
+
+    def start(self) -> None:
+        """Begin only: it takes long to come up, and the first update waits for it without blocking the event loop."""
+        self._process.begin()
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        if not self._met:
+            await self._process.answers()
+            await asyncio.to_thread(super().start)
+            self._met = True
+        return await super().load_weights(update)
+
+    async def policy(self) -> ServedPolicy:
+        self._process.revive()
+        return await super().policy()
+
+    async def limits(self) -> EngineLimits:
+        """While a server is gone the pool asks for this again and again."""
+        self._process.revive()
+        return await super().limits()
+
+    def close(self) -> None:
+        self._process.end()
+        super().close()
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """Workers that outlived their server too."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def lora_rank(rank: int) -> int:
+    """The smallest highest rank that vLLM knows and that has room for ours."""
+    found = next((known for known in RANKS if known >= rank), None)
+    if found is None:
+        raise EngineError(f"vLLM serves adapters of rank {RANKS[-1]} at most, not {rank}: lower model.lora.rank")
+    return found

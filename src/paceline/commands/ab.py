@@ -25,10 +25,10 @@ from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.league_checkpoints import members
-from paceline.runtime.local import Placed, seated, share_cores
-from paceline.runtime.model_backends import ModelBackend, kit_of, with_settled_dtype
+from paceline.runtime.local import Placed, share_cores, with_sections, with_trainer
+from paceline.runtime.model_backends import ModelBackend, load_backend, with_settled_dtype
 from paceline.runtime.preflight import refuse_unready
-from paceline.runtime.session import Given, Led, Placement, conduct_all
+from paceline.runtime.session import Given, Placement, RunSession, run_sessions
 from paceline.runtime.signals import USER, Signals
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
@@ -187,8 +187,8 @@ def compare(
     signals = Signals()
     duel = Duel({arm: Path(c.runs) / c.name for arm, c in arms.items()}, screen, signals if until_real else None)
     with _shared(arms) as house:
-        led = [Led(c, house.placement(arm), [duel.corner(arm)]) for arm, c in arms.items()]
-        results = conduct_all(led, overwrite=overwrite, signals=signals)
+        sessions = [RunSession(c, house.placement(arm), [duel.corner(arm)]) for arm, c in arms.items()]
+        results = run_sessions(sessions, overwrite=overwrite, signals=signals)
     duel.conclude()
     ends = {result.outcome.status for result in results}
     return 1 if "failed" in ends else 130 if any(result.outcome.message == USER for result in results) else 0
@@ -214,7 +214,7 @@ def check(arms: Mapping[str, RunConfig]) -> None:
 class _House:
     """The model, tokenizer and engine that both arms share."""
 
-    kit: ModelBackend
+    backend: ModelBackend
     tokenizer: PreTrainedTokenizerBase
     engine: DecodingEngine
 
@@ -227,9 +227,9 @@ class _House:
             courses = lay_out(config, given)
             if members(courses):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
-            config = share_cores(config, self.kit.parameters)
-            with seated(
-                self.kit, self.tokenizer, config, dumps, courses, Pool([AdapterView(self.engine, arm)])
+            config = share_cores(config, self.backend.parameters)
+            with with_trainer(
+                self.backend, self.tokenizer, config, dumps, courses, Pool([AdapterView(self.engine, arm)])
             ) as parts:
                 yield parts
 
@@ -240,16 +240,13 @@ class _House:
 def _shared(arms: Mapping[str, RunConfig]) -> Generator[_House]:
     config = next(iter(arms.values()))
     assert config.model.lora is not None
-    kit = kit_of(config)
-    slots = {
-        "adapters": max(len(arms), config.engine.adapters),
-        "adapter_rank": max(config.model.lora.rank, config.engine.adapter_rank),
-    }
-    config = config.model_copy(update={"engine": config.engine.model_copy(update=slots)})
-    engine = kit.engine(share_cores(config, kit.parameters))
+    backend = load_backend(config)
+    rank = max(config.model.lora.rank, config.engine.adapter_rank)
+    config = with_sections(config, engine={"adapters": max(len(arms), config.engine.adapters), "adapter_rank": rank})
+    engine = backend.engine(share_cores(config, backend.parameters))
     try:
         engine.start()
-        with kit.at_work(), quick_handover(kit.device):
-            yield _House(kit, load_tokenizer(config.model), engine)
+        with backend.at_work(), quick_handover(backend.device):
+            yield _House(backend, load_tokenizer(config.model), engine)
     finally:
         engine.close()

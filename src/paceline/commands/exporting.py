@@ -107,11 +107,11 @@ def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, 
 
 
 def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
-    from paceline.runtime.mlx_kit import MlxKit
+    from paceline.runtime.model_backends import MlxBackend
 
     if dtype is not None:
         raise PacelineError('--dtype needs backend = "torch": with mlx an export keeps the checkpoint\'s type')
-    trainer = MlxKit(config).trainer(config, folder)
+    trainer = MlxBackend(config).trainer(config, folder)
     try:
         asyncio.run(_load_and_export(trainer, checkpoint, folder, config))
     finally:

@@ -35,6 +35,8 @@ from paceline.observe.monitor import RunDirectory
 from paceline.observe.record import Gone, Query, RunFolder, open_run
 from paceline.observe.record.layout import REPLAYED, SKIPPED, TRAINED
 from paceline.orchestrator import Checkpoints
+from paceline.runtime.local import with_sections
+from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.critic import cut
@@ -258,8 +260,7 @@ def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator
     torch.manual_seed(config.seed)
     model = attach_lora(load_model(config.model), config.model, config.seed)
     # A bad step is what is being looked at: it must not end the looking.
-    c = config.trainer.model_copy(update={"on_bad_step": "skip", "max_bad_steps": 1 << 30})
-    trainer = TorchTrainer(model, c, total_steps=config.steps, fp32_head=config.model.fp32_head)
+    trainer = torch_trainer(with_sections(config, trainer={"on_bad_step": "skip", "max_bad_steps": 1 << 30}), model)
     try:
         checkpoint = _before(directory, step)
         if checkpoint is not None:

@@ -210,8 +210,7 @@ class WeightApplier(ABC):
 
     def check_canary(self, canary: Canary, model: str) -> None:
         """The trainer's log probabilities of a short prompt must be found again."""
-        mine = self.logprobs(canary.token_ids, model)
-        gap = sum(abs(a - b) for a, b in zip(mine, canary.logprobs, strict=True)) / max(1, len(mine) - 1)
+        gap = canary.gap(self.logprobs(canary.token_ids, model))
         allowed = max(canary.tolerance, self.rounding)
         if not gap <= allowed:
             raise Mismatch(

@@ -183,10 +183,28 @@ def with_memory(hardware: Hardware, memory: str | None) -> Hardware:
     return replace(hardware, card=replace(hardware.card, memory=size), origin=f"{hardware.origin}, memory given")
 
 
+SMALL_MODEL = 20_000_000
+"""Parameters below which the engine decodes on one core: its products are too short to wake a second thread for."""
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def split_threads(cores: int, parameters: int, at_once: bool) -> tuple[int, int]:
+    """Threads of an engine and a trainer: all cores for each if they take turns, a part for each if they run at once.
+
+    >>> split_threads(8, 10**9, at_once=False), split_threads(8, 10**9, at_once=True), split_threads(8, 10**6, True)
+    ((8, 8), (4, 4), (1, 7))
+    """
+    engine = 1 if parameters < SMALL_MODEL else max(1, cores // 2) if at_once else cores
+    return engine, max(1, cores - engine) if at_once else cores
+
+
 def found(device: str = "auto", seconds: float = 0.3, backend: str = "torch") -> Hardware:
     """This machine: its GPUs if it has any and the run may use them, else its cores, whose speed is measured for
     `seconds`; where the run computes with mlx, the memory its GPU may take."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     host, load = _host_memory(), os.getloadavg()[0]
     if on_mlx(backend):
         return replace(mac(host, "found"), cores=cores, load=load)

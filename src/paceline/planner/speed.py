@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
-from paceline.planner.hardware import Hardware
+from paceline.planner.hardware import Hardware, split_threads
 from paceline.planner.layout import BYTES, PlannedLayout
 from paceline.planner.measured import ADAPTED, CONDUCTED, DETERMINISTIC, OVER_HTTP, RANKS, Reach, reach
 from paceline.planner.memory import MemoryPlan, Way
 from paceline.planner.shape import ModelShape
 from paceline.planner.work import Work, teachers
-
-SMALL_MODEL = 20_000_000
-"""Parameters below which the engine decodes on one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +48,10 @@ class Speeds:
 
     def _cores(self) -> tuple[float, float]:
         """Shares of the cores, as the local placement deals them out."""
-        cores, alone = self.hardware.cores, self.c.staleness == 0
-        engine = 1 if self.shape.parameters < SMALL_MODEL else cores if alone else max(1, cores // 2)
-        engine = self.c.engine.threads or engine
-        trainer = self.c.trainer.threads or (cores if alone else max(1, cores - engine))
-        return min(1.0, engine / cores), min(1.0, trainer / cores)
+        cores = self.hardware.cores
+        engine, trainer = split_threads(cores, self.shape.parameters, self.c.staleness > 0)
+        given = self.c.engine.threads or engine, self.c.trainer.threads or trainer
+        return min(1.0, given[0] / cores), min(1.0, given[1] / cores)
 
     # -- engine -----------------------------------------------------------------------------------------------------
 

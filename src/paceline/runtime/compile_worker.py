@@ -21,8 +21,8 @@ from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.model import ATTENTION, attach_lora
 from paceline.model.support import without_dropout
-from paceline.runtime.torch_kit import engine_for
-from paceline.trainer import TorchTrainer
+from paceline.runtime.local import with_sections
+from paceline.runtime.torch_backend import engine_for, torch_trainer
 from paceline.util.process_exit import end_with_parent
 
 LAYERS = 2
@@ -56,8 +56,7 @@ def blank_model(spec: dict[str, Any]) -> PreTrainedModel:
 
 
 def compile_engine(spec: dict[str, Any], config: RunConfig) -> None:
-    changes = {"compile": True, "cache_gib": 0.25}
-    config = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
+    config = with_sections(config, engine={"compile": True, "cache_gib": 0.25})
     engine = engine_for(blank_model(spec).requires_grad_(False), config)
     try:
         engine.start()
@@ -66,11 +65,9 @@ def compile_engine(spec: dict[str, Any], config: RunConfig) -> None:
 
 
 def compile_trainer(spec: dict[str, Any], config: RunConfig) -> None:
-    settings = config.trainer.model_copy(
-        update={"compile": True, "micro_batch_tokens": SAMPLES * TOKENS, "critic": None}
-    )
+    changes = {"compile": True, "micro_batch_tokens": SAMPLES * TOKENS, "critic": None}
     model = attach_lora(blank_model(spec), config.model, seed=0)
-    trainer = TorchTrainer(model, settings, fp32_head=config.model.fp32_head)
+    trainer = torch_trainer(with_sections(config, trainer=changes), model)
     try:
         asyncio.run(trainer.step([_sample()] * SAMPLES))
     finally:

@@ -23,7 +23,7 @@ from paceline.model.source import resolve
 from paceline.rollout import RecordingServer, SamplingClient, SessionMap
 from paceline.rollout.endpoint import Endpoint, EndpointTable
 from paceline.rollout.seat import Guests
-from paceline.runtime.local import renderer_of
+from paceline.runtime.local import recording_server, renderer_of, sampling_clients, with_sections
 from paceline.runtime.model_backends import checkpoint_compute_dtype, with_settled_dtype
 from paceline.runtime.serving import embedded
 from paceline.trainer.files import is_checkpoint as is_checkpoint
@@ -75,11 +75,11 @@ def open_house(
 ) -> Generator[EpisodeRuntime]:
     """Tokens are exact with the model in this process, and with a `paceline serve` of that very model. Any other
     endpoint is asked in words. The model in this process may speak with the weights of one of the run's checkpoints."""
-    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
+    recorder = recording_server(config)
     config = with_settled_dtype(config, checkpoint)
     if address is None:
-        room = config.engine.model_copy(update={"max_running": min(config.engine.max_running, concurrency)})
-        with embedded(config.model_copy(update={"engine": room})) as (engine, ends):
+        room = {"max_running": min(config.engine.max_running, concurrency)}
+        with embedded(with_sections(config, engine=room)) as (engine, ends):
             if checkpoint is not None:
                 asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, on_mlx(config.backend))))
             yield _exact(engine, load_tokenizer(config.model), ends, config.model, sampling, recorder)
@@ -151,8 +151,8 @@ def _exact(
     sampling: SamplingConfig,
     recorder: RecordingServer,
 ) -> EpisodeRuntime:
-    stops = frozenset((*ends, *sampling.stop_token_ids))
-    voice = SamplingClient(Pool([engine]), renderer_of(tokenizer, ends, model, "warn"), sampling, stops, recorder)
+    renderer = renderer_of(tokenizer, ends, model, "warn")
+    voice = sampling_clients(Pool([engine]), renderer, ends, recorder)(sampling)
 
     async def close() -> None:
         await voice.close()

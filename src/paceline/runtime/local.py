@@ -1,10 +1,10 @@
 """The `local` placement: engine and trainer in this process."""
 
-import os
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,18 +14,17 @@ from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.config.inference import NAMES, SamplingConfig
 from paceline.config.model import ModelConfig, ModelRef
+from paceline.engine.base import Engine
 from paceline.envs import Environment
 from paceline.model import load_tokenizer, quick_handover
 from paceline.orchestrator import TrainEnv, lay_out
 from paceline.orchestrator.league_checkpoints import members
+from paceline.planner.hardware import split_threads, usable_cores
 from paceline.rollout import RecordingServer, Renderer, SamplingClient
 from paceline.rollout.known import make_renderer
 from paceline.rollout.render import Dropped
-from paceline.runtime.model_backends import ModelBackend, kit_of
+from paceline.runtime.model_backends import ModelBackend, load_backend
 from paceline.trainer import Trainer
-
-SMALL_MODEL = 20_000_000
-"""Parameters below which one core decodes as fast as several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,13 @@ class Placed:
     voice: Callable[[SamplingConfig], SamplingClient]
     device: str
     parameters: int
-    past: LeaguePool | None = None
-    """The pool once more, where an environment has a league."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
     """Finds frozen models, where the placement serves some itself."""
+
+    @property
+    def past(self) -> LeaguePool | None:
+        """The pool once more, where an environment has a league."""
+        return self.pool if isinstance(self.pool, LeaguePool) else None
 
 
 @contextmanager
@@ -54,12 +56,11 @@ def local(
     courses = lay_out(config, environments)
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
-    kit = kit_of(config)
+    backend = load_backend(config)
     phase("starting the engine")
-    past = sum(member.league.size for member in members(courses))
-    config = share_cores(make_room_for_adapters(config, past), kit.parameters)
-    engine = kit.foreign(config, tokenizer, dumps.parent) or kit.engine(config)
-    with_past = LeaguePool([engine], lambda: kit.engine(config)) if past else None
+    past = past_versions(courses)
+    config = share_cores(make_room_for_adapters(config, past), backend.parameters)
+    engine = backend.external_engine(config, tokenizer, dumps.parent) or backend.engine(config)
 
     def ready() -> None:
         engine.start()
@@ -67,17 +68,17 @@ def local(
             phase(f"waiting for {NAMES[config.engine.backend]}")
 
     try:
-        pool = with_past or Pool([engine])
-        seats = seated(kit, tokenizer, config, dumps, courses, pool, ready, engine.close)
-        with seats as parts, kit.at_work(), quick_handover(kit.device):
+        pool = pool_of([engine], past, lambda: backend.engine(config))
+        placing = with_trainer(backend, tokenizer, config, dumps, courses, pool, ready, engine.close)
+        with placing as parts, backend.at_work(), quick_handover(backend.device):
             yield parts
     finally:
         engine.close()  # once more, where no trainer could be made beside it
 
 
 @contextmanager
-def seated(
-    kit: ModelBackend,
+def with_trainer(
+    backend: ModelBackend,
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,
     dumps: Path,
@@ -88,22 +89,45 @@ def seated(
 ) -> Generator[Placed]:
     """A trainer beside a pool, and sampling clients for episodes. `ready` is called once the trainer is built, `done`
     before it is closed: its last step may take long, and no episode samples for it any more."""
-    ends = kit.ends(tokenizer)
-    renderer = renderer_of(tokenizer, ends, config.model)
-    trainer = kit.trainer(config, dumps)
-    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
-
-    def voice(sampling: SamplingConfig) -> SamplingClient:
-        return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder)
-
+    voice = policy_clients(config, pool, tokenizer, backend.ends(tokenizer))
+    trainer = backend.trainer(config, dumps)
     try:
         ready()
-        past = pool if isinstance(pool, LeaguePool) else None
-        yield Placed(pool, trainer, tokenizer, courses, voice, kit.device, kit.parameters, past)
+        yield Placed(pool, trainer, tokenizer, courses, voice, backend.device, backend.parameters)
     finally:
         pool.close()
         done()
         trainer.close()
+
+
+def past_versions(courses: dict[str, TrainEnv]) -> int:
+    """Versions that the leagues of a run keep beside the policy."""
+    return sum(member.league.size for member in members(courses))
+
+
+def pool_of(engines: Sequence[Engine], past: int, make: Callable[[], Engine]) -> Pool:
+    """A pool of a run's engines. For a league, `make` gives the engine of a past version that is a whole model."""
+    return LeaguePool(engines, make) if past else Pool(engines)
+
+
+def policy_clients(
+    config: RunConfig, pool: Pool, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> Callable[[SamplingConfig], SamplingClient]:
+    """Makes clients that render and record as the run file says."""
+    return sampling_clients(pool, renderer_of(tokenizer, ends, config.model), ends, recording_server(config))
+
+
+def sampling_clients(
+    pool: Pool, renderer: Renderer, ends: Sequence[int], recorder: RecordingServer | None = None
+) -> Callable[[SamplingConfig], SamplingClient]:
+    """Makes clients that stop at the tokens that end a turn, and at those of their own config."""
+    return lambda sampling: SamplingClient(
+        pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder
+    )
+
+
+def recording_server(config: RunConfig) -> RecordingServer:
+    return RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
 
 
 def renderer_of(
@@ -123,21 +147,22 @@ def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:
     if lora is None:
         return config
     room = {"adapters": max(1, engine.adapters) + past, "adapter_rank": max(lora.rank, engine.adapter_rank)}
-    return config.model_copy(update={"engine": engine.model_copy(update=room)})
+    return with_sections(config, engine=room)
 
 
-def share_cores(config: RunConfig, parameters: int) -> RunConfig:
-    """Engine and trainer take turns at staleness 0, so each gets all cores; beyond, they run at once and split them.
-
-    A small model decodes on one core: its products are too short to be worth waking a second thread for.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    engine = cores if config.staleness == 0 else max(1, cores // 2)
-    engine = 1 if parameters < SMALL_MODEL else engine
-    trainer = cores if config.staleness == 0 else max(1, cores - engine)
-    return config.model_copy(
-        update={
-            "engine": config.engine.model_copy(update={"threads": config.engine.threads or engine}),
-            "trainer": config.trainer.model_copy(update={"threads": config.trainer.threads or trainer}),
-        }
+def share_cores(config: RunConfig, parameters: int, neighbours: int = 1, at_once: bool | None = None) -> RunConfig:
+    """Set the threads of engine and trainer that the run file leaves open. At staleness 0 they take turns, beyond they
+    run at once. `neighbours` processes, this one included, share the machine."""
+    cores = max(1, usable_cores() // neighbours)
+    engine, trainer = split_threads(cores, parameters, config.staleness > 0 if at_once is None else at_once)
+    return with_sections(
+        config,
+        engine={"threads": config.engine.threads or engine},
+        trainer={"threads": config.trainer.threads or trainer},
     )
+
+
+def with_sections(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """The run file with some settings of its sections changed."""
+    changed = {name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
+    return config.model_copy(update=changed)

@@ -1,15 +1,12 @@
-"""Builds engine and trainer of one process, with torch or, on a Mac, mlx.
-
-Settles `model.dtype = "auto"` once for all parts of a run, before any of them starts.
-"""
+"""Builds engine and trainer of one process with torch or mlx, and settles `model.dtype = "auto"` for a run."""
 
 import importlib.util
 import json
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,12 +17,18 @@ from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.sequence import Guide
+from paceline.errors import PacelineError
+from paceline.model import end_tokens
 from paceline.model.dtypes import compute_dtype
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.planner.hardware import DTYPES, with_dtype
 from paceline.trainer import Trainer
 from paceline.trainer.files import read_state
+
+if TYPE_CHECKING:
+    from paceline.engine.mlx.engine import MlxEngine
+    from paceline.trainer.mlx.trainer import MlxTrainer
 
 
 class ModelBackend(Protocol):
@@ -45,7 +48,7 @@ class ModelBackend(Protocol):
         """`alone`: no trainer runs beside it, so that it may have the model itself."""
         ...
 
-    def foreign(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
         """The engine of another maker that the run file names, fed by this trainer."""
         ...
 
@@ -58,15 +61,63 @@ class ModelBackend(Protocol):
         ...
 
 
-def kit_of(config: RunConfig) -> ModelBackend:
+def require_mlx() -> None:
+    """Raise a sentence unless mlx is installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
+        raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
+
+
+class MlxBackend:
+    """A model of mlx-lm on this machine's unified memory."""
+
+    def __init__(self, config: RunConfig) -> None:
+        require_mlx()
+        from paceline.model.mlx.loading import load_model, mlx_device
+
+        self.device = mlx_device()
+        self.model = load_model(config.model)
+        self.parameters = self.model.size
+
+    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        return end_tokens(tokenizer, self.model)
+
+    def engine(
+        self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
+    ) -> "MlxEngine":
+        from paceline.engine.mlx.engine import MlxEngine
+
+        return MlxEngine(
+            self.model,
+            config.engine,
+            deterministic=config.deterministic,
+            lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
+            grammars=grammars,
+        )
+
+    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+        if config.engine.backend != "paceline":
+            raise PacelineError(f'engine.backend = "{config.engine.backend}" needs backend = "torch"')
+        return None
+
+    def trainer(self, config: RunConfig, dumps: Path) -> "MlxTrainer":
+        from paceline.model.mlx.loading import twin
+        from paceline.model.mlx.lora import attach_lora
+        from paceline.trainer.mlx.trainer import MlxTrainer
+
+        model = attach_lora(twin(self.model), config.model.lora, config.seed)
+        return MlxTrainer(model, config.trainer, total_steps=config.steps, dumps=dumps)
+
+    def at_work(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def load_backend(config: RunConfig) -> ModelBackend:
     """Load the run's model for what this run computes with."""
     if on_mlx(config.backend):
-        from paceline.runtime.mlx_kit import MlxKit
+        return MlxBackend(config)
+    from paceline.runtime.torch_backend import TorchBackend
 
-        return MlxKit(config)
-    from paceline.runtime.torch_kit import TorchKit
-
-    return TorchKit(config)
+    return TorchBackend(config)
 
 
 def trainer_of(model: Any, c: Section) -> Trainer:
@@ -91,7 +142,7 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     checkpoint = checkpoint or _resumed(config)
     if checkpoint is not None:
         return with_dtype(config, checkpoint_compute_dtype(checkpoint))
-    device = _device(config)
+    device = device_of(config)
     dtype = compute_dtype(config.model, device)
     if dtype == "float32" and device == "cuda":
         log.warning(
@@ -124,13 +175,14 @@ def _resumed(config: RunConfig) -> Path | None:
         return None
 
 
-def _device(config: RunConfig) -> str:
+def device_of(config: RunConfig) -> str:
+    """The kind of device that the run computes on."""
     if on_mlx(config.backend):
         if importlib.util.find_spec("mlx") is None:
             return "mlx-cpu"  # building the model says what to install
         from paceline.model.mlx.loading import mlx_device
 
         return mlx_device()
-    from paceline.runtime.torch_kit import pick_device
+    from paceline.runtime.torch_backend import pick_device
 
     return pick_device(config.device)

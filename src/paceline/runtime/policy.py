@@ -1,7 +1,4 @@
-"""Chat with a model from Python: a run's policy, an export, a checkpoint, an adapter, or any model.
-
-Defines the result of a run: its outcome, its curve, and the trained policy.
-"""
+"""Chat with a model from Python, such as the trained policy of a run's result."""
 
 import asyncio
 import base64
@@ -36,7 +33,7 @@ from paceline.observe.monitor.text import amount, one_line, score
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, SamplingClient, Seat
 from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
-from paceline.runtime.local import renderer_of
+from paceline.runtime.local import renderer_of, sampling_clients, with_sections
 from paceline.runtime.serving import embedded
 from paceline.weights.update import Adapter, WeightUpdate
 
@@ -172,10 +169,7 @@ class _EngineThread:
         try:
             with embedded(self._config) as (engine, ends), asyncio.Runner() as runner:
                 tokenizer = load_tokenizer(self._config.model)
-                renderer, pool = renderer_of(tokenizer, ends, self._config.model), Pool([engine])
-
-                def voice(sampling: SamplingConfig) -> SamplingClient:
-                    return SamplingClient(pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)))
+                voice = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
 
                 async def serve() -> None:
                     if self._weights is not None:
@@ -214,7 +208,7 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
     if folder.is_dir() and run.export == folder.resolve() and run.config_file.is_file():
         config = _configured(run, settings)
         whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
-        return _small(config.model_copy(update={"model": config.model.model_copy(update=whole)})), None
+        return _small(with_sections(config, model=whole)), None
     return _small(load(None, settings={**settings, "model": _model(source, settings)}).config), None
 
 
@@ -253,13 +247,12 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
         )
     config = load(None, settings={**settings, "model": {**section, "name": base}}).config
     lora = LoRAConfig(rank=adapter["r"], alpha=float(adapter["lora_alpha"]))
-    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
     def weights() -> WeightUpdate:
         tensors, scale = read_adapter(folder)
         return WeightUpdate(1, tensors, Adapter("", scale))
 
-    return _small(config), weights
+    return _small(with_sections(config, model={"lora": lora})), weights
 
 
 def _configured(run: RunDirectory, settings: Mapping[str, Any]) -> RunConfig:
@@ -278,8 +271,7 @@ def _model(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _small(config: RunConfig) -> RunConfig:
     """Without the room that a batch of training needs."""
-    small = {"max_running": min(config.engine.max_running, AT_ONCE)}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=small)})
+    return with_sections(config, engine={"max_running": min(config.engine.max_running, AT_ONCE)})
 
 
 PICTURE_DPI = 90
@@ -298,10 +290,8 @@ class RunResult:
     error: Exception | None = None
 
     @cached_property
-    def policy(self) -> "Policy":
+    def policy(self) -> Policy:
         """The trained model, to chat with: `result.policy.chat("2 + 3 =")`. It is loaded when it is first used."""
-        from paceline.runtime.policy import Policy
-
         return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
 
     def __repr__(self) -> str:

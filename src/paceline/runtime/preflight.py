@@ -2,12 +2,6 @@
 
 `paceline check` and `train` ask the same questions, so a run file that `check` calls valid does not fail for these
 reasons later. A run file from elsewhere is safe to check: user code that it names is parsed and never imported.
-
-Checks environments by their user code, which is parsed, and by their first rows.
-
-Checks models and tokenizers by their files: which family, which weights, which chat template.
-
-Collects preflight findings: problems that stop a run, and notes on what could not be checked.
 """
 
 import ast
@@ -327,12 +321,12 @@ def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool
 def _check_machine(config: RunConfig, found: Preflight) -> None:
     """Packages, devices and keys that the run file asks for."""
     if on_mlx(config.backend):
-        from paceline.runtime.mlx_kit import require_mlx
+        from paceline.runtime.model_backends import require_mlx
 
         found.add(refused(config))
         found.attempt(require_mlx)
     elif config.placement != "ray" and config.device == "cuda":
-        from paceline.runtime.torch_kit import pick_device
+        from paceline.runtime.torch_backend import pick_device
 
         found.attempt(lambda: pick_device(config.device))
     if config.placement == "ray" and importlib.util.find_spec("ray") is None:

@@ -1,13 +1,10 @@
-"""Builds model and engine for `paceline serve`: in this process, or in one of their own.
+"""Builds model and engine for `paceline serve`, in this process or one of their own, and ends it with its engine.
 
-Ends a process whose engine has failed for good, so that its supervisor restarts it.
-
-The thread that computes is gone by then, and with it perhaps the device: nothing in this process can bring it back. A
-process that lived on would refuse every request, for ever.
+When the engine's thread has failed, nothing in this process can bring it back: perhaps the device is gone too. A
+process that lived on would refuse every request, for ever; one that ends is restarted by its supervisor.
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import os
 import signal
@@ -16,16 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.frames import EngineHello, FromEngine, frame
-from paceline.clients.host import EngineHost
 from paceline.clients.link import EngineLink
+from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, frame
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
 from paceline.config.serve import ServeConfig
@@ -35,10 +32,12 @@ from paceline.engine.sequence import Guide
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
-from paceline.runtime.local import SMALL_MODEL
-from paceline.runtime.model_backends import kit_of
+from paceline.planner.hardware import split_threads, usable_cores
+from paceline.runtime.local import with_sections
+from paceline.runtime.model_backends import device_of, load_backend
 from paceline.server import build_app, listen, quick_loop, serve
 from paceline.util.gc_tuning import rarely_collected
+from paceline.util.process_exit import end_child
 
 if TYPE_CHECKING:
     from paceline.runtime.scorer import Scorer
@@ -66,22 +65,18 @@ def watch(engine: Mortal, then: Callable[[BaseException], None]) -> None:
     threading.Thread(target=wait, name="paceline-survivor", daemon=True).start()
 
 
-def lost(engine: Mortal) -> Callable[[], Awaitable[EngineError]]:
+async def lost(engine: Mortal) -> EngineError:
     """Waits in an event loop for the failure of an engine."""
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[BaseException] = loop.create_future()
 
-    async def failed() -> EngineError:
-        loop = asyncio.get_running_loop()
-        end: asyncio.Future[BaseException] = loop.create_future()
+    def tell(cause: BaseException) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
 
-        def tell(cause: BaseException) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
-
-        watch(engine, tell)
-        cause = await end  # unbounded: as long as the engine serves
-        return EngineError(f"the engine stopped: {cause}")
-
-    return failed
+    watch(engine, tell)
+    cause = await end  # unbounded: as long as the engine serves
+    return EngineError(f"the engine stopped: {cause}")
 
 
 def leave(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
@@ -106,13 +101,14 @@ Ends = tuple[int, ...]
 
 def serve_model(config: RunConfig, settings: ServeConfig) -> None:
     """Serve until a signal comes, or until the engine is lost."""
-    door = listen(settings.host, settings.port)
+    sock = listen(settings.host, settings.port)
     name = settings.name or config.model.name
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"http://{host}:{door.getsockname()[1]}/v1"
-    alone = settings.isolate if settings.isolate is not None else _on_gpu(config)
+    address = f"http://{host}:{sock.getsockname()[1]}/v1"
+    # Beside a GPU a process of its own pays off.
+    alone = settings.isolate if settings.isolate is not None else device_of(config) == "cuda"
     how = scoring if settings.scores_only else isolated if alone else embedded
-    with door, how(config) as (engine, ends):
+    with sock, how(config) as (engine, ends):
         app = build_app(
             engine,
             load_tokenizer(config.model),
@@ -123,10 +119,10 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
             peers=settings.peers,
             max_body_bytes=settings.max_body_bytes,
         )
-        gone = engine.lost if isinstance(engine, EngineLink) else lost(engine)
+        gone = engine.lost if isinstance(engine, EngineLink) else partial(lost, engine)
         ready = f"paceline: serving {name} at {address}"
         with asyncio.Runner(loop_factory=quick_loop()) as runner, rarely_collected():
-            runner.run(serve(app, door, settings.grace, lambda: print(ready, flush=True), gone))
+            runner.run(serve(app, sock, settings.grace, lambda: print(ready, flush=True), gone))
     print("paceline: stopped", file=sys.stderr)
 
 
@@ -134,17 +130,16 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
 def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     """An engine in this process."""
     find_tokenizer(config.model)  # a missing one is found before weights are read
-    kit = kit_of(config)
+    backend = load_backend(config)
     tokenizer = load_tokenizer(config.model)
-    ends = kit.ends(tokenizer)
+    ends = backend.ends(tokenizer)
     lora = config.model.lora
-    changes: dict[str, int] = {"threads": config.engine.threads or _threads(kit.parameters)}
+    changes: dict[str, int] = {"threads": config.engine.threads or _threads(backend.parameters)}
     if lora is not None and not config.engine.adapters:
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
-    served = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
-    engine = kit.engine(served, _grammars(tokenizer, ends), alone=True)
+    engine = backend.engine(with_sections(config, engine=changes), _grammars(tokenizer, ends), alone=True)
     try:
-        with kit.at_work(), quick_handover(kit.device):
+        with backend.at_work(), quick_handover(backend.device):
             engine.start()
             yield engine, ends
     finally:
@@ -158,7 +153,7 @@ def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
         raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
     from paceline.model import load_model, small_products
     from paceline.runtime.scorer import Scorer
-    from paceline.runtime.torch_kit import pick_device
+    from paceline.runtime.torch_backend import pick_device
 
     model = load_model(config.model, pick_device(config.device))
     ends = end_tokens(load_tokenizer(config.model), model)
@@ -191,26 +186,21 @@ def isolated(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
         yield link, link.end_tokens
     finally:
         link.close()
-        try:
-            child.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even a killed one back
-                child.wait(CLOSE_SECONDS)
+        end_child(child, CLOSE_SECONDS, CLOSE_SECONDS)
 
 
 def host_engine(descriptor: int, config: RunConfig) -> None:
     """The life of the engine's process: ends when the other side of its socket does."""
     # Ctrl-C reaches the whole group; the server decides when it is time, and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    door = socket.socket(fileno=descriptor)
+    sock = socket.socket(fileno=descriptor)
     try:
         with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
             host = EngineHost(engine, ends)
             watch(engine, lambda cause: leave(cause, lambda: host.waited_for))
-            runner.run(host.serve(door))
+            runner.run(host.serve(sock))
     except PacelineError as error:
-        door.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
+        sock.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
 
 
 def _cause(child: subprocess.Popen) -> str:
@@ -219,15 +209,6 @@ def _cause(child: subprocess.Popen) -> str:
     except subprocess.TimeoutExpired:
         return "it closed the connection"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    """Whether the engine computes on a GPU, where a process of its own pays off."""
-    if on_mlx(config.backend):
-        return False
-    from paceline.runtime.torch_kit import pick_device
-
-    return pick_device(config.device) == "cuda"
 
 
 def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], Guide] | None:
@@ -240,9 +221,8 @@ def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Gramm
 
 
 def _threads(parameters: int) -> int:
-    """All cores but the one that speaks HTTP; a small model's products are too short to share at all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if parameters < SMALL_MODEL else max(1, cores - 1)
+    """All cores but the one that speaks HTTP."""
+    return split_threads(max(1, usable_cores() - 1), parameters, at_once=False)[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Conducts a run from its config to its end: directory, monitors, parts, orchestrator, export."""
+"""Leads a run from its config to its end: directory, monitors, parts, orchestrator, export."""
 
 import asyncio
 import contextlib
@@ -77,16 +77,16 @@ def train(
     """
     refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
+    if config.placement != "colocated":
+        refuse_torchrun(config)
+    _refuse_fewer_steps(config)
     if config.placement == "colocated":
         from paceline.runtime.colocated.place import colocated
 
-        _refuse_fewer_steps(config)
         return colocated(config, environments, overwrite, screen, signals)
-    refuse_torchrun(config)
-    _refuse_fewer_steps(config)
     if config.placement in ("local", "ray"):
         place = here if config.placement == "local" else _ray()
-        return conduct(config, place, environments=environments, overwrite=overwrite, screen=screen, signals=signals)
+        return run_session(config, place, environments, overwrite, screen, signals)
     if environments:
         raise PacelineError(
             f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
@@ -132,65 +132,64 @@ async def here(config: RunConfig, dumps: Path, phase: Callable[[str], None], giv
 
 
 @dataclass(frozen=True, slots=True)
-class Led:
-    """A run to be led: its file, where its parts are, and who looks on."""
+class RunSession:
+    """A run to lead: its config, its placement, and the monitors that show it."""
 
     config: RunConfig
     placement: Placement
     shown: Sequence[Monitor] = ()
 
 
-def conduct(
+def run_session(
     config: RunConfig,
     placement: Placement,
-    *,
     environments: Given = None,
     overwrite: bool = False,
     screen: TextIO | Monitor | None = None,
     signals: Signals | None = None,
 ) -> RunResult:
     """Lead a run whose parts are wherever the placement puts them."""
-    led = Led(config, placement, [choose(screen)] if screen is not None else [])
-    return conduct_all([led], environments=environments, overwrite=overwrite, signals=signals)[0]
+    session = RunSession(config, placement, [choose(screen)] if screen is not None else [])
+    return run_sessions([session], environments=environments, overwrite=overwrite, signals=signals)[0]
 
 
-def conduct_all(
-    runs: Sequence[Led], *, environments: Given = None, overwrite: bool = False, signals: Signals | None = None
+def run_sessions(
+    runs: Sequence[RunSession], *, environments: Given = None, overwrite: bool = False, signals: Signals | None = None
 ) -> list[RunResult]:
     """Lead runs side by side in one event loop. What stops one stops all."""
     with ExitStack() as stack:
-        desks = [_RunContext.open(stack, run, overwrite) for run in runs]
+        contexts = [_RunContext.open(stack, run, overwrite) for run in runs]
         signals = signals or Signals()
 
         def end(status: Literal["interrupted", "failed"], message: str) -> None:
-            for desk in desks:
-                desk.cut_short(status, message)
+            for context in contexts:
+                context.cut_short(status, message)
 
         def note(text: str) -> None:
-            for desk in desks:
-                desk.monitor.note(text)
+            for context in contexts:
+                context.monitor.note(text)
 
         patience = min(run.config.breaker.blocked_seconds for run in runs)
         signals.forced = ForcedEnd(end, note, patience)
         with signals.forced.watching(), rarely_collected():
             try:
-                ends = run_to_the_end(_all(desks, environments, signals))
+                ends = run_to_the_end(_all(contexts, environments, signals))
             except (KeyboardInterrupt, asyncio.CancelledError):
                 end("interrupted", f"{USER}, at once")
                 raise
-            return [desk.end(*end) for desk, end in zip(desks, ends, strict=True)]
+            return [context.end(*end) for context, end in zip(contexts, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _RunContext:
     """The directory and monitors of one run."""
 
-    run: Led
+    run: RunSession
     directory: RunDirectory
     monitor: Monitors
 
     @classmethod
-    def open(cls, stack: ExitStack, run: Led, overwrite: bool) -> "_RunContext":
+    def open(cls, stack: ExitStack, run: RunSession, overwrite: bool) -> "_RunContext":
         config, path = run.config, Path(run.config.runs) / run.config.name
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
@@ -235,13 +234,13 @@ class _RunContext:
 
 
 async def _all(
-    desks: Sequence[_RunContext], environments: Given, signals: Signals
+    contexts: Sequence[_RunContext], environments: Given, signals: Signals
 ) -> list[tuple[RunOutcome, Exception | None]]:
     signals.attach()
-    if len(desks) == 1:
-        return [await desks[0].lead(environments, signals)]
+    if len(contexts) == 1:
+        return [await contexts[0].lead(environments, signals)]
     async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
-        tasks = [group.create_task(desk.lead(environments, signals)) for desk in desks]
+        tasks = [group.create_task(context.lead(environments, signals)) for context in contexts]
     return [task.result() for task in tasks]  # bounded: all are done
 
 
@@ -265,16 +264,16 @@ def _result(
     return RunResult(outcome, path, metrics, lines, error if outcome.status == "failed" else None)
 
 
-async def _train(desk: _RunContext, environments: Given, signals: Signals) -> RunOutcome:
-    config, directory, monitor = desk.run.config, desk.directory, desk.monitor
-    with _overheard(monitor):
-        async with desk.run.placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
+async def _train(context: _RunContext, environments: Given, signals: Signals) -> RunOutcome:
+    config, directory, monitor = context.run.config, context.directory, context.monitor
+    with _warnings_as_notes(monitor):
+        async with context.run.placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
             voice = parts.voice(config.sampling)
             async with opened(parts.courses, voice, parts.attach):
-                return await _conduct(config, directory, monitor, parts, voice, signals)
+                return await _orchestrate(config, directory, monitor, parts, voice, signals)
 
 
-async def _conduct(
+async def _orchestrate(
     config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: SamplingClient, signals: Signals
 ) -> RunOutcome:
     given = OrchestratorParts(
@@ -291,26 +290,28 @@ async def _conduct(
     returns = Returns()
     with signals.run(monitor) as stopping:
         while True:
-            conductor = Orchestrator(config, given, shunned=returns.shunned)
+            orchestrator = Orchestrator(config, given, shunned=returns.shunned)
             try:
-                await conductor.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
+                await orchestrator.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
                 if not directory.begun:
                     directory.begin(dump_with_absolute_paths(config))
                     keep_plan(config, directory.root)
-                    monitor.begin(_plan(config, directory.root, parts, conductor.step))
+                    monitor.begin(_plan(config, directory.root, parts, orchestrator.step))
                 else:
-                    monitor.roll_back(conductor.step)
-                stopping.follow(conductor)
-                await conductor.run()
+                    monitor.roll_back(orchestrator.step)
+                stopping.follow(orchestrator)
+                await orchestrator.run()
                 if stopping.why:
-                    return RunOutcome("interrupted", conductor.step, stopping.why, conductor.checkpoint)
-                if conductor.halted:
-                    return RunOutcome("interrupted", conductor.step, conductor.halted, conductor.checkpoint)
+                    return RunOutcome("interrupted", orchestrator.step, stopping.why, orchestrator.checkpoint)
+                if orchestrator.halted:
+                    return RunOutcome("interrupted", orchestrator.step, orchestrator.halted, orchestrator.checkpoint)
                 monitor.phase("exporting the model")
                 await parts.trainer.export(directory.export, parts.tokenizer)
-                return RunOutcome("finished", conductor.step, conductor.solved, conductor.checkpoint, directory.export)
+                return RunOutcome(
+                    "finished", orchestrator.step, orchestrator.solved, orchestrator.checkpoint, directory.export
+                )
             except (RollBack, TrainerLost) as cause:
-                newest = conductor.checkpoint if directory.begun else None
+                newest = orchestrator.checkpoint if directory.begun else None
                 if directory.begun and newest is None:
                     raise
                 config = returns.back(config, newest, cause, monitor)
@@ -358,7 +359,7 @@ def _plan(config: RunConfig, root: Path, parts: Placed, start: int) -> RunPlan:
     )
 
 
-class _Ear(logging.Handler):
+class _MonitorHandler(logging.Handler):
     """Hands what parts of the run have to say on to the monitor, in the event loop's own thread."""
 
     def __init__(self, monitor: Monitor) -> None:
@@ -371,16 +372,16 @@ class _Ear(logging.Handler):
 
 
 @contextmanager
-def _overheard(monitor: Monitor) -> Generator[None]:
+def _warnings_as_notes(monitor: Monitor) -> Generator[None]:
     """Warnings of Paceline's own loggers are notes of the run while it lasts."""
-    ear, log = _Ear(monitor), logging.getLogger("paceline")
+    handler, log = _MonitorHandler(monitor), logging.getLogger("paceline")
     before = log.propagate
-    log.addHandler(ear)
+    log.addHandler(handler)
     log.propagate = False
     try:
         yield
     finally:
-        log.removeHandler(ear)
+        log.removeHandler(handler)
         log.propagate = before
 
 

@@ -1,7 +1,4 @@
-"""Ctrl-C for the runs of this process: the first ends them after the step under way, a second one at once.
-
-Runs an event loop to its end, also where tasks of user code refuse to end.
-"""
+"""Ends runs by Ctrl-C: the first ends them after the step under way, a second one at once, whatever tasks refuse to."""
 
 import asyncio
 import contextlib
@@ -84,17 +81,17 @@ class Stopping:
     """The reason why a run is to end, and the orchestrator to stop."""
 
     why: str = ""
-    _conductor: Orchestrator | None = None
+    _orchestrator: Orchestrator | None = None
 
-    def follow(self, conductor: Orchestrator) -> None:
-        self._conductor = conductor
+    def follow(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
         if self.why:
-            conductor.stop()
+            orchestrator.stop()
 
     def stop(self, why: str) -> None:
         self.why = self.why or why
-        if self._conductor is not None:
-            self._conductor.stop()
+        if self._orchestrator is not None:
+            self._orchestrator.stop()
 
 
 @dataclass(slots=True)

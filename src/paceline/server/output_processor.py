@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.clients.frames import join
+from paceline.clients.rpc import join
 from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
 from paceline.server.answers import usage

@@ -1,6 +1,6 @@
 """Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one.
 
-Exits when the parent process dies (Linux).
+Exits when the parent process dies, and ends child processes.
 """
 
 import atexit
@@ -10,6 +10,8 @@ import gc
 import io
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -89,3 +91,39 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if str(os.getppid()) != parent:
         sys.exit(1)  # it was gone before the kernel could be told
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that a child can listen on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+ORPHANED = 125
+"""Exit code of a process whose parent is gone. Nothing needs to be saved then: the run resumes from its checkpoint."""
+
+
+def exit_with_stdin() -> None:
+    """From now on exit when standard input closes: its other end is held by the parent, however that ends."""
+
+    def follow() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os._exit(ORPHANED)
+
+    threading.Thread(target=follow, name="lifeline", daemon=True).start()
+
+
+def end_child(process: "subprocess.Popen[bytes]", seconds: float, killed_seconds: float) -> None:
+    """Wait for a child that is about to end, or kill it, and close the pipe to it. A driver may hold even a killed one
+    back."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(killed_seconds)
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):  # what it never read
+            process.stdin.close()

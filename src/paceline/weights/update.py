@@ -43,6 +43,11 @@ class Canary:
     tolerance: float
     """Largest mean absolute difference that still counts as the same weights."""
 
+    def gap(self, logprobs: Sequence[float]) -> float:
+        """Mean absolute difference from those of the same tokens elsewhere."""
+        apart = (abs(a - b) for a, b in zip(logprobs, self.logprobs, strict=True))
+        return sum(apart) / max(1, len(logprobs) - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:

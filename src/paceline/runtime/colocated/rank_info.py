@@ -4,7 +4,6 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import socket
 
 from pydantic import ValidationError
 
@@ -12,6 +11,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
+from paceline.util.process_exit import free_port
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -42,9 +42,7 @@ class RankInfo:
     @classmethod
     def first(cls, world: int) -> "RankInfo":
         """The first rank of a run that starts the others itself, on this machine."""
-        with socket() as door:
-            door.bind((LOOPBACK, 0))
-            return cls(0, world, LOOPBACK, door.getsockname()[1], world, given=False)
+        return cls(0, world, LOOPBACK, free_port(LOOPBACK), world, given=False)
 
     def of(self, rank: int) -> "RankInfo":
         """Another rank's."""
@@ -63,27 +61,27 @@ class RankInfo:
         }
 
 
-def take_seat(config: RunConfig) -> tuple[RunConfig, RankInfo]:
-    """The seat of this process, and the run file with as many ranks as there are."""
-    seat, ranks = RankInfo.found(), config.trainer.parallel.ranks
-    if seat is None:
+def find_rank(config: RunConfig) -> tuple[RunConfig, RankInfo]:
+    """The rank of this process, and the run file with as many ranks as there are."""
+    info, ranks = RankInfo.found(), config.trainer.parallel.ranks
+    if info is None:
         return config, RankInfo.first(ranks)
-    if seat.world == ranks:
-        return config, seat
+    if info.world == ranks:
+        return config, info
     if "ranks" in config.trainer.parallel.model_fields_set:
         raise PacelineError(
-            f"torchrun started {seat.world} processes, but trainer.parallel.ranks = {ranks}: start {ranks}, or leave "
-            "trainer.parallel.ranks out of the run file"
+            f"torchrun started {info.world} processes, but trainer.parallel.ranks = {ranks}: start {ranks}, or "
+            "leave trainer.parallel.ranks out of the run file"
         )
     table = config.model_dump(mode="json", exclude_none=True)
-    table["trainer"]["parallel"]["ranks"] = seat.world
+    table["trainer"]["parallel"]["ranks"] = info.world
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were heard when the file was read
-            return RunConfig.model_validate(table), seat
+            return RunConfig.model_validate(table), info
     except ValidationError as error:
         causes = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-        raise PacelineError(f"torchrun started {seat.world} processes: {causes}") from None
+        raise PacelineError(f"torchrun started {info.world} processes: {causes}") from None
 
 
 def again(config: RunConfig) -> RunConfig:

@@ -17,16 +17,16 @@ from paceline.runtime.colocated.rank_info import RankInfo
 
 PURPOSES = ("trainer", "engine", "life")
 TOKEN_BYTES = 32
-KNOCK = struct.Struct(f"<{TOKEN_BYTES}sII")
+GREETING = struct.Struct(f"<{TOKEN_BYTES}sII")
 """The first message: the token, the rank, and what the connection is for."""
-KNOCK_SECONDS = 10.0
+GREETING_SECONDS = 10.0
 MEET_SECONDS = 600.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 """A machine that is gone without a word is missed after a minute and a half."""
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class RankSockets:
     """The three connections between rank 0 and another rank."""
 
     trainer: socket.socket
@@ -35,8 +35,8 @@ class Doors:
     """Nothing is said here; it is closed when rank 0 is gone."""
 
     def close(self) -> None:
-        for door in (self.trainer, self.engine, self.life):
-            door.close()
+        for sock in (self.trainer, self.engine, self.life):
+            sock.close()
 
 
 @contextmanager
@@ -45,83 +45,83 @@ def listening(host: str) -> Generator[socket.socket]:
     machine may know its own name as a loopback address, at which other machines do not find it."""
     try:
         if host:
-            door = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
+            sock = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
         elif socket.has_dualstack_ipv6():
-            door = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         else:
-            door = socket.create_server(("", 0))
+            sock = socket.create_server(("", 0))
     except OSError as error:
         raise PacelineError(
             f"rank 0 cannot listen at {host} ({error}): MASTER_ADDR must be an address of its machine"
         ) from error
-    with door:
-        yield door
+    with sock:
+        yield sock
 
 
-def tell(group: dist.ProcessGroup, door: socket.socket) -> bytes:
+def send_address(group: dist.ProcessGroup, sock: socket.socket) -> bytes:
     """Give all ranks the port and a token of this run's own; answers with the token."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    dist.broadcast(torch.tensor([door.getsockname()[1], *token]), src=0, group=group)
+    dist.broadcast(torch.tensor([sock.getsockname()[1], *token]), src=0, group=group)
     return token
 
 
-def told(group: dist.ProcessGroup) -> tuple[int, bytes]:
+def receive_address(group: dist.ProcessGroup) -> tuple[int, bytes]:
     """Receive the port and the token from rank 0."""
-    said = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64)
-    dist.broadcast(said, src=0, group=group)
-    port, *token = said.tolist()
+    data = torch.zeros(1 + TOKEN_BYTES, dtype=torch.int64)
+    dist.broadcast(data, src=0, group=group)
+    port, *token = data.tolist()
     return port, bytes(token)
 
 
-def admit(door: socket.socket, world: int, token: bytes) -> list[Doors]:
+def accept_ranks(listener: socket.socket, world: int, token: bytes) -> list[RankSockets]:
     """Wait until all other ranks have connected. A connection without the token is closed."""
     found: dict[tuple[int, str], socket.socket] = {}
     deadline = time.monotonic() + MEET_SECONDS
     while len(found) < (world - 1) * len(PURPOSES):
-        door.settimeout(max(0.0, deadline - time.monotonic()))
+        listener.settimeout(max(0.0, deadline - time.monotonic()))
         try:
-            guest, _ = door.accept()  # bounded: by the deadline
+            sock, _ = listener.accept()  # bounded: by the deadline
         except (TimeoutError, BlockingIOError):
             raise PacelineError(f"the other ranks did not come within {MEET_SECONDS:g} s") from None
-        if (known := _recognised(guest, token, world)) is None or known in found:
-            guest.close()
+        if (known := _read_greeting(sock, token, world)) is None or known in found:
+            sock.close()
         else:
-            found[known] = _ready(guest)
-    return [Doors(*(found[rank, purpose] for purpose in PURPOSES)) for rank in range(1, world)]
+            found[known] = _keep_alive(sock)
+    return [RankSockets(*(found[rank, purpose] for purpose in PURPOSES)) for rank in range(1, world)]
 
 
-def knock(seat: RankInfo, port: int, token: bytes) -> Doors:
+def connect_to_rank_0(info: RankInfo, port: int, token: bytes) -> RankSockets:
     """Open the three connections to rank 0."""
     opened = []
     for purpose in range(len(PURPOSES)):
         try:
-            door = socket.create_connection((seat.host, port), KNOCK_SECONDS)
+            sock = socket.create_connection((info.host, port), GREETING_SECONDS)
         except OSError as error:
-            raise PacelineError(f"rank {seat.rank} cannot reach rank 0 at {seat.host}:{port}: {error}") from error
-        door.sendall(KNOCK.pack(token, seat.rank, purpose))
-        opened.append(_ready(door))
-    return Doors(*opened)
+            raise PacelineError(f"rank {info.rank} cannot reach rank 0 at {info.host}:{port}: {error}") from error
+        sock.sendall(GREETING.pack(token, info.rank, purpose))
+        opened.append(_keep_alive(sock))
+    return RankSockets(*opened)
 
 
-def _recognised(guest: socket.socket, token: bytes, world: int) -> tuple[int, str] | None:
-    guest.settimeout(KNOCK_SECONDS)
+def _read_greeting(sock: socket.socket, token: bytes, world: int) -> tuple[int, str] | None:
+    sock.settimeout(GREETING_SECONDS)
     try:
-        said = guest.recv(KNOCK.size, socket.MSG_WAITALL)  # bounded: by KNOCK_SECONDS
+        data = sock.recv(GREETING.size, socket.MSG_WAITALL)  # bounded: by GREETING_SECONDS
     except OSError:
         return None
-    if len(said) != KNOCK.size:
+    if len(data) != GREETING.size:
         return None
-    claimed, rank, purpose = KNOCK.unpack(said)
+    claimed, rank, purpose = GREETING.unpack(data)
     if not hmac.compare_digest(claimed, token) or not 0 < rank < world or purpose >= len(PURPOSES):
         return None
     return rank, PURPOSES[purpose]
 
 
-def _ready(door: socket.socket) -> socket.socket:
-    door.settimeout(None)
-    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _keep_alive(sock: socket.socket) -> socket.socket:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
-            door.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return door
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock

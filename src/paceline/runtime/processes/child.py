@@ -1,8 +1,6 @@
 """Entry point of the server, trainer and orchestrator processes.
 
 python -m paceline.runtime.processes.child server | trainer | orchestrator
-
-Connects the orchestrator to an engine and a trainer in other processes.
 """
 
 import asyncio
@@ -14,37 +12,32 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
-
-from paceline.clients import HttpEngine, Pool
-from paceline.clients.pool import LeaguePool
+from paceline.clients import HttpEngine
 from paceline.config import RunConfig
 from paceline.config.env.base import ArenaEnvConfig as Arena
-from paceline.config.inference import SamplingConfig
 from paceline.config.serve import ServeConfig
-from paceline.engine import EmbeddedEngine
 from paceline.errors import EngineError, PacelineError
-from paceline.model import end_tokens, load_model, load_tokenizer, small_products
+from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.observe.monitor import Monitors, watching
 from paceline.observe.monitor.plain import PlainLines
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.league_checkpoints import members
-from paceline.rollout import RecordingServer, SamplingClient
-from paceline.runtime.local import Placed, make_room_for_adapters, renderer_of, share_cores
-from paceline.runtime.processes.frames import RpcHello
-from paceline.runtime.processes.host import TrainerHost, life
-from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport, read_brief
-from paceline.runtime.processes.link import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer
+from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, share_cores
+from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, read_launch_spec
+from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost, life
+from paceline.runtime.rpc import RpcHello
 from paceline.runtime.serving import serve_model
-from paceline.runtime.session import conduct
-from paceline.runtime.torch_kit import build_trainer, engine_for, pick_device
+from paceline.runtime.session import run_session
+from paceline.runtime.torch_backend import build_trainer, league_engine
 from paceline.util.process_exit import exit_process
 
+LOOK_SECONDS = 0.25
+log = logging.getLogger("paceline.server")
 
-def server(brief: LaunchSpec) -> int:
+
+def server(spec: LaunchSpec) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
-    config = make_room_for_adapters(brief.run, _past(brief.run))
-    settings = ServeConfig(port=brief.port, api_key=brief.key, allow=[str(brief.weights)], grace=0)
+    config = make_room_for_adapters(spec.run, _past(spec.run))
+    settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
     try:
         serve_model(config, settings)
     except EngineError as error:  # the engine is lost: another may live
@@ -53,31 +46,29 @@ def server(brief: LaunchSpec) -> int:
     return 0
 
 
-def trainer(brief: LaunchSpec) -> int:
+def trainer(spec: LaunchSpec) -> int:
     """One trainer, asked over a socket."""
-    config = brief.run
+    config = spec.run
     built = build_trainer(config)
-    address = Path(brief.socket)
+    address = Path(spec.socket)
     address.unlink(missing_ok=True)
     tokenizer = load_tokenizer(config.model)
     hello = RpcHello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
-    host = TrainerHost(built.trainer, tokenizer, brief.weights, hello, config.weights.path)
+    host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
     with small_products(built.model.dtype):
         asyncio.run(host.serve(address))
     return 0
 
 
-def orchestrator(brief: LaunchSpec) -> int:
-    """The training loop, with server and trainer at the addresses of `brief`."""
-    from paceline.runtime.processes.child import connected
-
-    result = conduct(
-        brief.run,
-        lambda config, dumps, phase, given: connected(config, brief, phase),
-        overwrite=brief.overwrite,
-        screen=sys.stdout if brief.screen else None,
+def orchestrator(spec: LaunchSpec) -> int:
+    """The training loop, with server and trainer at the addresses of `spec`."""
+    result = run_session(
+        spec.run,
+        lambda config, dumps, phase, given: connected(config, spec, phase),
+        overwrite=spec.overwrite,
+        screen=sys.stdout if spec.screen else None,
     )
-    os.write(brief.report, msgspec.json.encode(RunEndReport.of(result.outcome)))
+    os.write(spec.report, OUTCOME.dump_json(result.outcome))
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 
@@ -88,56 +79,34 @@ def _past(config: RunConfig) -> int:
 
 
 def main(role: str) -> int:
-    brief = read_brief()
+    spec = read_launch_spec()
     try:
         if role == "orchestrator":  # which watches over itself
-            return orchestrator(brief)
-        with watching(Monitors(PlainLines(sys.stderr)), Path(brief.folder).parent, 0, part=role):
-            return {"server": server, "trainer": trainer}[role](brief)
+            return orchestrator(spec)
+        with watching(Monitors(PlainLines(sys.stderr)), Path(spec.folder).parent, 0, part=role):
+            return {"server": server, "trainer": trainer}[role](spec)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return FATAL
 
 
-if __name__ == "__main__":
-    exit_process(main(sys.argv[1]))
-
-
-LOOK_SECONDS = 0.25
-log = logging.getLogger("paceline.server")
-
-
 @asynccontextmanager
-async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
     """Wait for server and trainer, and let go of them at the end."""
     phase("preparing environments")
     courses = lay_out(config)
     tokenizer = load_tokenizer(config.model)
     phase(f"waiting for a server and a trainer of {config.model.name}")
-    trainer = RemoteTrainer(Path(brief.trainer))
-    engine = HttpEngine(brief.url, api_key=brief.key, folder=brief.weights, path=config.weights.path)
-    recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
-    past = sum(member.league.size for member in members(courses))
+    trainer = RemoteTrainer(Path(spec.trainer))
+    engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
     try:
         hello = await trainer.meet()
         await _up(engine)
         config = share_cores(config, hello.parameters)
-
-        def twin() -> EmbeddedEngine:
-            """An engine of this process, for a past version that is a whole model."""
-            model = load_model(config.model, pick_device(config.device))
-            return engine_for(model.requires_grad_(False), config)
-
-        with_past = LeaguePool([engine], twin) if past else None
-        pool = with_past or Pool([engine])
-        renderer = renderer_of(tokenizer, hello.ends, config.model)
-
-        def voice(sampling: SamplingConfig) -> SamplingClient:
-            stops = frozenset((*hello.ends, *sampling.stop_token_ids))
-            return SamplingClient(pool, renderer, sampling, stops, recorder)
-
+        pool = pool_of([engine], past_versions(courses), lambda: league_engine(config))
+        voice = policy_clients(config, pool, tokenizer, hello.ends)
         try:
-            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past)
+            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters)
         finally:
             pool.close()
     finally:
@@ -146,7 +115,7 @@ async def connected(config: RunConfig, brief: LaunchSpec, phase: Callable[[str],
 
 
 async def _up(engine: HttpEngine) -> None:
-    began, told = time.monotonic(), 0.0
+    began, warned_at = time.monotonic(), 0.0
     while True:
         try:
             return await asyncio.to_thread(engine.start)
@@ -154,7 +123,11 @@ async def _up(engine: HttpEngine) -> None:
             waited = time.monotonic() - began
             if waited > RETURN_SECONDS:
                 raise
-            if waited - told > WORD_SECONDS:
-                told = waited
+            if waited - warned_at > WORD_SECONDS:
+                warned_at = waited
                 log.warning("waiting for the server for %.0f s: %s", waited, error)
         await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1]))

@@ -3,40 +3,25 @@
 The open pipe is its lifeline: when the parent ends, for whatever reason, the pipe closes and the child exits.
 """
 
-import os
+import subprocess
 import sys
-import threading
+from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
+from typing import IO, TextIO
 
 import msgspec
+from pydantic import TypeAdapter
 
 from paceline.config import RunConfig
 from paceline.observe.monitor import RunOutcome
+from paceline.util.process_exit import exit_with_stdin
 
 FATAL = 2
 """Exit code of a child for which starting again would not help."""
 
 
-class RunEndReport(msgspec.Struct):
-    """How a run ended."""
-
-    status: Literal["finished", "interrupted", "failed"]
-    step: int
-    message: str
-    checkpoint: str | None
-    export: str | None
-    frames: str = ""
-    trace: str = ""
-
-    @classmethod
-    def of(cls, outcome: RunOutcome) -> "RunEndReport":
-        files = [str(file) if file else None for file in (outcome.checkpoint, outcome.export)]
-        return cls(outcome.status, outcome.step, outcome.message, *files, outcome.frames, outcome.trace)
-
-    def outcome(self) -> RunOutcome:
-        files = [Path(file) if file else None for file in (self.checkpoint, self.export)]
-        return RunOutcome(self.status, self.step, self.message, *files, self.frames, self.trace)
+OUTCOME = TypeAdapter(RunOutcome)
+"""How a run ended, as JSON."""
 
 
 class LaunchSpec(msgspec.Struct):
@@ -75,14 +60,40 @@ class LaunchSpec(msgspec.Struct):
         return msgspec.json.encode(self) + b"\n"
 
 
-def read_brief() -> LaunchSpec:
+def read_launch_spec() -> LaunchSpec:
     """Read the launch spec, and from now on exit when the parent does."""
-    brief = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
-    threading.Thread(target=_follow, name="lifeline", daemon=True).start()
-    return brief
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    exit_with_stdin()
+    return spec
 
 
-def _follow() -> None:
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    os._exit(125)  # the parent is gone, and nothing needs to be saved here: the run resumes from its checkpoint
+def start_child(
+    module: str,
+    *arguments: str,
+    line: bytes,
+    stdout: TextIO | IO[bytes] | int,
+    stderr: IO[bytes],
+    env: dict[str, str] | None = None,
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Run a module in a session of its own: a Ctrl-C is for this process to hear. `line` comes first on its standard
+    input, which stays open."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # dead already: the next poll will see it
+    except BaseException:
+        process.kill()
+        raise
+    return process

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,10 +27,11 @@ from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome, RunRecor
 from paceline.observe.monitor.waitgraph import chain
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.processes.launch_spec import FATAL, LaunchSpec, RunEndReport
+from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, start_child
 from paceline.runtime.session import RunResult, result_of
 from paceline.runtime.signals import Signals
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
+from paceline.util.process_exit import end_child, free_port
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -53,7 +53,7 @@ class ManagedProcess:
     role: str
     process: subprocess.Popen[bytes]
     log: Path
-    heard: int = 0
+    log_start: int = 0
     """Length of its log when it was last started."""
     lives: int = 1
     deaths: int = 0
@@ -97,7 +97,7 @@ class Supervisor:
         except ModelError as error:
             return self._failed(str(error))
         with ExitStack() as stack:
-            brief = stack.enter_context(self._briefed())
+            spec = stack.enter_context(self._launch_spec())
             stack.enter_context(self._listening())
             stack.callback(self._end_all)
             if self.screen is not None:  # it takes them a while to say something themselves
@@ -105,7 +105,7 @@ class Supervisor:
             for role in ROLES:
                 log = self.directory.live / f"{role}.log"
                 log.write_bytes(b"")
-                self.children[role] = ManagedProcess(role, self._start(role, brief), log)
+                self.children[role] = ManagedProcess(role, self._start(role, spec), log)
             while True:
                 if time.monotonic() > self._stop_by:  # native code may keep it from hearing anything
                     self.children["orchestrator"].process.kill()
@@ -119,69 +119,63 @@ class Supervisor:
                         return result_of(self.directory, self._report(child, code))
                     if cause := self._hopeless(child, code):
                         return self._failed(cause)
-                    brief = self._after_a_death(child, brief)
+                    spec = self._after_a_death(child, spec)
                     _end(child.process)
-                    child.heard = child.log.stat().st_size
-                    child.process = self._start(child.role, brief)
+                    child.log_start = child.log.stat().st_size
+                    child.process = self._start(child.role, spec)
                     child.lives += 1
                 time.sleep(LOOK_SECONDS)  # unbounded: watching is its job
 
     # -- lives and deaths ---------------------------------------------------------------------------------------------
 
-    def _start(self, role: str, brief: LaunchSpec) -> subprocess.Popen[bytes]:
+    def _start(self, role: str, spec: LaunchSpec) -> subprocess.Popen[bytes]:
         spoken = role == "orchestrator"
         reader, writer = os.pipe() if spoken else (-1, -1)
         if spoken:
-            brief = msgspec.structs.replace(brief, report=writer)
+            spec = msgspec.structs.replace(spec, report=writer)
             self._ending = os.fdopen(reader, "rb")
-        log = (Path(brief.folder) / f"{role}.log").open("ab")
+        log = (Path(spec.folder) / f"{role}.log").open("ab")
         out: Any = self._screen_of() if spoken else log
         with log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "paceline.runtime.processes.child", role],
-                stdin=subprocess.PIPE,
+            process = start_child(
+                "paceline.runtime.processes.child",
+                role,
+                line=spec.line(),
                 stdout=out,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is ours to hear, and to hand on to the orchestrator alone
                 pass_fds=[writer] if spoken else [],
             )
         if spoken:
             os.close(writer)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(brief.line())
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # dead already: the next poll will see it
         if process.stdout is not None:
             threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
         return process
 
     def _hopeless(self, child: ManagedProcess, code: int) -> str:
         """Why starting it again would not help; empty if it may."""
-        said = self._last_word(child)
+        words = self._last_word(child)
         if code == FATAL and child.lives == 1:
-            return f"the {child.role} cannot start: {said}"
+            return f"the {child.role} cannot start: {words}"
         step = self._step()
         child.deaths = 1 if step > child.step else child.deaths + 1
         child.step = max(step, child.step)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if child.deaths >= MOST_DEATHS:
-            last = f": {said}" if said else ""
+            last = f": {words}" if words else ""
             return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
-        self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {said})" if code > 0 else ""))
+        self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {words})" if code > 0 else ""))
         return ""
 
-    def _after_a_death(self, child: ManagedProcess, brief: LaunchSpec) -> LaunchSpec:
+    def _after_a_death(self, child: ManagedProcess, spec: LaunchSpec) -> LaunchSpec:
         """An orchestrator that comes back goes on from where its run directory stands."""
         if child.role != "orchestrator" or not self._begun:
-            return brief
+            return spec
         if Checkpoints(self.directory.checkpoints, 1).all():
             resumed = self.config.model_copy(update={"resume": "latest"})
-            return msgspec.structs.replace(brief, config=resumed.model_dump_json(), overwrite=False)
+            return msgspec.structs.replace(spec, config=resumed.model_dump_json(), overwrite=False)
         # It began, and died before it had kept anything: it begins again, or resumes again from elsewhere.
         fresh = self.config.model_copy(update={"resume": None}) if self.config.resume == "latest" else self.config
-        return msgspec.structs.replace(brief, config=fresh.model_dump_json(), overwrite=not fresh.resume)
+        return msgspec.structs.replace(spec, config=fresh.model_dump_json(), overwrite=not fresh.resume)
 
     @property
     def _begun(self) -> bool:
@@ -205,9 +199,9 @@ class Supervisor:
         assert self._ending is not None
         os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
         with self._ending as pipe:
-            said = pipe.read()
-        if said:
-            return msgspec.json.decode(said, type=RunEndReport).outcome()
+            words = pipe.read()
+        if words:
+            return OUTCOME.validate_json(words)
         saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
         if self.signals:
             return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
@@ -220,21 +214,15 @@ class Supervisor:
     # -- surroundings -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _briefed(self) -> Generator[LaunchSpec]:
+    def _launch_spec(self) -> Generator[LaunchSpec]:
         """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
         live = self.directory.live
         weights = live / "weights"
         live.mkdir(parents=True, exist_ok=True)
-        with (
-            _locked(live / "supervisor.lock"),
-            PrivateFolder(socket_parent(SOCKET_BYTES)) as private,
-            socket.socket() as door,
-        ):
+        with _locked(live / "supervisor.lock"), PrivateFolder(socket_parent(SOCKET_BYTES)) as private:
             shutil.rmtree(weights, ignore_errors=True)
             weights.mkdir(parents=True)
-            door.bind(("127.0.0.1", 0))
-            port, address = door.getsockname()[1], f"{private}/{SOCKET}"
-            door.close()
+            port, address = free_port(), f"{private}/{SOCKET}"
             try:
                 yield LaunchSpec(
                     config=self.config.model_dump_json(),
@@ -307,13 +295,13 @@ class Supervisor:
         if not child.log.exists():
             return self._last_wait(child) or "nothing"
         with child.log.open("rb") as log:
-            log.seek(child.heard)
+            log.seek(child.log_start)
             lines = log.read().decode(errors="replace").splitlines()
         spoken = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
-        said = next((line for line in reversed(spoken) if not line.startswith(("serving ", "stopped"))), "")
+        words = next((line for line in reversed(spoken) if not line.startswith(("serving ", "stopped"))), "")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        if said or last:
-            return said or f"{last} (all of it is in {child.log})"
+        if words or last:
+            return words or f"{last} (all of it is in {child.log})"
         return self._last_wait(child) or f"nothing (all of it is in {child.log})"
 
     def _last_wait(self, child: ManagedProcess) -> str:
@@ -363,12 +351,4 @@ def supervised(
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
-        try:
-            process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(CLOSE_SECONDS)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):  # what it never read
-            process.stdin.close()
+    end_child(process, CLOSE_SECONDS, CLOSE_SECONDS)

@@ -1,7 +1,4 @@
-"""Joins or starts the Ray cluster of a run, and reserves room on it for the run's parts.
-
-Defines the base class of a run's Ray actors.
-"""
+"""Joins or starts the Ray cluster of a run, and reserves room on it for the actors of the run."""
 
 import asyncio
 import math
@@ -56,6 +53,8 @@ NAMESPACE = "paceline"
 ROOM_SECONDS = 60.0
 """How long the cluster may take to make room."""
 
+REQUESTS = 4096
+"""Calls one actor answers at once; what an engine runs at once is its own setting."""
 CONTROLS = 64
 """Calls of its control group that one actor answers at once, beside its requests."""
 GROUPS: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROLS}}
@@ -178,10 +177,10 @@ class Room:
             raise
         return cls(group, bundles)
 
-    def start(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool, at_once: int) -> Any:
+    def start(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool) -> Any:
         """An actor in the given place; `again` if Ray is to start it anew after a death."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
-        return actor(kind, name, arguments, self._bundles[place], again=again, at_once=at_once, strategy=strategy)
+        return actor(kind, name, arguments, self._bundles[place], again=again, strategy=strategy)
 
     def give_back(self) -> None:
         remove_placement_group(self._group)
@@ -199,7 +198,7 @@ def actor(
     resources: Resources,
     *,
     again: bool,
-    at_once: int,
+    at_once: int = REQUESTS,
     strategy: PlacementGroupSchedulingStrategy | None = None,
 ) -> Any:
     """A named actor. Ray itself retries no call: the caller decides."""
@@ -221,3 +220,12 @@ def actor(
             raise
         run = name.partition("/")[0]
         raise PacelineError(f"a run named {run} is on this cluster already: choose another --name ({error})") from error
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def last_line(error: BaseException) -> str:
+    """The cause, where the error's text is a remote traceback."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

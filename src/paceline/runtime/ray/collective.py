@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.config import RunConfig
 from paceline.errors import EngineError
-from paceline.runtime.ray.cluster import CONTROL
+from paceline.runtime.ray.cluster import CONTROL, last_line
 from paceline.trainer import TrainerLost
 from paceline.weights.broadcast import Receiver, Sender
 
@@ -146,10 +146,10 @@ class WeightsGroup:
         """Reach all of them; answers with those for whom it is worth another try."""
 
         async def row(engine: "RayEngine", size: int) -> bytes:
-            said = await engine.actor.receive_row.remote(head, size)
+            answer = await engine.actor.receive_row.remote(head, size)
             if not this.wanted[engine].done():
-                this.wanted[engine].set_result(said)
-            return said
+                this.wanted[engine].set_result(answer)
+            return answer
 
         try:
             rank = self._first_rank()
@@ -159,13 +159,15 @@ class WeightsGroup:
                 calls = {engine: row(engine, size) for engine in members}
                 outcomes = await self._all({rank: rank.send_row.remote(), **calls})
         except (RayError, TrainerLost, TimeoutError) as error:  # the next call that needs the rank reports it
-            log.warning("the first rank takes no part in a broadcast: %s", _brief(error))
+            log.warning("the first rank takes no part in a broadcast: %s", last_line(error))
             self._met = None
             return []
         left = [engine for engine in members if not this.wanted[engine].done()]
         if left:
             failed = _failed(outcomes)
-            log.warning("a broadcast of weights broke off: %s", "; ".join(map(_brief, failed.values())) or "no answer")
+            log.warning(
+                "a broadcast of weights broke off: %s", "; ".join(map(last_line, failed.values())) or "no answer"
+            )
             self._met = None
             left = [e for e in left if e in outcomes and not isinstance(failed.get(e), RayActorError)]
         return left
@@ -224,8 +226,3 @@ def row_of(weights: NDArray) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
         return torch.from_numpy(weights)
-
-
-def _brief(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

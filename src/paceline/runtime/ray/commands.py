@@ -79,12 +79,12 @@ async def _parts() -> list[str]:
             runs[run].append(part)
     lines = [] if runs else ["no run is under way"]
     for run, parts in sorted(runs.items()):
-        told = await asyncio.gather(*(_tell(run, part) for part in sorted(parts)))
-        lines += [f"run {run}", *(f"  {line}" for line in told)]
+        states = await asyncio.gather(*(_describe(run, part) for part in sorted(parts)))
+        lines += [f"run {run}", *(f"  {line}" for line in states)]
     return lines
 
 
-async def _tell(run: str, part: str) -> str:
+async def _describe(run: str, part: str) -> str:
     """One line on a part: where it is and, if it is an engine or a scorer, what it does."""
     try:
         handle = ray.get_actor(f"{run}/{part}", namespace=NAMESPACE)
@@ -109,5 +109,5 @@ def _ray(arguments: list[str]) -> None:
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     if done.returncode:
-        said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        raise PacelineError(f"ray {arguments[0]} failed: {said[-1].strip() if said else done.returncode}")
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        raise PacelineError(f"ray {arguments[0]} failed: {lines[-1].strip() if lines else done.returncode}")

@@ -1,16 +1,11 @@
-"""Runs an engine as a Ray actor, with the orchestrator's handle on it.
-
-A safetensors file that lies in memory as a row of bytes, for torch.
-"""
+"""Runs an engine as a Ray actor, with the orchestrator's handle on it, and weights in the object store."""
 
 import asyncio
 import contextlib
 import dataclasses
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import count
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,38 +14,36 @@ import ray
 import torch
 from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
-from safetensors.torch import save
 from torch import Tensor
 
-from paceline.clients.frames import (
+from paceline.clients.link import FramedEngine
+from paceline.clients.remote import in_one_piece
+from paceline.clients.rpc import (
     Answer,
     Ask,
     CompletionFrame,
     EngineMessage,
+    EngineRpcHandler,
     FailureFrame,
     FromEngine,
     Generate,
     Load,
-    Question,
-    ScoreFrame,
-    Scores,
     ToEngine,
-    as_floats,
     decode_from_engine,
     decode_to_engine,
-    ints,
+    unpacked,
 )
-from paceline.clients.host import EngineRpcHandler, unpacked
 from paceline.config import RunConfig
-from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
+from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import RequestError, Unreachable, UpdateLost
-from paceline.runtime.ray.cluster import CONTROL, RayActor
+from paceline.runtime.ray.cluster import CONTROL, RayActor, first_line
 from paceline.runtime.ray.collective import Receiving, Round, WeightsGroup, row_of
 from paceline.runtime.scorer import Scorer
 from paceline.runtime.serving import Ends, embedded, leave, watch
 from paceline.trainer import TrainerLost
-from paceline.weights.update import ServedPolicy, WeightUpdate
+from paceline.weights import tensors as libraries
+from paceline.weights.update import WeightUpdate
 
 KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -91,34 +84,15 @@ class Pace:
 
     def __init__(self, each_turn: int = EACH_TURN) -> None:
         self._each_turn = each_turn
-        self._left = each_turn
-        self._waiting: deque[asyncio.Future[None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def turn(self) -> None:
         """Wait for one's turn, which for the first few of a crowd is now."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # the last one may have ended with calls waiting
-            self._loop, self._left = loop, self._each_turn
-            self._waiting.clear()
-        if self._left == self._each_turn:
-            loop.call_soon(self._next)
-        if self._left:
-            self._left -= 1
-            return
-        mine = loop.create_future()
-        self._waiting.append(mine)
-        await mine  # bounded: by those before, each of whom takes one turn
-
-    def _next(self) -> None:
-        self._left = self._each_turn
-        while self._waiting and self._left:
-            one = self._waiting.popleft()
-            if not one.done():  # unless it was cancelled meanwhile
-                one.set_result(None)
-                self._left -= 1
-        if self._left < self._each_turn:
-            asyncio.get_running_loop().call_soon(self._next)
+            self._loop, self._places = loop, asyncio.Semaphore(self._each_turn)
+        await self._places.acquire()  # bounded: by those before, each of whom takes one turn
+        loop.call_soon(self._places.release)
 
 
 PACE = Pace()
@@ -144,11 +118,11 @@ class EngineActor(Receiving, RayActor):
         self._stack = contextlib.ExitStack()
         self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
         watch(self._engine, leave)
-        self._desk = EngineRpcHandler(self._engine)
+        self._handler = EngineRpcHandler(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
         (message,) = decode_to_engine(question).messages
-        return self._framed(await self._desk.answer(message))
+        return self._framed(await self._handler.answer(message))
 
     @ray.method(concurrency_group=CONTROL)
     async def order(self, question: bytes) -> bytes:
@@ -158,18 +132,16 @@ class EngineActor(Receiving, RayActor):
     @ray.method(concurrency_group=CONTROL)
     async def load(self, head: bytes, weights: NDArray) -> bytes:
         """Weights that lie in the object store; Ray has brought them to this machine."""
-        (message,) = decode_to_engine(head).messages
-        assert isinstance(message, Load)
-        return await self._apply(message, row_of(weights))
+        return await self._apply(head, row_of(weights))
 
     @ray.method(concurrency_group=CONTROL)
     async def receive_row(self, head: bytes, size: int) -> bytes:
         """Weights that the first rank broadcasts now."""
+        return await self._apply(head, await self.received(size))
+
+    async def _apply(self, head: bytes, row: Tensor) -> bytes:
         (message,) = decode_to_engine(head).messages
         assert isinstance(message, Load)
-        return await self._apply(message, await self.received(size))
-
-    async def _apply(self, message: Load, row: Tensor) -> bytes:
         try:
             tensors = tensors_in(row)
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
@@ -186,41 +158,28 @@ class EngineActor(Receiving, RayActor):
         return _encode(FromEngine([answer], self._engine.busy_seconds))
 
 
-class RayEngine:
+class RayEngine(FramedEngine):
     """Speaks the `Engine` protocol to an actor. Ray restarts a dead actor; meanwhile requests fail as unreachable, and
     the pool sends them elsewhere."""
 
     def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
+        super().__init__()
         self.actor, self.name, self._group = actor, name, group
-        self._numbers = count(1)
-        self._busy = 0.0
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        """One completion. A listener hears it as one piece, when it is whole."""
-        done: CompletionFrame = await self._ask(Generate(next(self._numbers), request, False))
-        completion = done.completion()
-        if listener is not None:
-            listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
-        return completion
-
-    async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
-    ) -> list[list[float]]:
-        question = ScoreFrame(next(self._numbers), [ints(ids) for ids in sequences], temperature, model)
-        scores: Scores = await self._ask(question)
-        return [as_floats(score) for score in scores.logprobs]
+        done: CompletionFrame = await self._send(Generate(next(self._numbers), request, False))
+        return in_one_piece(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, ObjectTensors)
-        head = Load(next(self._numbers), update.version, b"", update.adapter, update.expected, update.canary)
-        framed = _encode(ToEngine([head]))
+        framed = _encode(ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
-            said = await self._group.deliver(self, framed, tensors)
-            if said is not None:
-                return self._answer(said).seconds
+            data = await self._group.deliver(self, framed, tensors)
+            if data is not None:
+                return self._decode(data).seconds
         await PACE.turn()
-        answer: Answer = await self._heard(self.actor.load.remote(framed, tensors.reference))
+        answer: Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
         return answer.seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
@@ -229,65 +188,35 @@ class RayEngine:
             return update
         return dataclasses.replace(update, tensors=await asyncio.to_thread(ObjectTensors.put, update.tensors))
 
-    async def policy(self) -> ServedPolicy:
-        return _given((await self._question("policy")).policy)
-
-    async def limits(self) -> EngineLimits:
-        return _given((await self._question("limits")).limits)
-
-    async def stats(self) -> EngineStats:
-        return _given((await self._question("stats")).stats)
-
-    async def pause(self) -> None:
-        await self._question("pause")
-
-    async def resume(self) -> None:
-        await self._question("resume")
-
-    async def sleep(self) -> None:
-        await self._question("sleep")
-
-    async def wake(self) -> None:
-        await self._question("wake")
-
-    @property
-    def busy_seconds(self) -> float:
-        """As of its last answer."""
-        return self._busy
-
     def start(self) -> None:
         """Actors start by themselves."""
 
     def close(self) -> None:
         ray.kill(self.actor)
 
-    async def _question(self, what: Question) -> Answer:
+    async def _send(self, message: Any) -> Any:
         await PACE.turn()
-        message = Ask(next(self._numbers), what)
-        return await self._heard(self.actor.order.remote(_encode(ToEngine([message]))))
+        method = self.actor.order if isinstance(message, Ask) else self.actor.answer
+        return await self._result(method.remote(_encode(ToEngine([message]))))
 
-    async def _ask(self, message: Any) -> Any:
-        await PACE.turn()
-        return await self._heard(self.actor.answer.remote(_encode(ToEngine([message]))))
-
-    async def _heard(self, reference: Any) -> Any:
+    async def _result(self, reference: Any) -> Any:
         try:
-            said = await reference  # bounded: by the pool's deadline, and by the actor's life
+            data = await reference  # bounded: by the pool's deadline, and by the actor's life
         except asyncio.CancelledError:
             ray.cancel(reference)  # which takes the request out of the engine
             raise
         except ObjectLostError as error:
-            raise WeightsLost(f"the weights were lost with the machine that held them: {_brief(error)}") from error
+            raise WeightsLost(f"the weights were lost with the machine that held them: {first_line(error)}") from error
         except RayActorError as error:
-            raise Unreachable(f"{self.name} does not answer: {_brief(error)}") from None
+            raise Unreachable(f"{self.name} does not answer: {first_line(error)}") from None
         except RayError as error:
             if isinstance(getattr(error, "cause", None), ObjectLostError):
-                raise WeightsLost(f"{self.name} cannot fetch the weights: {_brief(error)}") from error
-            raise Unreachable(f"{self.name}: {_brief(error)}") from error
-        return self._answer(said)
+                raise WeightsLost(f"{self.name} cannot fetch the weights: {first_line(error)}") from error
+            raise Unreachable(f"{self.name}: {first_line(error)}") from error
+        return self._decode(data)
 
-    def _answer(self, said: bytes) -> Any:
-        batch = decode_from_engine(said)
+    def _decode(self, data: bytes) -> Any:
+        batch = decode_from_engine(data)
         self._busy = batch.busy_seconds
         (answer,) = batch.messages
         if isinstance(answer, FailureFrame):
@@ -328,14 +257,4 @@ FETCH_SECONDS = 900.0
 
 def packed(tensors: Mapping[str, Tensor]) -> NDArray:
     """Safetensors bytes as an array, which Ray keeps and maps without copying."""
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def _brief(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _given(value: Any) -> Any:
-    assert value is not None
-    return value
+    return np.frombuffer(libraries.packed(tensors), dtype=np.uint8)

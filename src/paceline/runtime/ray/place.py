@@ -13,26 +13,21 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import Pool
 from paceline.clients.frozen import SAMPLE, Frozen, FrozenPool, attach, same_words
-from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
-from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig, ModelRef
-from paceline.engine import EmbeddedEngine
 from paceline.envs.workers import elsewhere
 from paceline.errors import PacelineError
-from paceline.model import load_model, load_tokenizer
+from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import lay_out
-from paceline.orchestrator.league_checkpoints import members
-from paceline.rollout import RecordingServer, SamplingClient
-from paceline.runtime.local import Placed, make_room_for_adapters, renderer_of
-from paceline.runtime.ray.cluster import Needs, Room, joined
+from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, with_sections
+from paceline.runtime.ray.cluster import Needs, Room, joined, last_line
 from paceline.runtime.ray.collective import WeightsGroup, weights_group
 from paceline.runtime.ray.engines import EngineActor, RayEngine
 from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WorkerActor
 from paceline.runtime.serving import scoring
-from paceline.runtime.torch_kit import engine_for, pick_device
+from paceline.runtime.torch_backend import league_engine
 
 
 class ScorerActor(EngineActor):
@@ -112,8 +107,6 @@ class Growth:
 
 START_SECONDS = 1800.0
 """For all parts to load the model, perhaps from a slow disk, and to compile it."""
-REQUESTS = 4096
-"""Calls one actor answers at once; what an engine runs at once is its own setting."""
 log = logging.getLogger("paceline.ray")
 
 
@@ -124,7 +117,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         phase("preparing environments")
         courses = lay_out(config, given)
         tokenizer = load_tokenizer(config.model)
-        past = sum(member.league.size for member in members(courses))
+        past = past_versions(courses)
         config = make_room_for_adapters(config, past)
         phase("joining Ray")
         stack.enter_context(joined(config))
@@ -148,26 +141,13 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
             stack.enter_context(elsewhere(workers.call))
         hello = await trainer.meet()
         await parts.up([*engines, *scorers])
-
-        def twin() -> EmbeddedEngine:
-            """An engine of this process, for a past version that is a whole model."""
-            model = load_model(config.model, pick_device(config.device))
-            return engine_for(model.requires_grad_(False), config)
-
-        with_past = LeaguePool(engines, twin) if past else None
-        pool = with_past or Pool(engines)
+        pool = pool_of(engines, past, lambda: league_engine(config))
         stack.callback(pool.close)
-        renderer = renderer_of(tokenizer, hello.ends, config.model)
-        recorder = RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
-
-        def voice(sampling: SamplingConfig) -> SamplingClient:
-            stops = frozenset((*hello.ends, *sampling.stop_token_ids))
-            return SamplingClient(pool, renderer, sampling, stops, recorder)
-
+        voice = policy_clients(config, pool, tokenizer, hello.ends)
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(Growth(parts, pool, config.cluster.most_engines))
         find = Scorers(config, tokenizer, teachers).attach
-        yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, with_past, find)
+        yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, find)
 
 
 class RayParts:
@@ -181,7 +161,7 @@ class RayParts:
         """Times the ranks were started."""
         self.group: WeightsGroup | None = None
         """In which weights are broadcast, if they are."""
-        self._text = told(config, config.cluster.engine_cpus)
+        self._text = config_elsewhere(config, config.cluster.engine_cpus)
 
     def engine(self, number: int, room: Room | None = None) -> RayEngine:
         """An engine in its place of the run's room, or in a room of its own."""
@@ -194,7 +174,7 @@ class RayParts:
         found: dict[str, list[RayScorer]] = {}
         place = first = self.needs.engines + self.needs.ranks + self.needs.workers
         for model in scored_here(self._config):
-            text = told(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
+            text = config_elsewhere(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
             for _ in range(self._config.cluster.scorers):
                 name = f"scorer-{place - first}"
                 scorer = RayScorer(self._start(ScorerActor, place, name, text), name)
@@ -214,7 +194,6 @@ class RayParts:
                 self._full_name(f"rank-{rank}{again}"),
                 [self._text, f"rank-{rank}", self._live],
                 again=False,
-                at_once=REQUESTS,
             )
             for rank in range(self.needs.ranks)
         ]
@@ -237,29 +216,22 @@ class RayParts:
     def _start(self, kind: type, place: int, name: str, text: str, room: Room | None = None) -> Any:
         """Ray starts it anew after a death."""
         arguments = [text, name, self._live]
-        return (room or self._room).start(kind, place, self._full_name(name), arguments, again=True, at_once=REQUESTS)
+        return (room or self._room).start(kind, place, self._full_name(name), arguments, again=True)
 
 
-def told(config: RunConfig, engine_cpus: float) -> str:
+def config_elsewhere(config: RunConfig, engine_cpus: float) -> str:
     """The run file as parts elsewhere read it. Each has its own cores, and is told how many: it would take all that its
     machine has. Folders are named in full: other processes stand elsewhere."""
     threads = config.engine.threads or max(1, int(engine_cpus))
     ranks = config.trainer.threads or max(1, int(config.cluster.rank_cpus))
     folder = Path(config.model.name).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else config.model.name
-    return config.model_copy(
-        update={
-            "engine": config.engine.model_copy(update={"threads": threads}),
-            "trainer": config.trainer.model_copy(update={"threads": ranks}),
-            "model": config.model.model_copy(update={"name": name}),
-            "runs": str(Path(config.runs).resolve()),
-        }
-    ).model_dump_json()
+    config = with_sections(config, engine={"threads": threads}, trainer={"threads": ranks}, model={"name": name})
+    return config.model_copy(update={"runs": str(Path(config.runs).resolve())}).model_dump_json()
 
 
 async def _here(engine: RayEngine) -> None:
     try:
         await engine.actor.whereabouts.remote()
     except RayError as error:
-        cause = [line for line in str(error).splitlines() if line.strip()]
-        raise PacelineError(f"{engine.name} cannot start: {cause[-1].strip() if cause else error}") from error
+        raise PacelineError(f"{engine.name} cannot start: {last_line(error)}") from error

@@ -1,11 +1,7 @@
-"""Runs trainer ranks as Ray actors, and all of them together as one trainer.
-
-Runs reward and tool code on other machines, each call still in a process that can be killed.
-"""
+"""Runs trainer ranks as Ray actors that make one trainer, and reward and tool code on other machines."""
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,22 +16,33 @@ from paceline.config import RunConfig
 from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
-from paceline.runtime.processes.frames import FromTrainer, RpcCall, RpcFailure, RpcHello, RpcResult, Sent, decode_call
-from paceline.runtime.processes.host import life
-from paceline.runtime.rank_group import RankGroup, RankRpcHandler, cost_of
-from paceline.runtime.ray.cluster import RayActor
+from paceline.runtime.processes.remote_trainer import life
+from paceline.runtime.ray.cluster import RayActor, first_line, last_line
 from paceline.runtime.ray.collective import Sending
 from paceline.runtime.ray.engines import ObjectTensors, packed
-from paceline.runtime.torch_kit import build_trainer, pick_device
+from paceline.runtime.rpc import (
+    FromTrainer,
+    RankGroup,
+    RpcCall,
+    RpcFailure,
+    RpcHello,
+    RpcResult,
+    SentWeights,
+    TrainerRpcHandler,
+    decode_call,
+)
+from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
+from paceline.trainer.batch import cost_of
 from paceline.trainer.world import join
+from paceline.util.process_exit import free_port
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
 _encode = msgspec.msgpack.Encoder().encode
 _answer = msgspec.msgpack.Decoder(FromTrainer).decode
-_sent = msgspec.msgpack.Decoder(Sent).decode
+_sent = msgspec.msgpack.Decoder(SentWeights).decode
 
 
 class RankActor(Sending, RayActor):
@@ -43,9 +50,7 @@ class RankActor(Sending, RayActor):
 
     async def meeting_place(self) -> tuple[str, int]:
         """Host and port at which the ranks meet, if this is the first of them."""
-        with socket.socket() as door:
-            door.bind(("", 0))
-            return get_node_ip_address(), door.getsockname()[1]
+        return get_node_ip_address(), free_port("")
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
         """Meet the others and load the model; answers with a greeting, and with what a token and a pair of tokens cost
@@ -57,21 +62,21 @@ class RankActor(Sending, RayActor):
         group = join(rank, world, address, backend) if world > 1 else None
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
-        self._desk = RankRpcHandler(built.trainer, tokenizer)
+        self._handler = TrainerRpcHandler(built.trainer, tokenizer)
         ends = end_tokens(tokenizer, built.model)
         cost = cost_of(built.model.config)
         return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
-        return _encode(await self._desk.answer(decode_call(call)))
+        return _encode(await self._handler.answer(decode_call(call)))
 
     async def weights(self) -> tuple[bytes, NDArray]:
         """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
-        update = await self._desk.trainer.weights()
+        update = await self._handler.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(packed, update.tensors)
-        return _encode(Sent(update.version, "", update.adapter, expected, update.canary)), data
+        return _encode(SentWeights(update.version, "", update.adapter, expected, update.canary)), data
 
 
 class RayTrainer(RankGroup):
@@ -140,21 +145,12 @@ class RayTrainer(RankGroup):
 
     def _gone(self, rank: int, error: BaseException) -> BaseException | None:
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-            return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {_first_line(error)}")
+            return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {first_line(error)}")
         return None
 
     def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
         cause = super()._cause(ended)
-        return TrainerError(_last_line(cause)) if isinstance(cause, RayTaskError) else cause
-
-
-def _last_line(error: BaseException) -> str:
-    """The last line of a remote traceback."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return TrainerError(last_line(cause)) if isinstance(cause, RayTaskError) else cause
 
 
 AGAIN_SECONDS = 0.5

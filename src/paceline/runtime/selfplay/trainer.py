@@ -1,7 +1,4 @@
-"""Defines a trainer that takes samples and steps once it has enough of them.
-
-Loads the model to train, and connects to the server it is sampled from.
-"""
+"""Loads the model to train, connects to the server it is sampled from, and steps once there are enough samples."""
 
 import os
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Builds engine and trainer with torch.
-
-Builds the trainer of a process that runs nothing else.
-"""
+"""Builds engines and trainers with torch."""
 
 import copy
 import json
@@ -20,10 +17,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paceline.clients.external_engine import ForeignEngine
-from paceline.clients.launched import LaunchedVllm, VllmProcess, lora_rank
+from paceline.clients.external_engine import ExternalEngine
 from paceline.clients.sglang import SglangEngine
-from paceline.clients.vllm import VllmEngine
+from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, lora_rank
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Engine, Grammar
@@ -43,9 +39,9 @@ ADAPTERS = 4
 CPU_CACHE_GIB = 2
 
 
-def foreign(
+def external_engine(
     config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, root: Path
-) -> ForeignEngine | None:
+) -> ExternalEngine | None:
     """The engine that `engine.backend` names; None for Paceline's own. `model` is the policy before any adapter."""
     engine = config.engine
     if engine.backend == "paceline":
@@ -57,17 +53,15 @@ def foreign(
         "capacity": engine.max_running,
         "vocabulary": int(model.config.get_text_config().vocab_size),
     }
-    if engine.launch is not None:
+    if engine.backend == "vllm":
         shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
+    if engine.launch is not None:  # which only vLLM can be
         apart = shared["tied"] and model.device.type == "cpu" and config.model.lora is None
         source = _untied(model, tokenizer, folder / "served") if apart else resolve(config.model.name)
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
-    key = _key(engine.api_key_env)
-    if engine.backend == "sglang":
-        return SglangEngine(engine.base_url, api_key=key, **shared)
-    shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
-    return VllmEngine(engine.base_url, api_key=key, **shared)
+    kind = VllmEngine if engine.backend == "vllm" else SglangEngine
+    return kind(engine.base_url, api_key=_key(engine.api_key_env), **shared)
 
 
 def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:
@@ -140,7 +134,7 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-class TorchKit:
+class TorchBackend:
     """A Hugging Face model on a CPU or a GPU."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -160,19 +154,12 @@ class TorchKit:
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
-    def foreign(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
-        return foreign(config, self.model, tokenizer, root)
+    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+        return external_engine(config, self.model, tokenizer, root)
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
         model = self.model if config.model.lora is None else engine_twin(self.model, config.model)
-        return TorchTrainer(
-            attach_lora(model, config.model, config.seed),
-            config.trainer,
-            total_steps=config.steps,
-            fp32_head=config.model.fp32_head,
-            dumps=dumps,
-            background=background_compile("trainer", config, model),
-        )
+        return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
 
     def at_work(self) -> AbstractContextManager[object]:
         return small_products(self.model.dtype)
@@ -264,22 +251,43 @@ class Built:
 
 
 def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Built:
-    """Load the run's model and a trainer for it; with a group, one rank of several. A model that is to be cut up waits
-    in its file, mapped into memory, and comes to the device layer by layer: whole it might not fit there."""
-    device, parallel = pick_device(config.device), config.trainer.parallel
-    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
-    model = attach_lora(load_model(config.model, "cpu" if in_parts else device), config.model, config.seed)
+    """Load the run's model and a trainer for it; with a group, one rank of several."""
+    model, place = load_rank_model(config, group)
+    model = attach_lora(model, config.model, config.seed)
     parameters = sum(p.numel() for p in model.parameters())
     config = share_cores(config, parameters)
-    dumps = Path(config.runs) / config.name / "dumps"
-    trainer = TorchTrainer(
+    trainer = torch_trainer(config, model, Path(config.runs) / config.name / "dumps", group, place)
+    return Built(trainer, model, parameters, place.type)
+
+
+def load_rank_model(config: RunConfig, group: ProcessGroup | None) -> tuple[PreTrainedModel, torch.device]:
+    """The run's model, and the device it trains on, with its number, which every thread must know. A model that is to
+    be sharded waits in its file, mapped into memory, and comes to the device layer by layer: whole it might not fit."""
+    place, parallel = torch.empty(0, device=pick_device(config.device)).device, config.trainer.parallel
+    in_parts = group is not None and parallel.shard != "none" and parallel.tensor == 1
+    return load_model(config.model, "cpu" if in_parts else place), place
+
+
+def torch_trainer(
+    config: RunConfig,
+    model: PreTrainedModel,
+    dumps: Path | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> TorchTrainer:
+    """A trainer of a loaded model, as the run file has it. One of several ranks is not compiled beside its work."""
+    return TorchTrainer(
         model,
         config.trainer,
         total_steps=config.steps,
         fp32_head=config.model.fp32_head,
         dumps=dumps,
         group=group,
-        device=torch.empty(0, device=device).device,  # with its number, which every thread must know
+        device=device,
         background=background_compile("trainer", config, model) if group is None else None,
     )
-    return Built(trainer, model, parameters, device)
+
+
+def league_engine(config: RunConfig) -> EmbeddedEngine:
+    """An engine of this process, for a past version that is a whole model."""
+    return engine_for(load_model(config.model, pick_device(config.device)).requires_grad_(False), config)

@@ -1,28 +1,172 @@
-"""Drives several ranks as one trainer, however they are reached, and answers calls on each rank."""
+"""Remote calls of the orchestrator to a trainer: messages, the handler that answers them, and groups of ranks.
+
+All that goes over a connection is msgpack frames with raw buffers, never pickle.
+"""
 
 import asyncio
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from paceline.clients.rpc import HEAD
 from paceline.config import RunConfig
-from paceline.config.trainer import TrainerConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.balance import Cost
 from paceline.data.scales import owners
-from paceline.runtime.processes.frames import RpcCall, RpcFailure, RpcHello, RpcResult, What, answered
-from paceline.trainer import StepReport, Trainer
-from paceline.trainer.batch import cost_of
+from paceline.errors import PacelineError
+from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.util.deadlines import beat
+from paceline.util.user_code import UserCodeError, described, failure_traces, user_frames, whole
+from paceline.weights.update import Adapter, Canary
 
-__all__ = ["cost_of", "spread"]
+What = Literal["feed", "step", "weights", "save", "load", "export"]
 
 
-def spread(batch: Sequence[Sample], ranks: int, _config: TrainerConfig, cost: Cost) -> list[list[Sample]]:
+class RpcHello(msgspec.Struct, array_like=True, tag=True):
+    """The trainer's first word on every connection."""
+
+    life: str
+    """Another one after each restart of its process."""
+    version: int
+    parameters: int
+    device: str
+    ends: tuple[int, ...]
+    """Tokens that end a turn."""
+
+
+class RpcCall(msgspec.Struct, array_like=True):
+    """One thing to do. Asked again under the same name and number it is not done again."""
+
+    caller: str
+    number: int
+    what: What
+    path: str = ""
+    data: bytes = b""
+    """Samples the trainer has not seen yet."""
+    order: list[int] = []
+    """The batch: positions among the samples fed before, -1 for the next of `data`."""
+
+
+class Alive(msgspec.Struct, array_like=True, tag=True):
+    """The trainer still works on it."""
+
+
+class SentWeights(msgspec.Struct, array_like=True):
+    """Weights, as the files they lie in."""
+
+    version: int
+    file: str
+    adapter: Adapter | None
+    expected: str
+    canary: Canary | None
+    deltas: list[str] = []
+    """Files of the changes since that file was written, in order."""
+    delta: str = ""
+    """The file of changes from the version before, where there is one."""
+
+
+class RpcResult(msgspec.Struct, array_like=True, tag=True):
+    """The result of a call."""
+
+    number: int
+    version: int
+    report: StepReport | None = None
+    sent: SentWeights | None = None
+
+
+class RpcFailure(msgspec.Struct, array_like=True, tag=True):
+    """The failure of a call."""
+
+    number: int
+    message: str
+    errno: int | None = None
+    """Set where the system refused something, such as room on the disk."""
+    frames: str = ""
+    trace: str = ""
+    """Of user code that raised: its own frames, and the whole traceback."""
+
+    def error(self) -> Exception:
+        """The exception that the caller raises."""
+        if self.errno is not None:
+            return OSError(self.errno, self.message)
+        return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
+
+
+FromTrainer = RpcHello | Alive | RpcResult | RpcFailure
+
+_encoder = msgspec.msgpack.Encoder()
+decode_call = msgspec.msgpack.Decoder(RpcCall).decode
+decode_answer = msgspec.msgpack.Decoder(FromTrainer).decode
+
+
+def framed(message: RpcCall | FromTrainer) -> bytes:
+    body = _encoder.encode(message)
+    return HEAD.pack(len(body)) + body
+
+
+class TrainerRpcHandler:
+    """Does with one trainer what a caller asks for. `log` keeps the traces of bugs off a person's screen: all ranks of
+    several fail when one is lost, and one tells why."""
+
+    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
+        self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
+        self._fed: list[Sample] = []
+
+    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
+        return await answered(call, self._do(call), self._log)
+
+    async def _do(self, call: RpcCall) -> RpcResult:
+        trainer, folder = self.trainer, Path(call.path)
+        report = sent = None
+        match call.what:
+            case "feed":
+                samples = decode(call.data)
+                await trainer.feed(samples)
+                self._fed += samples
+            case "step":
+                new, fed, self._fed = iter(decode(call.data)), self._fed, []
+                report = await trainer.step([next(new) if at < 0 else fed[at] for at in call.order])
+            case "weights":
+                sent = await self._weights()
+            case "save":
+                await trainer.save(folder)
+            case "load":
+                self._fed = []
+                await trainer.load(folder)
+            case "export":
+                await trainer.export(folder, self._tokenizer)
+        return RpcResult(call.number, trainer.version, report, sent)
+
+    async def _weights(self) -> SentWeights:
+        """The metadata of the current weights, and where they are; the weights travel by another way."""
+        raise NotImplementedError
+
+
+async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcResult | RpcFailure:
+    """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log`."""
+    try:
+        return await doing  # bounded: by the call itself
+    except OSError as error:
+        return RpcFailure(call.number, error.strerror or str(error), error.errno)
+    except PacelineError as error:
+        frames, trace = failure_traces(error)
+        return RpcFailure(call.number, str(error), None, frames, trace)
+    except Exception as error:
+        if log is None:
+            traceback.print_exc()
+        else:
+            with log.open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+        return RpcFailure(call.number, described(error), None, user_frames(error), whole(error))
+
+
+def spread(batch: Sequence[Sample], ranks: int, cost: Cost) -> list[list[Sample]]:
     """One share of the batch for each rank: neighbours, the first rank's first, so that the shares end to end are the
     batch again. Of like cost, and a rollout's samples stay together, for a rank that trains its share as it comes."""
     rollouts: dict[Hashable, list[Sample]] = {}
@@ -42,33 +186,6 @@ ECHO_SECONDS = 5.0
 T = TypeVar("T")
 
 
-class RankRpcHandler:
-    """Does on one rank what the orchestrator asks of all of them. `log` keeps the traces of bugs off a person's screen:
-    all ranks fail when one is lost, and one tells why."""
-
-    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
-        self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
-
-    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
-        return await answered(call, self._do(call), self._log)
-
-    async def _do(self, call: RpcCall) -> RpcResult:
-        trainer, folder = self.trainer, Path(call.path)
-        report = None
-        match call.what:
-            case "step":
-                report = await trainer.step(decode(call.data))
-            case "save":
-                await trainer.save(folder)
-            case "load":
-                await trainer.load(folder)
-            case "export":
-                await trainer.export(folder, self._tokenizer)
-            case what:
-                raise ValueError(f"ranks are never asked to {what}")
-        return RpcResult(call.number, trainer.version, report)
-
-
 class RankGroup(ABC):
     """Speaks the `Trainer` protocol to all ranks at once: each gets its share of a batch, and all do the same things in
     the same order. If one of them dies the others wait for it in the middle of a sum, so all are ended."""
@@ -85,7 +202,7 @@ class RankGroup(ABC):
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         parallel = self._config.trainer.parallel
-        shares = spread(batch, parallel.data_ranks, self._config.trainer, self._cost)
+        shares = spread(batch, parallel.data_ranks, self._cost)
         alike = parallel.ranks // parallel.data_ranks  # neighbours that train the same samples
         done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
         assert done.report is not None

@@ -1,6 +1,7 @@
-"""Calls a trainer in another process as if it were in this one: the orchestrator's side."""
+"""Calls a trainer in another process as if it were in this one, and serves that trainer over a Unix socket."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -11,22 +12,26 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.frames import HEAD
+from paceline.clients.rpc import HEAD, read_frame
 from paceline.data import Sample, encode
-from paceline.runtime.processes.frames import (
+from paceline.runtime.rpc import (
     Alive,
     RpcCall,
     RpcFailure,
     RpcHello,
     RpcResult,
+    SentWeights,
+    TrainerRpcHandler,
     What,
     decode_answer,
+    decode_call,
     framed,
 )
-from paceline.trainer import StepReport, TrainerLost
-from paceline.util.deadlines import beat
+from paceline.trainer import StepReport, Trainer, TrainerLost
+from paceline.util.deadlines import beat, waiting
+from paceline.weights.transports import WeightPath
 from paceline.weights.update import WeightUpdate
-from paceline.weights.weight_store import StoredTensors, open_delta
+from paceline.weights.weight_store import StoredTensors, WeightStore, open_delta
 
 SILENT_SECONDS = 60.0
 """A trainer at work sends `Alive` every few seconds; after this long without a message it counts as lost."""
@@ -156,7 +161,7 @@ class RemoteTrainer:
             raise Garbled(f"the answer cannot be read: {error}") from error
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        began, told, delay = time.monotonic(), 0.0, FIRST_DELAY
+        began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
         cause = "it does not listen"
         while (waited := time.monotonic() - began) < RETURN_SECONDS:
             try:
@@ -170,8 +175,8 @@ class RemoteTrainer:
             except (OSError, asyncio.IncompleteReadError) as error:
                 self._hang_up()
                 cause = str(error) or type(error).__name__
-            if waited - told > WORD_SECONDS:
-                told = waited
+            if waited - warned_at > WORD_SECONDS:
+                warned_at = waited
                 log.warning("waiting for the trainer for %.0f s: %s", waited, cause)
             await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
             delay = min(MOST_DELAY, 2 * delay)
@@ -187,3 +192,87 @@ class RemoteTrainer:
         if self._speaking is not None:
             self._speaking[1].close()
             self._speaking = None
+
+
+PULSE_SECONDS = 5.0
+"""A caller that waits hears this often that we live."""
+KEPT_WEIGHTS = 3
+"""Files of weights that stay: an engine that comes back may ask for the last published."""
+
+
+class TrainerHost(TrainerRpcHandler):
+    """Executes each call once.
+
+    A connection may break at any moment, so a caller may repeat a call: the call of the same caller and number is not
+    done twice, its answer is given again. One caller speaks at a time; what a lost one had asked for is finished first,
+    since the trainer has one thread.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        tokenizer: PreTrainedTokenizerBase,
+        weights: Path,
+        hello: RpcHello,
+        path: WeightPath = "auto",
+    ) -> None:
+        super().__init__(trainer, tokenizer)
+        self._hello = hello
+        self._store = WeightStore(weights, KEPT_WEIGHTS, deltas=path in ("auto", "delta"))
+        self._store.adopt()
+        self._callers: set[asyncio.StreamWriter] = set()
+        self._last = ("", 0)
+        self._answer: asyncio.Future[RpcResult | RpcFailure] | None = None
+
+    async def serve(self, address: Path) -> None:
+        """Answer until the process ends."""
+        server = await asyncio.start_unix_server(self._meet, address)
+        try:
+            await server.serve_forever()  # unbounded: being asked is its job
+        finally:
+            for caller in self._callers:
+                caller.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._hello.version = self.trainer.version
+        writer.write(framed(self._hello))
+        self._callers.add(writer)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            while (body := await read_frame(reader)) is not None:
+                answer = self._once(decode_call(body))
+                while not (await asyncio.wait({answer}, timeout=PULSE_SECONDS))[0]:
+                    writer.write(framed(Alive()))
+                    await asyncio.wait_for(writer.drain(), PULSE_SECONDS)
+                writer.write(framed(answer.result()))  # bounded: it is done
+        self._callers.discard(writer)
+        writer.close()
+
+    def _once(self, call: RpcCall) -> asyncio.Future[RpcResult | RpcFailure]:
+        caller, number = self._last
+        if self._answer is None or caller != call.caller or call.number > number:
+            self._last = (call.caller, call.number)
+            self._answer = asyncio.ensure_future(self._run(call, self._answer))
+        # An older call, from a connection that broke, gets an answer that its caller does not wait for.
+        return self._answer
+
+    async def _run(
+        self, call: RpcCall, before: asyncio.Future[RpcResult | RpcFailure] | None
+    ) -> RpcResult | RpcFailure:
+        if before is not None and not before.done():
+            # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
+            await asyncio.wait({before})  # bounded: as the call itself was
+        with waiting(f"to {call.what}, as the orchestrator asked"):
+            return await self.answer(call)
+
+    async def _weights(self) -> SentWeights:
+        update = await self.trainer.weights()
+        stored_update = await self._store.keep(update)
+        expected = stored_update.expected or await asyncio.to_thread(update.fingerprint)
+        stored = stored_update.tensors
+        assert isinstance(stored, StoredTensors)
+        deltas, delta = [str(file) for file in stored.deltas], str(self._store.link or "")
+        return SentWeights(update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta)
+
+
+def life() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,154 @@
+"""Base classes of engines behind a connection: control calls, and HTTP by one client per event loop."""
+
+import asyncio
+import math
+import socket
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import httpx
+import orjson
+
+from paceline.config.secret import hidden
+from paceline.engine.base import Completion, Listener, Piece
+from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel, Unreachable
+from paceline.weights.update import Canary, WeightUpdate
+
+CONNECT_SECONDS = 10.0
+LOOK_SECONDS = 60.0
+JSON = {"Content-Type": "application/json"}
+KEPT_CONNECTIONS = 1024
+KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    for name, seconds in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+]
+"""A machine that vanished without a word is noticed within half a minute, however long its requests may take."""
+Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
+
+
+class RemoteEngine(ABC):
+    """The calls of the `Engine` protocol that have no arguments and no result."""
+
+    _busy = 0.0
+
+    @abstractmethod
+    async def _ask(self, what: Question) -> Any: ...
+
+    async def pause(self) -> None:
+        await self._ask("pause")
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def sleep(self) -> None:
+        await self._ask("sleep")
+
+    async def wake(self) -> None:
+        await self._ask("wake")
+
+    @property
+    def busy_seconds(self) -> float:
+        """As of the last answer that told it."""
+        return self._busy
+
+
+def in_one_piece(completion: Completion, listener: Listener | None) -> Completion:
+    """The completion; a listener of an engine that does not stream hears it as one piece, when it is whole."""
+    if listener is not None:
+        listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
+    return completion
+
+
+def finite_canary(update: WeightUpdate) -> Canary | None:
+    """The update's canary, if it has one. JSON cannot say infinity, and no engine could be compared with it."""
+    if update.canary is not None and not all(map(math.isfinite, update.canary.logprobs)):
+        raise Mismatch(f"version {update.version} gives log probabilities that are not finite: its weights are broken")
+    return update.canary
+
+
+class HttpConnection:
+    """Requests to one server, whose refusals are raised as our errors. Cancelling a request closes its connection, and
+    the server then drops it."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float = 3600.0, env_proxies: bool = False) -> None:
+        self.name = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._settings: dict[str, Any] = {
+            "base_url": self.name,
+            "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+            "trust_env": env_proxies,  # a proxy that the environment names must not get an engine's key
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
+        }
+        self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+
+    async def get(self, path: str, **more: Any) -> Any:
+        return await self._request("GET", path, **more)
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        content = orjson.dumps(body) if body is not None else None
+        return await self._request("POST", path, content=content, headers=JSON)
+
+    def look(self, path: str, body: Any = None, seconds: float = LOOK_SECONDS) -> Any:
+        """A question outside an event loop."""
+        quick: dict[str, Any] = {**self._settings, "timeout": seconds}
+        with httpx.Client(**quick) as client:
+            try:
+                return self._read(client.get(path) if body is None else client.post(path, json=body))
+            except httpx.TransportError as error:
+                raise self._unreachable(error) from error
+
+    def close(self) -> None:
+        """Let the connections go. Inside an event loop, await `aclose` instead to see them closed."""
+        opened, self._open = self._open, None
+        if opened is not None and opened[0].is_running():
+            loop, client = opened
+            loop.call_soon_threadsafe(lambda: loop.create_task(client.aclose()))
+
+    async def aclose(self) -> None:
+        """Close every connection; what still runs is cancelled by the server."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            await opened[1].aclose()
+
+    async def _request(self, method: str, path: str, **more: Any) -> Any:
+        try:
+            return self._read(await self._client().request(method, path, **more))
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+
+    def _client(self) -> httpx.AsyncClient:
+        """One for each event loop: connections cannot move to another."""
+        loop = asyncio.get_running_loop()
+        if self._open is None or self._open[0] is not loop:
+            transport = None  # with a transport of ours httpx would not look for proxies
+            if not self._settings["trust_env"]:
+                limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS)
+                transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEP_ALIVE)
+            self._open = (loop, httpx.AsyncClient(**self._settings, transport=transport))
+        return self._open[1]
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(f"{self.name} does not answer: {str(error) or type(error).__name__}")
+
+    def _read(self, response: httpx.Response) -> Any:
+        """The answer of an OpenAI-compatible server, or its own sentence as the error it stands for."""
+        try:
+            answer = orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            answer = response.text  # health, metrics and some orders answer in words, or not at all
+        if response.status_code == 200:
+            return answer
+        message = answer.get("error", answer) if isinstance(answer, dict) else answer
+        message = message.get("message", message) if isinstance(message, dict) else message
+        where, words = str(response.url).partition("?")[0], hidden(str(message), self._key)[:500]
+        raise _kind(response.status_code)(f"{where} answered {response.status_code}: {words}")
+
+
+def _kind(status: int) -> type[EngineError]:
+    """The error class of an HTTP status: overload passes, a request that is refused stays refused."""
+    if status == 404:
+        return UnknownModel
+    if status in (429, 503):
+        return Overloaded
+    return RequestError if status in (400, 405, 413, 422) else EngineError

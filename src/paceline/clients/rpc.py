@@ -1,0 +1,299 @@
+"""Messages between a client process and the engine's process, and the engine's side: msgpack frames, never pickle.
+
+A frame is eight bytes of length and a list of messages. Weights travel as safetensors bytes or as the paths of files
+both sides can read.
+"""
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+
+from paceline.clients.remote import Question
+from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
+from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError, UnknownModel
+from paceline.weights import tensors as libraries
+from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate
+from paceline.weights.weight_store import StoredTensors, read_delta
+
+HEAD = struct.Struct("<Q")
+ERRORS = {
+    kind.__name__: kind
+    for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase, PartialUpdateError)
+}
+
+
+class EngineMessage(msgspec.Struct, array_like=True, tag=True):
+    """Whatever is said, about the request of this number."""
+
+    id: int
+
+
+class Generate(EngineMessage):
+    """Sample a completion; with `listen`, send its tokens while they come."""
+
+    request: GenerateRequest
+    listen: bool
+
+
+class Cancel(EngineMessage):
+    """The client no longer waits for this request."""
+
+
+class ScoreFrame(EngineMessage):
+    """Score sequences."""
+
+    sequences: list[list[int]]
+    temperature: float
+    model: str
+
+
+class Load(EngineMessage):
+    """Take new weights."""
+
+    version: int
+    weights: bytes | list[str]
+    """Safetensors bytes, or paths of safetensors files."""
+    adapter: Adapter | None
+    expected: str | None
+    canary: Canary | None
+    delta: bytes = b""
+    """In place of the weights."""
+
+
+class Ask(EngineMessage):
+    """Anything that takes no arguments."""
+
+    what: Question
+
+
+class EngineHello(EngineMessage):
+    """The first word of the engine's process: ready, or why it never will be."""
+
+    end_tokens: tuple[int, ...]
+    error: str | None = None
+
+
+class TokensFrame(EngineMessage):
+    """New tokens of a request that runs on."""
+
+    piece: Piece
+
+
+class CompletionFrame(EngineMessage):
+    """A completion, whole."""
+
+    completion: Completion
+
+
+class Scores(EngineMessage):
+    """Log probabilities, sequence by sequence."""
+
+    logprobs: list[list[float]]
+
+
+class Answer(EngineMessage):
+    """The result of a question or an update."""
+
+    policy: ServedPolicy | None = None
+    limits: EngineLimits | None = None
+    stats: EngineStats | None = None
+    seconds: float = 0.0
+
+
+class FailureFrame(EngineMessage):
+    """Why there is no answer; the class is kept by name."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, number: int, error: Exception) -> "FailureFrame":
+        kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in ERRORS), "")
+        return cls(number, kind or "EngineError", str(error) if kind else f"{type(error).__name__}: {error}")
+
+    def error(self) -> EngineError:
+        return ERRORS.get(self.kind, EngineError)(self.message)
+
+
+class ToEngine(msgspec.Struct, array_like=True):
+    """A batch of messages from the client."""
+
+    messages: list[Generate | Cancel | ScoreFrame | Load | Ask]
+
+
+class FromEngine(msgspec.Struct, array_like=True):
+    """A batch of messages from the engine: everything that happened since its last frame."""
+
+    messages: list[EngineHello | TokensFrame | CompletionFrame | Scores | Answer | FailureFrame]
+    busy_seconds: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(batch: ToEngine | FromEngine) -> list[bytes]:
+    body = _encoder.encode(batch)
+    return [HEAD.pack(len(body)), body]
+
+
+async def opened(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connected socket as streams, whether its other end is on this machine or elsewhere."""
+    if sock.family == socket.AF_UNIX:
+        return await asyncio.open_unix_connection(sock=sock)
+    return await asyncio.open_connection(sock=sock)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next frame's body, or None when the other side is gone."""
+    try:
+        (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))  # bounded: by the other side's life
+        return await reader.readexactly(length)  # bounded: by the other side's life
+    except (asyncio.IncompleteReadError, OSError):  # a machine that vanished is no ConnectionError
+        return None
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Several pieces of one completion as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    top = None if pieces[0].top is None else [ranked for piece in pieces for ranked in piece.top or ()]
+    return Piece(
+        [token for piece in pieces for token in piece.token_ids],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+        [version for piece in pieces for version in piece.versions],
+        top,
+    )
+
+
+class EngineRpcHandler:
+    """One engine's answers. Whatever goes wrong is an answer too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._answers: dict[type[EngineMessage], Callable[..., Awaitable[EngineMessage]]] = {
+            ScoreFrame: self._score,
+            Load: self._load,
+            Ask: self._ask,
+        }
+
+    async def answer(self, message: EngineMessage, listener: Listener | None = None) -> EngineMessage:
+        """A completion, scores, or what became of it; a bug keeps its name."""
+        try:
+            if isinstance(message, Generate):
+                return CompletionFrame(message.id, await self.engine.generate(message.request, listener))
+            return await self._answers[type(message)](message)
+        except Exception as error:
+            return FailureFrame.of(message.id, error)
+
+    async def _score(self, message: ScoreFrame) -> EngineMessage:
+        return Scores(message.id, await self.engine.score(message.sequences, message.temperature, message.model))
+
+    async def _load(self, message: Load) -> EngineMessage:
+        if isinstance(message.weights, bytes):
+            tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
+        else:
+            tensors = stored = StoredTensors([Path(file) for file in message.weights])
+            await asyncio.to_thread(stored.fill)
+        delta = await asyncio.to_thread(read_delta, message.delta) if message.delta else None
+        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary, delta)
+        return Answer(message.id, seconds=await self.engine.load_weights(update))
+
+    async def _ask(self, message: Ask) -> EngineMessage:
+        value = await getattr(self.engine, message.what)()
+        return Answer(message.id, **({} if value is None else {message.what: value}))
+
+
+def unpacked(data: bytes) -> dict[str, Array]:
+    """Tensors of safetensors bytes."""
+    try:
+        return libraries.unpacked(data)
+    except SafetensorError as error:
+        raise RequestError(f"the weights are no safetensors file: {error}") from error
+
+
+GATHER_SECONDS = 0.001
+"""How long news may wait for more: less than a decode step takes."""
+
+
+class EngineHost:
+    """Serves any engine over one socket, until the other side closes it.
+
+    What the engine's thread reports is piled up and sent by the event loop in one write: a step that feeds hundreds of
+    streams costs one wake-up and one system call. The loop waits a moment before it looks, or it would fight the engine
+    for Python's lock over every token. The flag is lowered before the pile is emptied, so nothing is left.
+    """
+
+    def __init__(self, engine: Engine, end_tokens: Sequence[int]) -> None:
+        self._engine = engine
+        self._end_tokens = tuple(end_tokens)
+        self._outbox: deque[EngineMessage | tuple[int, Piece]] = deque()
+        self._woken = False
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._handler = EngineRpcHandler(engine)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether any request is unanswered. From any thread."""
+        return bool(self._running or self._outbox)
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Answer until the other side is gone; what it asked for last is then cancelled."""
+        self._loop = asyncio.get_running_loop()
+        reader, self._writer = await opened(sock)
+        self._post(EngineHello(0, self._end_tokens))
+        try:
+            while (body := await read_frame(reader)) is not None:
+                for message in decode_to_engine(body).messages:
+                    self._take(message)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            self._writer.close()
+
+    def _take(self, message: EngineMessage) -> None:
+        if isinstance(message, Cancel):
+            if task := self._running.get(message.id):
+                task.cancel()
+            return
+        task = asyncio.ensure_future(self._answer(message))
+        self._running[message.id] = task
+        task.add_done_callback(lambda _: self._running.pop(message.id, None))
+
+    async def _answer(self, message: EngineMessage) -> None:
+        listens = isinstance(message, Generate) and message.listen
+        self._post(await self._handler.answer(message, partial(self._heard, message.id) if listens else None))
+
+    def _heard(self, number: int, piece: Piece) -> None:
+        self._post((number, piece))
+
+    def _post(self, message: EngineMessage | tuple[int, Piece]) -> None:
+        """Send soon, with all that is piled up by then. From any thread."""
+        self._outbox.append(message)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._woken = False
+        messages: list[Any] = []
+        pieces: dict[int, list[Piece]] = {}
+        while self._outbox:
+            message = self._outbox.popleft()
+            if isinstance(message, tuple):
+                pieces.setdefault(message[0], []).append(message[1])
+            else:
+                messages.append(message)
+        # Pieces come before whatever ended their request: the engine reports them first.
+        messages[:0] = [TokensFrame(number, join(some)) for number, some in pieces.items()]
+        if messages and not self._writer.is_closing():
+            self._writer.writelines(frame(FromEngine(messages, self._engine.busy_seconds)))
