@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import Any, Protocol, TypeVar
 
 from paceline.errors import PacelineError
@@ -139,8 +139,13 @@ async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool =
     try:
         result = await work  # bounded: here is the bound
     except asyncio.CancelledError as error:
+        left = work.left if type(work) is _UserCall else None
         if wait.cancels and wait.uncancel() <= cancelling:
+            if left is not None:
+                raise AbandonedError(left) from error
             raise DeadlineError(f"{what} took longer than {seconds:g} s") from error
+        if left is not None:
+            log.warning(left)
         raise
     except BaseException:
         if wait.cancels:
@@ -154,33 +159,25 @@ async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool =
         return result
     finally:
         timer.cancel()
+        if type(work) is _UserCall:
+            work.close()
         _leave(wait, token)
 
 
-async def abandonable(seconds: float, what: str, work: Awaitable[T]) -> T:
+def abandonable(seconds: float, what: str, work: Awaitable[T]) -> Coroutine[Any, Any, T]:
     """As `within`, for user code, which may swallow its cancellation.
 
     A task cannot be killed, but its work can be left where it stands. `ABANDON_SECONDS` after the deadline, or after
     the caller was cancelled, the work is abandoned: the caller goes on with an `AbandonedError` or its cancellation,
     and the work is not resumed. Timers of the work may still cancel the caller's task, so that task should end soon.
     """
-    call = _UserCall(work)
-    try:
-        return await within(seconds, what, call)
-    except DeadlineError as error:
-        if call.left is None:
-            raise
-        raise AbandonedError(call.left) from error
-    except asyncio.CancelledError:
-        if call.left is not None:
-            log.warning(call.left)
-        raise
-    finally:
-        call.close()
+    return within(seconds, what, _UserCall(work))
 
 
 class _UserCall:
     """Awaits user code within the caller's task, and can stop awaiting it although it has not ended."""
+
+    __slots__ = ("_begun", "_given_up", "_timer", "_wait", "_work", "left")
 
     def __init__(self, work: Awaitable[Any]) -> None:
         self.left: str | None = None
@@ -192,7 +189,8 @@ class _UserCall:
 
     def __await__(self) -> Generator[Any, None, Any]:
         self._wait, self._begun = _current.get(), True
-        driven = self._work.__await__()
+        work: Any = self._work
+        driven = work if type(work) is CoroutineType else work.__await__()  # a wrapper less for each episode
         error: BaseException | None = None
         while True:
             try:
