@@ -12,7 +12,7 @@ import pytest
 
 from launching import Launched, run
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.forced_end import FLUSH_SECONDS, STOP_SECONDS
+from paceline.runtime.forced_end import CALLS_USERS, FLUSH_SECONDS, STOP_SECONDS
 
 GAMES = """
 import asyncio, os, sys, time
@@ -121,6 +121,10 @@ def test_signals_end_a_run_whatever_its_episodes_do(folder, play, signals):
     steps = str(int(reached.removeprefix("step-")) + 1)
     done = run([*command, "--resume", "latest", "--steps", steps], cwd=folder)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_files_that_call_user_code_exist():
+    assert [file for file in CALLS_USERS if not Path(file).exists()] == []
 
 
 def test_the_limits_of_a_forced_end_leave_it_five_seconds():

@@ -31,7 +31,7 @@ OWN_WORK = ("training on the batch", "publishing the weights", "writing a checkp
 _LOOK_SECONDS = 0.25
 _CALM_SECONDS = 1.0
 _PACKAGE = Path(__file__).resolve().parent.parent
-_CALLS_USERS = tuple(str(_PACKAGE / part) for part in ("util/deadlines.py", "envs/", "arena/", "algorithms/"))
+CALLS_USERS = tuple(str(_PACKAGE / part) for part in ("util/deadlines.py", "envs", "selfplay", "algorithms"))
 """Where Paceline calls user code, which may be an installed package."""
 _exit = os._exit
 
@@ -193,5 +193,5 @@ def _users_place(innermost: FrameType | None) -> str:
         innermost = innermost.f_back
     if innermost is None:
         return ""
-    others = [is_foreign] if file.startswith(_CALLS_USERS) else []
+    others = [is_foreign] if file.startswith(CALLS_USERS) else []
     return user_place(frames[::-1], *others)
