@@ -185,9 +185,10 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
         room = await Room.reserve(needs)
         parts = RayParts(run, room, needs, tmp_path / "live")
         teachers = parts.scorers()
-        pool = await Scorers(run, tokenizer, teachers).attach(ModelRef(name="teacher"))
+        ((name, (first, second)),) = teachers.items()
+        assert Path(name) == tmp_path / "teacher"
+        pool = await Scorers(run, tokenizer, teachers).attach(ModelRef(name=name))
         assert pool.any_temperature
-        first, second = teachers["teacher"]
         await parts.up([first, second])
         await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))
         assert min((await first.stats()).prompt_tokens, (await second.stats()).prompt_tokens) > 0
