@@ -11,8 +11,8 @@ from paceline.commands import main
 from paceline.commands.commands import COMMON_KEYS
 from paceline.commands.entry import the_commands
 from paceline.config import ConfigError, load
+from paceline.config.document import files_of, resolve_paths
 from paceline.config.load import example_names, find_run_file
-from paceline.config.paths import files_of, resolve_paths
 from paceline.config.serve import load_served
 from paceline.config.target import arms_of, load_target
 from paceline.envs.workers import Workers

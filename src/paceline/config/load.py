@@ -21,11 +21,10 @@ from pydantic import ValidationError
 
 from paceline.config import edit
 from paceline.config.base import Section
-from paceline.config.document import PYTHON, ConfigDocument, Origin, plain_value
+from paceline.config.document import PYTHON, ConfigDocument, Origin, plain_value, resolve_paths
 from paceline.config.errors import ConfigError, explain
-from paceline.config.paths import resolve_paths
+from paceline.config.fields import either
 from paceline.config.run import ConfigWarning, RunConfig
-from paceline.config.wording import either
 
 
 @cache
