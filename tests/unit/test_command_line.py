@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.commands import main
+from paceline.commands import main, the_commands
 from paceline.commands.commands import COMMON_KEYS
-from paceline.commands.entry import the_commands
 from paceline.config import ConfigError, load
 from paceline.config.document import files_of, resolve_paths
 from paceline.config.load import example_names, find_run_file

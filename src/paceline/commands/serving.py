@@ -174,12 +174,9 @@ def add_search(commands: Commands) -> None:
 
 def _search(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.config.env.tasks import SEARCH_KEY_VARIABLE
-    from paceline.envs.search.server import SearchOptions, load_options
+    from paceline.envs.search.server import SearchOptions, load_options, serve_search
 
     flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}
     flags["embeddings_url"] = known.embeddings_endpoint
-    options = load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)})
-    from paceline.envs.search.server import serve_search
-
-    serve_search(options)
+    serve_search(load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)}))
     return 0
