@@ -17,8 +17,19 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.data.fields import BadRow, RowShape
-from paceline.data.rows import BadRows, DataError, Placed, Row, Rows, csv_rows, json_rows, parse_object, reading
+from paceline.data.rows import (
+    BadRow,
+    BadRows,
+    DataError,
+    Placed,
+    Row,
+    Rows,
+    RowShape,
+    csv_rows,
+    json_rows,
+    parse_object,
+    reading,
+)
 
 
 class StoredRows(Rows):
@@ -142,29 +153,6 @@ def _in_memory(parse: Callable[[Path], Placed]) -> "Opener":
     return open_file
 
 
-def _parquet(source: str, shape: RowShape, limit: int | None) -> StoredRows:
-    from paceline.data.formats import ColumnRows, parquet_groups
-
-    return ColumnRows(source, parquet_groups(source), shape, limit)
-
-
-def _arrow(source: str, shape: RowShape, limit: int | None) -> StoredRows:
-    from paceline.data.formats import ColumnRows, arrow_groups
-
-    return ColumnRows(source, arrow_groups(source), shape, limit)
-
-
-Opener = Callable[[str, RowShape, int | None], StoredRows]
-
-FORMATS: dict[str, Opener] = {
-    ".json": _in_memory(json_rows),
-    ".jsonl": JsonLines,
-    ".csv": _in_memory(csv_rows),
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-}
-
-
 CACHE_BYTES = 256 * 2**20
 """Decoded groups kept, so that rows in shuffled order do not decode a group each."""
 CHUNK = 1024
@@ -263,3 +251,19 @@ def _reading(source: str) -> Generator[None]:
             yield
     except _pyarrow(source).ArrowException as error:
         raise DataError(f"dataset {source}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+Opener = Callable[[str, RowShape, int | None], StoredRows]
+
+
+def _columns(groups: Callable[[str], Groups]) -> Opener:
+    return lambda source, shape, limit: ColumnRows(source, groups(source), shape, limit)
+
+
+FORMATS: dict[str, Opener] = {
+    ".json": _in_memory(json_rows),
+    ".jsonl": JsonLines,
+    ".csv": _in_memory(csv_rows),
+    ".parquet": _columns(parquet_groups),
+    ".arrow": _columns(arrow_groups),
+}
