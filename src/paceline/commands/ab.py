@@ -1,7 +1,4 @@
-"""Trains two arms side by side: two adapters on one engine, over the same draws and the same noise.
-
-Presents one adapter of an engine as its policy, so that several policies share one engine.
-"""
+"""Trains two arms side by side: two adapters on one engine, over the same draws and the same noise."""
 
 import dataclasses
 import re
@@ -34,8 +31,8 @@ from paceline.weights.update import ServedPolicy, WeightUpdate
 
 
 class AdapterView:
-    """Sends requests and updates of the policy to the adapter of this name. The code that made the engine starts and
-    ends it."""
+    """Presents one adapter of an engine as its policy, so that several policies share one engine. The code that made
+    the engine starts and ends it."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name

@@ -1,7 +1,4 @@
-"""Reads and writes the run file.
-
-Finds run files by name: the examples that ship with the package, and run directories.
-"""
+"""Finds, reads and writes run files."""
 
 import importlib.resources
 import os

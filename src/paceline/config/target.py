@@ -1,7 +1,4 @@
-"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with.
-
-Makes the two run files of an A/B run: flags behind `--a.` and `--b.` apply to one arm only.
-"""
+"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with."""
 
 import re
 import tomllib
@@ -137,7 +134,7 @@ ARMS = ("a", "b")
 
 
 def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
-    """The run file for each arm, under names of their own."""
+    """The run file for each arm of an A/B run; flags behind `--a.` and `--b.` apply to one arm only."""
     shared, own = split(overrides)
     arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}
     for arm, loaded in arms.items():

@@ -1,7 +1,4 @@
-"""Opens files of rows: each row is checked once, when the file is opened, and read when asked for.
-
-Tables of rows, parquet and arrow: a group of rows is decoded when one of them is asked for.
-"""
+"""Opens files of rows: each row is checked once, when the file is opened, and read when asked for."""
 
 import codecs
 import copy
@@ -165,7 +162,7 @@ Groups = tuple[Sequence[int], Callable[[int], Table]]
 
 
 class ColumnRows(Numbered):
-    """The rows of a table."""
+    """The rows of a table, parquet or arrow: a group of rows is decoded when one of them is asked for."""
 
     def __init__(self, source: str, groups: Groups, shape: RowShape, limit: int | None) -> None:
         super().__init__(shape)

@@ -1,7 +1,4 @@
-"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one.
-
-Opens the datasets that an environment's section of the run file names.
-"""
+"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
 
 import random
 from abc import ABC, abstractmethod

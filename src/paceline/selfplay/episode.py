@@ -1,8 +1,6 @@
-"""Defines episodes: turns between actors, in hooks that a game fills in.
+"""Defines episodes: turns between actors, in hooks that a game fills in, scored by a weighted sum of functions.
 
 initial actor -> [ what they hear -> their words -> environment's response -> done? -> next actor ] -> rubric
-
-Scores a finished episode by a weighted sum of functions.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Builds the application: its routes, and an OpenAPI document that matches them.
-
-Runs the server process: listens, reports that it is ready, and shuts down gracefully.
-"""
+"""Builds the application, its routes and OpenAPI document, and runs it until a signal comes."""
 
 import asyncio
 import logging

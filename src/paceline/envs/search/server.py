@@ -59,10 +59,6 @@ class SearchOptions(Section):
                 f"{self.host} can be reached from other machines: give an API key (--api-key or "
                 f"{SEARCH_KEY_VARIABLE}), or listen on 127.0.0.1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _both_or_none(self) -> "SearchOptions":
         if (self.embeddings_url is None) != (self.embeddings_model is None):
             raise ValueError("search by meaning needs both --embeddings-endpoint and --embeddings-model")
         if told := in_address(self.embeddings_url or ""):
