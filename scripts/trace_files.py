@@ -31,7 +31,7 @@ from types import FrameType
 import httpx
 
 import paceline
-from paceline.commands.entry import main as command
+from paceline.commands import main as command
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.metrics import Stopwatch
 

@@ -34,7 +34,7 @@ from paceline.data import Cursor
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
 from paceline.envs.retrieval import Retrieval
 from paceline.envs.search import Embedder, load_corpus, open_index
-from paceline.envs.search.corpus import BUILT_IN
+from paceline.envs.search.index import BUILT_IN
 from paceline.envs.search.server import build_app
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer

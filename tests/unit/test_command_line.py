@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.commands import main
+from paceline.commands import main, the_commands
 from paceline.commands.commands import COMMON_KEYS
-from paceline.commands.entry import the_commands
 from paceline.config import ConfigError, load
+from paceline.config.document import files_of, resolve_paths
 from paceline.config.load import example_names, find_run_file
-from paceline.config.paths import files_of, resolve_paths
 from paceline.config.serve import load_served
 from paceline.config.target import arms_of, load_target
 from paceline.envs.workers import Workers
@@ -92,7 +91,7 @@ def test_keys_may_stand_before_the_file(monkeypatch, typed, file, rest):
     seen = []
     commands = the_commands()
     commands.parsers[typed[0]].set_defaults(run=lambda known, rest: seen.append((known, rest)) or 0)
-    monkeypatch.setattr("paceline.commands.entry.the_commands", lambda: commands)
+    monkeypatch.setattr("paceline.commands.the_commands", lambda: commands)
     assert main(typed) == 0
     ((known, keys),) = seen
     assert (getattr(known, "file", None) or known.model, keys) == (file, rest)

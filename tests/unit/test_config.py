@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
+from paceline.config.document import resolve_paths
 from paceline.config.env import ArithmeticConfig, CustomEnvConfig, RetrievalConfig
 from paceline.config.errors import ALIASES, nearest_keys
 from paceline.config.fields import ROOT, Spot, dotted, is_union, places, spot_at
 from paceline.config.inference import SamplingConfig
-from paceline.config.paths import resolve_paths
 from paceline.config.trainer import TrainerConfig
 
 # --- helpers

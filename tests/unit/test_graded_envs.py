@@ -20,7 +20,7 @@ from paceline.data import DataError, open_rows
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs import sandbox as sandbox_package
 from paceline.envs.code import Code, solution_in
-from paceline.envs.math_answers import Math
+from paceline.envs.questions import Math
 from paceline.rollout import Reply
 
 TOYS = Path(sandbox_package.__file__).parents[1] / "toys"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.commands.entry import the_commands
+from paceline.commands import the_commands
 from paceline.config.keys import tables
 from paceline.runtime import selfplay
 from paceline.server.app import ROUTES

@@ -23,7 +23,7 @@ from paceline.data import DataError
 from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
 from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, server, tokenise
-from paceline.envs.search.corpus import BUILT_IN, QUESTIONS, save_corpus
+from paceline.envs.search.index import BUILT_IN, QUESTIONS, save_corpus
 from paceline.server.app import listen
 
 laws = settings(max_examples=50, deadline=None)

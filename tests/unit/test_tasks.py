@@ -21,9 +21,7 @@ from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import boxed, last_number, normalised, numbers, only_number, tagged
 from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, calculate, written
-from paceline.envs.equality import Equality
-from paceline.envs.gsm8k import GSM8K, final_number
-from paceline.envs.token_in import TokenIn
+from paceline.envs.questions import GSM8K, Equality, TokenIn, final_number
 from paceline.rollout import Reply
 from paceline.util.importing import import_object
 

@@ -1,7 +1,4 @@
-"""Trains two arms side by side: two adapters on one engine, over the same draws and the same noise.
-
-Presents one adapter of an engine as its policy, so that several policies share one engine.
-"""
+"""Trains two arms side by side: two adapters on one engine, over the same draws and the same noise."""
 
 import dataclasses
 import re
@@ -10,13 +7,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import TextIO, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import Pool
 from paceline.config import RunConfig
-from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
+from paceline.engine.base import Completion, Engine, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import EngineError, PacelineError
 from paceline.model import load_tokenizer, quick_handover
@@ -34,12 +31,14 @@ from paceline.weights.update import ServedPolicy, WeightUpdate
 
 
 class AdapterView:
-    """Sends requests and updates of the policy to the adapter of this name. The code that made the engine starts and
-    ends it."""
+    """Presents one adapter of an engine as its policy, so that several policies share one engine. The code that made
+    the engine starts and ends it."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
         self._mark = ""
+        self.limits, self.stats = engine.limits, engine.stats
+        self.pause, self.resume, self.sleep, self.wake = engine.pause, engine.resume, engine.sleep, engine.wake
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         asked = dataclasses.replace(request, model=request.model or self._name)
@@ -62,24 +61,6 @@ class AdapterView:
     async def policy(self) -> ServedPolicy:
         held = (await self._engine.limits()).adapters
         return ServedPolicy(held.get(self._name, 0), self._mark)
-
-    async def limits(self) -> EngineLimits:
-        return await self._engine.limits()
-
-    async def stats(self) -> EngineStats:
-        return await self._engine.stats()
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def sleep(self) -> None:
-        await self._engine.sleep()
-
-    async def wake(self) -> None:
-        await self._engine.wake()
 
     @property
     def busy_seconds(self) -> float:
@@ -228,9 +209,8 @@ class _House:
             if members(courses):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             config = share_cores(config, self.backend.parameters)
-            with with_trainer(
-                self.backend, self.tokenizer, config, dumps, courses, Pool([AdapterView(self.engine, arm)])
-            ) as parts:
+            view = cast(Engine, AdapterView(self.engine, arm))  # attributes that are bound methods are methods too
+            with with_trainer(self.backend, self.tokenizer, config, dumps, courses, Pool([view])) as parts:
                 yield parts
 
         return place

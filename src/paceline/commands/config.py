@@ -12,7 +12,8 @@ from pathlib import Path
 
 from paceline.commands.commands import Commands, old_spelling
 from paceline.config.keys import ConfigTable, find_tables, key_schema, tables
-from paceline.config.target import KINDS
+from paceline.config.load import example_names
+from paceline.config.target import KINDS, write_starter
 from paceline.errors import PacelineError
 
 INIT = """
@@ -38,8 +39,6 @@ def add_init(commands: Commands) -> None:
 
 
 def _init(known: argparse.Namespace, rest: list[str]) -> int:
-    from paceline.config.target import write_starter
-
     if known.list:
         return _list()
     starter = write_starter(known.kind, Path(known.to), known.name, known.force)
@@ -53,8 +52,6 @@ def _init(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _list() -> int:
-    from paceline.config.load import example_names
-
     for kind, (_, text) in KINDS.items():
         print(f"{kind:12} {text}")
     print("\n" + textwrap.fill(f"or any example: {', '.join(example_names())}", 100, break_on_hyphens=False))

@@ -87,10 +87,10 @@ def _target(
     if _brings_rows(name, run):
         own = _own(name, run, () if given else overrides)  # keys of a given environment are none of the run's
         if run is None or run.checkpoint is not None:
-            return EvalTarget(name, _speaking(given or own, own.model), None if run is None else run.checkpoint)
+            return EvalTarget(name, _with_model(given or own, own.model), None if run is None else run.checkpoint)
         if run.export is None:
             raise PacelineError(f"{name} has neither a whole checkpoint nor an export: nothing was trained yet")
-        return EvalTarget(name, _speaking(given or own, own.model.model_copy(update=_whole(str(run.export)))))
+        return EvalTarget(name, _with_model(given or own, own.model, str(run.export)))
     if rows is None:
         hint = "" if Path(name).exists() else nearest_target(name)
         raise PacelineError(
@@ -99,7 +99,7 @@ def _target(
         )
     if (Path(name) / "adapter_config.json").is_file():
         raise PacelineError(f"{name} is a LoRA adapter: evaluate its run, or a merged export (`paceline export`)")
-    return EvalTarget(name, _speaking(rows, rows.model.model_copy(update=_whole(name))))
+    return EvalTarget(name, _with_model(rows, rows.model, name))
 
 
 def _brings_rows(name: str, run: RunTarget | None) -> bool:
@@ -136,13 +136,10 @@ def _sampling_flags(overrides: Sequence[str]) -> list[int]:
     return found
 
 
-def _whole(name: str) -> dict[str, Any]:
-    """A model of its own in the place of a run's: no adapter beside it, its own tokenizer and type."""
-    return {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"}
-
-
-def _speaking(config: RunConfig, model: ModelConfig) -> RunConfig:
-    return config.model_copy(update={"model": model})
+def _with_model(config: RunConfig, model: ModelConfig, name: str = "") -> RunConfig:
+    """The config with this model; `name` is a whole one in its place: no adapter, and its own tokenizer and type."""
+    whole = {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"} if name else {}
+    return config.model_copy(update={"model": model.model_copy(update=whole)})
 
 
 # -- evaluating -------------------------------------------------------------------------------------------------------
@@ -151,9 +148,9 @@ def _speaking(config: RunConfig, model: ModelConfig) -> RunConfig:
 def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Evaluation:
     """Play the held-out rows with the target's weights in this process."""
     config, began = target.config, perf_counter()
-    courses = lay_out(config)
-    if not any(course.eval_rows for course in courses.values()):
-        known = ", ".join(f"`{name}`" for name in courses)
+    envs = lay_out(config)
+    if not any(env.eval_rows for env in envs.values()):
+        known = ", ".join(f"`{name}`" for name in envs)
         raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")
     progress(f"loading {config.model.name}")
     with open_house(config, sampling_on(config, "eval"), None, config.eval.concurrency, target.checkpoint) as house:
@@ -163,22 +160,22 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
         async def play() -> list[Rollout]:
             played: list[Rollout] = []
             try:
-                await evaluate(courses, player, config.eval, progress, played.extend)
+                await evaluate(envs, player, config.eval, progress, played.extend)
             finally:
                 await house.close()
             return played
 
         rollouts = run_to_the_end(play())
-    tables = dict(_tables(courses, rollouts, config.eval.samples))
+    tables = dict(_tables(envs, rollouts, config.eval.samples))
     return Evaluation(target, tables, perf_counter() - began)
 
 
 def _tables(
-    courses: dict[str, TrainEnv], rollouts: Sequence[Rollout], samples: int
+    envs: dict[str, TrainEnv], rollouts: Sequence[Rollout], samples: int
 ) -> Iterator[tuple[str, dict[str, Estimate]]]:
-    for course in courses.values():
-        own = [rollout for rollout in rollouts if rollout.env == course.name]
-        for name, played in by_actor(course, own).items():
+    for env in envs.values():
+        own = [rollout for rollout in rollouts if rollout.env == env.name]
+        for name, played in by_actor(env, own).items():
             yield name, _table(played, samples)
 
 

@@ -1,7 +1,4 @@
-"""Commands that read a run directory: `doctor`, `top`, `report`, `diff`, `ui` and `replay`.
-
-Two runs side by side, as tables for a terminal.
-"""
+"""Commands that read a run directory: `doctor`, `top`, `report`, `diff`, `ui` and `replay`."""
 
 import argparse
 import json
@@ -81,11 +78,11 @@ def _replay_json(run: Path, known: argparse.Namespace, loaded: LoadedConfig) -> 
     if known.dump is not None:
         raise PacelineError("--json tells of a STEP: leave --dump out")
 
-    def telling(sentence: str) -> None:
+    def progress(sentence: str) -> None:
         print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
-    result = replay(run, known.step, loaded.config, telling)
-    telling("writing what the tokens said")
+    result = replay(run, known.step, loaded.config, progress)
+    progress("writing what the tokens said")
     sys.stdout.buffer.write(as_json(run, result, loaded.config) + b"\n")
     return 0
 
@@ -213,9 +210,7 @@ def _diff(known: argparse.Namespace, rest: list[str]) -> int:
     else:
         from rich.console import Console
 
-        from paceline.commands.looking import told
-
-        Console().print(told(compared, one.name, other.name))
+        Console().print(comparison_report(compared, one.name, other.name))
     return int(compared.first is not None)
 
 
@@ -240,7 +235,7 @@ MOST = 20
 """Settings that are listed."""
 
 
-def told(compared: Compared, one: str, other: str) -> RenderableType:
+def comparison_report(compared: Compared, one: str, other: str) -> RenderableType:
     """What differs between two runs of these names: settings, then the first thing that happened otherwise."""
     parts: list[RenderableType] = []
     if compared.settings:

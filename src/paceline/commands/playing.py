@@ -1,6 +1,7 @@
 """Commands for episodes and games: `rollout`, `play` and `league`."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from paceline.commands.commands import FILE, OVERRIDES, Commands, old_spelling
@@ -58,20 +59,7 @@ def _rollout(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.commands.rollouts import RolloutOptions, rollouts
 
     loaded = load_target(known.target, overrides)
-    names = (
-        "count",
-        "env",
-        "split",
-        "row",
-        "endpoint",
-        "endpoint_model",
-        "api_key",
-        "concurrency",
-        "json",
-        "raw",
-        "ids",
-    )
-    return rollouts(loaded.config, RolloutOptions(**{name: getattr(known, name) for name in names}))
+    return rollouts(loaded.config, RolloutOptions(**{f.name: getattr(known, f.name) for f in fields(RolloutOptions)}))
 
 
 def add_play(commands: Commands) -> None:

@@ -4,12 +4,8 @@
     the same weights + dumps/bad-batch-N -> the same step, and each of its samples alone
 
 The samples are those of batches/step-N, or of the record where no batch was kept. Sampling, environments and engine
-play no part. Any difference is due to the trainer alone: another
-device or type, another version of the code, or a setting given on the command line.
-
-Runs each sample of a batch alone, to find those that broke a step or made its gradient jump.
-
-Records each token's share of the loss while a batch trains, for `paceline replay`.
+play no part. Any difference is due to the trainer alone: another device or type, another version of the code, or a
+setting given on the command line.
 """
 
 import asyncio
@@ -70,12 +66,12 @@ class RecordedTokens:
     """The whole sample was left out (`clip_skip_threshold`)."""
 
 
-class Witness:
+class TokenLossRecorder:
     """A `Stepper.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
 
-    def __init__(self, c: config.TrainerConfig, told: Callable[[int], None]) -> None:
-        self._config, self._told = c, told
-        self.heard: dict[int, RecordedTokens] = {}
+    def __init__(self, c: config.TrainerConfig, progress: Callable[[int], None]) -> None:
+        self._config, self._progress = c, progress
+        self.tokens: dict[int, RecordedTokens] = {}
         """By the sample's place in the batch."""
 
     def __call__(self, micro_batch: MicroBatch, tokens: TrainedTokens, judged: TokenLosses) -> None:
@@ -93,14 +89,14 @@ class Witness:
                 continue
             skipped = bool(judged.skipped[number])
             own = Moved(streams[2][at], apart[at], streams[3][at], rl[at])
-            self.heard[member] = RecordedTokens(
+            self.tokens[member] = RecordedTokens(
                 places[at] - starts[number],
                 *(stream[at] for stream in streams),
                 shares={name: values[at] for name, values in shares.items() if used[name][at].any()},
                 left=[] if skipped else held_back(self._config.loss, own, {k: v[at] for k, v in left.items()}),
                 skipped=skipped,
             )
-        self._told(len(self.heard))
+        self._progress(len(self.tokens))
 
 
 def _array(values: Tensor) -> NDArray:
@@ -172,13 +168,6 @@ DUMP = "bad-batch-"
 ROWS = 20
 """Samples of a bad batch that are listed."""
 
-Telling = Callable[[str], None]
-"""Receives progress messages."""
-
-
-def _silent(sentence: str) -> None:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
@@ -198,7 +187,7 @@ class ReplayedStep:
     """Of a bad batch: what was wrong with it, in a sentence."""
     source: str = ""
     """Where the samples came from."""
-    heard: dict[int, RecordedTokens] = field(default_factory=dict)
+    tokens: dict[int, RecordedTokens] = field(default_factory=dict)
     """Each sample's recorded tokens, by its place in the batch."""
     optimizer_steps: int = 1
     """Over which the loss that is reported is a mean."""
@@ -210,18 +199,22 @@ class ReplayedStep:
         return {name: self.now[name] - self.recorded[name] for name in self.now if name in self.recorded}
 
 
-def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) -> ReplayedStep:
+def replay(
+    run: Path, step: int, config: RunConfig, progress: Callable[[str], None] = lambda sentence: None
+) -> ReplayedStep:
     """Train the samples of a step again."""
     directory = RunDirectory(run)
-    telling(f"reading the samples of step {step}")
+    progress(f"reading the samples of step {step}")
     folder = open_run(run)
     samples, source, remarks = _batch(folder, directory, step)
-    telling("loading the model")
+    progress("loading the model")
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
-        witness = Witness(config.trainer, lambda done: telling(f"{done} of {len(samples)} samples computed"))
-        trainer.learner.stepper.watch = witness
-        telling(f"computing the loss of {len(samples)} samples")
+        recorder = TokenLossRecorder(
+            config.trainer, lambda done: progress(f"{done} of {len(samples)} samples computed")
+        )
+        trainer.learner.stepper.watch = recorder
+        progress(f"computing the loss of {len(samples)} samples")
         now = _step(trainer, samples)
     return ReplayedStep(
         step,
@@ -231,7 +224,7 @@ def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) 
         _recorded(folder, step),
         now,
         source=source,
-        heard=witness.heard,
+        tokens=recorder.tokens,
         optimizer_steps=sum(map(bool, minibatches(samples, config.trainer.minibatches))),
         remarks=[*remarks, *folder.problems(patient=False)],
     )

@@ -29,10 +29,10 @@ def as_json(run: Path, result: ReplayedStep, config: RunConfig) -> bytes:
     samples = []
     for at, sample in enumerate(result.samples):
         owner = None if sample.ticket is None else (sample.ticket.number, sample.rollout)
-        told = _sample(sample, result.heard.get(at), result.optimizer_steps, piece)
-        samples.append(told | {"rollout": ids.get(owner), "number": numbers[owner]})
+        shown = _sample(sample, result.tokens.get(at), result.optimizer_steps, piece)
+        samples.append(shown | {"rollout": ids.get(owner), "number": numbers[owner]})
         numbers[owner] += owner is not None
-    components = list(dict.fromkeys(name for heard in result.heard.values() for name in heard.shares))
+    components = list(dict.fromkeys(name for tokens in result.tokens.values() for name in tokens.shares))
     whole = {
         "step": result.step,
         "weights": {"from": result.weights, "exact": result.exact},
@@ -49,28 +49,28 @@ def as_json(run: Path, result: ReplayedStep, config: RunConfig) -> bytes:
     return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-def _sample(sample: Sample, heard: RecordedTokens | None, steps: int, piece: Piece | None) -> dict[str, Any]:
+def _sample(sample: Sample, tokens: RecordedTokens | None, steps: int, piece: Piece | None) -> dict[str, Any]:
     ids = sample.token_ids.tolist()
-    told: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "env": sample.env,
         "ticket": None if sample.ticket is None else sample.ticket.number,
         "member": sample.rollout,
         "ids": ids,
         "text": None if piece is None else [piece(token) for token in ids],
     }
-    if heard is None:
-        return told | {"trained": None}
-    return told | {
+    if tokens is None:
+        return shown | {"trained": None}
+    return shown | {
         "trained": {
-            "places": heard.places,
-            "logprob": heard.logprobs,
-            "sampler": heard.sampler,
-            "ratio": heard.ratio,
-            "advantage": heard.advantages,
-            "entropy": heard.entropy,
-            "share": {name: _whole(values / steps) for name, values in heard.shares.items()},
-            "held_back": [{"token": at, "component": name, "rule": rule} for at, name, rule in heard.left],
-            "skipped": heard.skipped,
+            "places": tokens.places,
+            "logprob": tokens.logprobs,
+            "sampler": tokens.sampler,
+            "ratio": tokens.ratio,
+            "advantage": tokens.advantages,
+            "entropy": tokens.entropy,
+            "share": {name: _whole(values / steps) for name, values in tokens.shares.items()},
+            "held_back": [{"token": at, "component": name, "rule": rule} for at, name, rule in tokens.left],
+            "skipped": tokens.skipped,
         }
     }
 
@@ -83,7 +83,7 @@ def _sums(result: ReplayedStep, components: list[str]) -> list[str]:
     """A sentence for each component whose shares are not its loss: a bad step counts in one of them alone."""
     said = []
     for name in components:
-        shares = [heard.shares[name] for heard in result.heard.values() if name in heard.shares]
+        shares = [tokens.shares[name] for tokens in result.tokens.values() if name in tokens.shares]
         values = np.concatenate(shares).astype(np.float64) / result.optimizer_steps
         loss = result.now.get(f"loss/{name}")
         if loss is not None and not abs(values.sum() - loss) <= NEAR * max(1e-6, float(np.abs(values).sum())):

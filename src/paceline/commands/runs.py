@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.commands.commands import FILE, OVERRIDES, Commands, common_keys, show_warnings
 from paceline.config import LoadedConfig, dump, schema
-from paceline.config.target import load_target
+from paceline.config.target import arms_of, load_target
 from paceline.util.user_code import to_show
 
 COMPARING = """
@@ -80,8 +80,6 @@ def add_ab(commands: Commands) -> None:
 
 
 def _ab(known: argparse.Namespace, overrides: list[str]) -> int:
-    from paceline.config.target import arms_of
-
     arms = arms_of(known.file, overrides)
     for loaded in arms.values():
         show_warnings(loaded)

@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 from paceline.commands.commands import Commands, old_spelling
+from paceline.config.errors import from_flags
 from paceline.errors import PacelineError
 
 CLUSTER = """
@@ -127,20 +128,11 @@ def add_serve(commands: Commands) -> None:
 
 
 def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
-    from paceline.config.serve import load_serve, load_served
+    from paceline.config.serve import ServeConfig, load_served
 
-    settings = load_serve(
-        host=known.host,
-        port=known.port,
-        api_key=known.api_key or os.environ.get("PACELINE_API_KEY"),
-        name=known.name,
-        allow=known.allow,
-        peers=known.peer,
-        grace=known.grace,
-        max_body_bytes=known.max_body_bytes,
-        isolate=known.isolate,
-        scores_only=known.scores_only,
-    )
+    flags = {name: getattr(known, name, None) for name in ServeConfig.model_fields}
+    key = known.api_key or os.environ.get("PACELINE_API_KEY")
+    settings = from_flags(ServeConfig, flags | {"api_key": key, "peers": known.peer})
     from paceline.commands.targets import served_model
 
     loaded = load_served(served_model(known.model), overrides)
@@ -182,12 +174,9 @@ def add_search(commands: Commands) -> None:
 
 def _search(known: argparse.Namespace, overrides: list[str]) -> int:
     from paceline.config.env.tasks import SEARCH_KEY_VARIABLE
-    from paceline.envs.search.server import SearchOptions, load_options
+    from paceline.envs.search.server import SearchOptions, load_options, serve_search
 
     flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}
     flags["embeddings_url"] = known.embeddings_endpoint
-    options = load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)})
-    from paceline.envs.search.server import serve_search
-
-    serve_search(options)
+    serve_search(load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)}))
     return 0

@@ -29,13 +29,6 @@ def on_mlx(wanted: str) -> bool:
     return apple and importlib.util.find_spec("mlx") is not None
 
 
-def problems(config: "RunConfig") -> Iterator[str]:
-    """Settings that mlx cannot run. Where `backend` is left to the machine, they are reported when the run starts: a
-    run file is checked alike everywhere."""
-    if config.backend == "mlx":
-        yield from refused(config)
-
-
 def idle(config: "RunConfig") -> Iterator[str]:
     """Settings that have no effect in a run file that asks for mlx."""
     if config.backend != "mlx":

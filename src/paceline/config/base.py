@@ -2,6 +2,7 @@
 
 import tomllib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomli_w
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 @dataclass(frozen=True, slots=True)
 class PathKey:
-    """Marks a key whose value names a file or folder to read. In a run file it is relative to that file; `paths.py`
+    """Marks a key whose value names a file or folder to read. In a run file it is relative to that file; `document.py`
     resolves it when the file is loaded. Keys that say where to write (`runs`, `engine.folder`) have no such mark."""
 
     kind: Literal["file", "import", "module", "dataset", "model", "checkpoint", "program"]
@@ -55,6 +56,17 @@ class Section(BaseModel, metaclass=_ExplainsErrors):
     )
 
 
+def fits_a_run_file(values: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
+    """Refuse values that would not survive being written into a run directory and read again."""
+    try:
+        written = tomli_w.dumps(values or {}).encode().decode()
+    except (TypeError, ValueError):
+        written = ""
+    if tomllib.loads(written) != (values or {}):
+        raise ValueError(f"{key} are kept in the run file: use only what TOML can hold (no None, NaN or tuples)")
+    return values
+
+
 class Hook(Section):
     """User code, named by import path."""
 
@@ -64,13 +76,4 @@ class Hook(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on to the user's code."""
 
-    @field_validator("kwargs")
-    @classmethod
-    def _fits_a_run_file(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        try:
-            written = tomli_w.dumps(kwargs).encode().decode()
-        except (TypeError, ValueError):
-            written = ""
-        if tomllib.loads(written) != kwargs:
-            raise ValueError("kwargs are kept in the run file: use only what TOML can hold (no None, NaN or tuples)")
-        return kwargs
+    _plain = field_validator("kwargs")(partial(fits_a_run_file, key="kwargs"))

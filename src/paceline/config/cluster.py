@@ -39,7 +39,7 @@ class ParallelConfig(Section):
         return self.ranks // (self.tensor * self.context)
 
     @model_validator(mode="after")
-    def _groups(self) -> "ParallelConfig":
+    def _fits(self) -> "ParallelConfig":
         together = self.tensor * self.context
         if self.ranks % together:
             raise ValueError(
@@ -51,10 +51,6 @@ class ParallelConfig(Section):
                 "cpu_offload keeps whole matrices on the host, and tensor cuts them: set tensor = 1, or keep only "
                 "masters and moments on the host with trainer.optimizer.offload = true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> "ParallelConfig":
         if self.shard != "hybrid" and self.replicas != 1:
             raise ValueError(
                 f'replicas = {self.replicas} is for shard = "hybrid": with "{self.shard}" there is one model, or one '

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.base import Section
 from paceline.config.document import COMMAND_LINE, PYTHON, ConfigDocument, Origin, plain_value
 from paceline.config.errors import ConfigError
-from paceline.config.fields import ROOT, KeyPath, Spot, spot_at, value_at
-from paceline.config.wording import either, toml_value
+from paceline.config.fields import ROOT, KeyPath, Spot, either, spot_at, toml_value, value_at
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,7 @@ def _address(override: Override, document: ConfigDocument) -> KeyPath:
 def _write_default(path: KeyPath, spot: Spot, document: ConfigDocument) -> None:
     """A list that no file wrote starts from its default, so that its elements can be edited."""
     if value_at(path, document.table) is None:
-        document.put(path, [_plain(entry) for entry in spot.default or ()], Origin("default"))
-
-
-def _plain(entry: Any) -> Any:
-    if not isinstance(entry, Section):
-        return entry
-    return entry.model_dump(include={"type"}) | entry.model_dump(exclude_defaults=True)
+        document.put(path, plain_value(list(spot.default or ())), Origin("default"))
 
 
 def _element(keys: tuple[str, ...], entries: Any, override: Override) -> tuple[int, int]:

@@ -7,10 +7,23 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config import wording
 from paceline.config.base import Section
 from paceline.config.document import COMMAND_LINE, ConfigDocument, Origin, plain_value
-from paceline.config.fields import ROOT, KeyPath, Spot, dotted, path_of, places, spot_at, value_at
+from paceline.config.fields import (
+    ROOT,
+    KeyPath,
+    Spot,
+    advice,
+    code,
+    dotted,
+    either,
+    expected,
+    given,
+    path_of,
+    places,
+    spot_at,
+    value_at,
+)
 from paceline.errors import PacelineError
 
 SIBLING_LIKENESS = 0.7
@@ -161,7 +174,7 @@ def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
     sentences: list[str] = []
     for detail in _deepest(error.errors(include_url=False), document.root):
-        sentences += EXPLAIN.get(detail["type"], _wrong_value)(detail, document)
+        sentences += EXPLAIN.get(detail["type"], _wrong_value)(path_of(detail["loc"], document.root), detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
 
@@ -187,8 +200,7 @@ def _deepest(details: list[ErrorDetails], root: Spot) -> list[ErrorDetails]:
     ]
 
 
-def _unknown_key(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    path = path_of(detail["loc"], document.root)
+def _unknown_key(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     *at, key = path
     table = document.with_types()
     spot = spot_at(tuple(at), table, document.root)
@@ -215,18 +227,17 @@ def _other_type(path: KeyPath, spot: Spot | None) -> str | None:
     owners = [name for name, section in (spot.sections if spot else {}).items() if key in section.model_fields]
     if not owners:
         return None
-    return f"it belongs to {dotted((*at, 'type'))} = {wording.either(map(wording.given, owners))}"
+    return f"it belongs to {dotted((*at, 'type'))} = {either(map(given, owners))}"
 
 
 def _did_you_mean(path: KeyPath, siblings: list[str], document: ConfigDocument) -> str:
     dashes = "--" if document.origin(path).flag else ""
     if likely := nearest_keys(path, siblings, document.root):
-        return f"did you mean {wording.either(wording.code(dashes + dotted(one) for one in likely))}?"
-    return f"the keys there are {wording.either(wording.code(siblings), 'and')}"
+        return f"did you mean {either(code(dashes + dotted(one) for one in likely))}?"
+    return f"the keys there are {either(code(siblings), 'and')}"
 
 
-def _missing_key(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    path = path_of(detail["loc"], document.root)
+def _missing_key(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     *at, key = path
     if isinstance(key, int):
         # A tuple that is too short; the list as a whole is what is wrong.
@@ -235,7 +246,7 @@ def _missing_key(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str
     blamed = (*at, "type") if (*at, "type") in document.origins else tuple(at)
     place = document.origin(blamed).place(tuple(at))
     spot = spot_at(path, document.with_types(), document.root)
-    takes = _first_sentence(spot.help) or wording.expected(spot) if spot else "a value"
+    takes = _first_sentence(spot.help) or expected(spot) if spot else "a value"
     yield f"{place}: `{key}` is missing; it takes {takes}"
 
 
@@ -243,30 +254,27 @@ def _first_sentence(text: str) -> str:
     return " ".join(text.split()).partition(". ")[0].rstrip(".")
 
 
-def _unknown_type(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    at = path_of(detail["loc"], document.root)
-    path = (*at, "type")
-    spot = spot_at(at, document.table, document.root)
+def _unknown_type(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
+    spot = spot_at(path, document.table, document.root)
+    path = (*path, "type")
     types = list(spot.sections) if spot else []
     written = value_at(path, document.table)
     near = get_close_matches(str(written), types, n=1)
-    hint = f"did you mean {wording.given(near[0])}? The" if near else "the"
+    hint = f"did you mean {given(near[0])}? The" if near else "the"
     yield (
-        f"{document.origin(path).place(path)}: there is no type {wording.given(written)}; {hint} types are "
-        + wording.either(wording.code(types), "and")
+        f"{document.origin(path).place(path)}: there is no type {given(written)}; {hint} types are "
+        + either(code(types), "and")
     )
 
 
-def _missing_type(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    path = path_of(detail["loc"], document.root)
+def _missing_type(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     spot = spot_at(path, document.table, document.root)
-    types = map(wording.given, spot.sections if spot else ())
-    yield f"{document.origin(path).place(path)}: `type` is missing: add type = {wording.either(types)}"
+    types = map(given, spot.sections if spot else ())
+    yield f"{document.origin(path).place(path)}: `type` is missing: add type = {either(types)}"
 
 
-def _rule(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
+def _rule(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
     """A validator's own sentences. A rule over several keys names every source of keys."""
-    path = path_of(detail["loc"], document.root)
     place = document.origin(path).place(path)
     flags = any(origin.flag for origin in document.origins.values())
     if not path and flags and not place.startswith(COMMAND_LINE):
@@ -275,18 +283,18 @@ def _rule(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
         yield f"{place}: {sentence}"
 
 
-def _wrong_value(detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    yield _mismatch(path_of(detail["loc"], document.root), document)
+def _wrong_value(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
+    yield _mismatch(path, document)
 
 
 def _mismatch(path: KeyPath, document: ConfigDocument) -> str:
     spot = spot_at(path, document.with_types(), document.root) or Spot.of(object)
     value = value_at(path, document.table)
     place = document.origin(path).place(path)
-    return f"{place}: expected {wording.expected(spot)}, got {wording.given(value)}{wording.advice(spot, value)}"
+    return f"{place}: expected {expected(spot)}, got {given(value)}{advice(spot, value)}"
 
 
-EXPLAIN: dict[str, Callable[[ErrorDetails, ConfigDocument], Iterator[str]]] = {
+EXPLAIN: dict[str, Callable[[KeyPath, ErrorDetails, ConfigDocument], Iterator[str]]] = {
     "extra_forbidden": _unknown_key,
     "missing": _missing_key,
     "union_tag_invalid": _unknown_type,

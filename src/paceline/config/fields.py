@@ -1,14 +1,18 @@
-"""Maps each place of the run file to what may stand there, read off the section classes."""
+"""Maps each place of the run file to what may stand there, read off the section classes, and says it in words."""
 
 import json
+import math
 import re
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, cached_property
 from itertools import chain
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from paceline.config.base import Section
@@ -89,6 +93,16 @@ class Spot:
         plain = is_union(self.annotation) and not self.sections
         return [Spot.of(option) for option in get_args(self.annotation)] if plain else []
 
+    @property
+    def element(self) -> "Spot":
+        """The schema of a list's elements; of anything else its own."""
+        return Spot.of(get_args(self.annotation)[0]) if self.is_list else self
+
+    @property
+    def tables(self) -> tuple[type[Section], ...]:
+        """The sections that may stand here, also beside plain values."""
+        return (*self.sections.values(), *(section for o in self.options for section in o.sections.values()))
+
     def default_type(self) -> str | None:
         return type_of(type(self.default)) if self.is_choice and isinstance(self.default, Section) else None
 
@@ -164,16 +178,113 @@ def default_types(root: Spot = ROOT) -> tuple[tuple[KeyPath, str], ...]:
 
 
 def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:
-    among = [section for option in spot.options for section in option.sections.values()]
-    for section in [*spot.sections.values(), *among]:
+    for section in spot.tables:
         for key, field in section.model_fields.items():
             child = Spot.of_field(field)
             yield (*path, key), child
             yield from _below(child, (*path, key))
     if spot.is_list:
-        yield from _below(Spot.of(get_args(spot.annotation)[0]), (*path, 0))
+        yield from _below(spot.element, (*path, 0))
 
 
 def dotted(path: KeyPath) -> str:
     """The path as TOML would write it: a key that is no plain word, a file's name say, stands in quotes."""
     return ".".join(str(key) if _PLAIN.fullmatch(str(key)) else json.dumps(key, ensure_ascii=False) for key in path)
+
+
+ONE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
+MANY = {int: "whole numbers", float: "numbers", str: "text"}
+
+
+def expected(spot: Spot) -> str:
+    kind = spot.annotation
+    if get_origin(kind) is Literal:
+        values = [given(value) for value in get_args(kind)]
+        return f"one of {either(values)}" if len(values) > 1 else values[0]
+    if spot.sections:
+        return "a table"
+    if is_union(kind):
+        return " or ".join(expected(Spot.of(option)) for option in get_args(kind))
+    if spot.is_list:
+        return _list(spot)
+    noun = ONE.get(get_origin(kind) or kind, "another value")
+    bounds = " and ".join(filter(None, map(_bound, spot.constraints)))
+    return f"{noun}, {bounds}" if bounds else noun
+
+
+def given(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a table"
+    if value is None:
+        return "nothing"
+    # JSON writes inf and nan in its own way; everything else here reads as it would in the file.
+    text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def advice(spot: Spot, value: Any) -> str:
+    """A hint on what to write instead, where that can be guessed; else empty."""
+    kind = spot.annotation
+    if spot.is_list and isinstance(value, dict):
+        return "; write the header in double brackets, such as [[env]]"
+    if spot.is_list and isinstance(value, str):
+        return f"; write [{given(value)}]"
+    if get_origin(kind) is Literal:
+        nearest = get_close_matches(str(value), map(str, get_args(kind)), n=1)
+        return f"; did you mean {given(nearest[0])}?" if nearest else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "; it must be finite"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if kind in (int, float, bool) and isinstance(value, str) and _fits(kind, value):
+        return f"; write {value.lower()}, without quotes"
+    return ""
+
+
+def either(words: Iterable[str], last: str = "or") -> str:
+    """`a, b or c`."""
+    words = list(words)
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def code(words: Iterable[object]) -> Sequence[str]:
+    return [f"`{word}`" for word in words]
+
+
+def toml_value(text: str) -> Any:
+    """The TOML value a text spells, or the text itself."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def _fits(kind: type, text: str) -> bool:
+    value = toml_value(text.lower())
+    return isinstance(value, bool) if kind is bool else type(value) in (int, kind)
+
+
+def _list(spot: Spot) -> str:
+    kinds = get_args(spot.annotation)
+    element = Spot.of(kinds[0])
+    if get_origin(element.annotation) is Literal:
+        return f"a list with any of {either(given(value) for value in get_args(element.annotation))}"
+    many = "tables" if element.sections else MANY.get(element.annotation, "values")
+    if get_origin(spot.annotation) is tuple:
+        return f"a list of {len(kinds)} {many}"
+    least = next((note.min_length for note in spot.constraints if isinstance(note, MinLen)), 0)
+    return f"a list of {many}, at least {least}" if least else f"a list of {many}"
+
+
+def _bound(note: Any) -> str | None:
+    match note:
+        case Ge(ge):
+            return f"at least {ge}"
+        case Gt(gt):
+            return f"above {gt}"
+        case Le(le):
+            return f"at most {le}"
+        case Lt(lt):
+            return f"below {lt}"
+    return None

@@ -3,16 +3,15 @@
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
-from paceline.config.fields import ROOT, Spot
+from paceline.config.fields import ROOT, Spot, either, expected
 from paceline.config.load import schema
-from paceline.config.wording import either, expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def find_tables(asked: str) -> list[ConfigTable]:
         return below
     parent, _, name = path.rpartition(".")
     found = [
-        ConfigTable(table.path, table.type, table.listed, table.meaning, (key,))
+        replace(table, keys=(key,))
         for table in whole
         for key in table.keys
         if key.name == name and parent in (table.path, _address(table))
@@ -105,7 +104,7 @@ def _parts(asked: str) -> list[str]:
 
 def _children(spot: Spot, part: str) -> Iterator[Spot]:
     """The places under a key, or under a type."""
-    for section in _sections(spot):
+    for section in spot.element.tables:
         if part in section.model_fields:
             yield Spot.of_field(section.model_fields[part])
     yield from (Spot.of(section) for section in _of_type(spot, part))
@@ -113,7 +112,7 @@ def _children(spot: Spot, part: str) -> Iterator[Spot]:
 
 def _fragments(spot: Spot, part: str) -> Iterator[dict[str, Any]]:
     """The schemas of the same."""
-    for section in _sections(spot):
+    for section in spot.element.tables:
         if part in section.model_fields:
             whole = section.model_json_schema()
             yield _used(whole["properties"][part], whole.get("$defs", {}))
@@ -121,7 +120,7 @@ def _fragments(spot: Spot, part: str) -> Iterator[dict[str, Any]]:
 
 
 def _of_type(spot: Spot, part: str) -> list[type[Section]]:
-    return [section for type_, section in _element(spot).sections.items() if type_ and type_.replace("-", "_") == part]
+    return [section for type_, section in spot.element.sections.items() if type_ and type_.replace("-", "_") == part]
 
 
 def _canonical(asked: str, seen: dict[tuple, str]) -> str:
@@ -129,7 +128,7 @@ def _canonical(asked: str, seen: dict[tuple, str]) -> str:
     spots, path = [ROOT], ""
     for part in _parts(asked):
         spots = [child for spot in spots for child in _children(spot, part)]
-        below = next(filter(None, map(_sections, spots)), ())
+        below = next((spot.element.tables for spot in spots if spot.element.tables), ())
         path = seen.get(below, _joined(path, part)) if below else _joined(path, part)
     return path
 
@@ -148,14 +147,14 @@ def _used(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tables(spot: Spot, path: str, listed: bool, seen: dict[tuple, str]) -> Iterator[ConfigTable]:
-    sections = _sections(spot)
+    sections = spot.element.tables
     seen[sections] = path
     shared = [name for name in sections[0].model_fields if _shared(name, sections)]
     keys = [_key(sections[0], name, path, seen) for name in shared]
-    choice = _element(spot).is_choice
+    choice = spot.element.is_choice
     if choice:
-        types = [f'"{type_}"' for type_ in _element(spot).sections]
-        named = _element(spot).default_type() or spot.default_type()
+        types = [f'"{type_}"' for type_ in spot.element.sections]
+        named = spot.element.default_type() or spot.default_type()
         keys = [
             ConfigKey(
                 "type",
@@ -170,19 +169,19 @@ def _tables(spot: Spot, path: str, listed: bool, seen: dict[tuple, str]) -> Iter
     nested = [(sections[0], name) for name in shared]
     for section in sections if choice else ():
         own = [name for name in section.model_fields if name not in (*shared, "type")]
-        type_ = next(word for word, kind in _element(spot).sections.items() if kind is section)
+        type_ = next(word for word, kind in spot.element.sections.items() if kind is section)
         yield ConfigTable(path, type_, listed, _doc(section), tuple(_key(section, n, path, seen) for n in own))
         nested += [(section, name) for name in own]
     for section, name in nested:
         child = Spot.of_field(section.model_fields[name])
-        if _sections(child) and _sections(child) not in seen:
+        if child.element.tables and child.element.tables not in seen:
             yield from _tables(child, _joined(path, name), child.is_list, seen)
 
 
 def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -> ConfigKey:
     field = section.model_fields[name]
     spot = Spot.of_field(field)
-    below = _sections(spot)
+    below = spot.element.tables
     meaning = spot.help or (_doc(below[0]) if len(below) == 1 else "")
     if below:
         place = seen.get(below, _joined(path, name))
@@ -194,17 +193,6 @@ def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -
     else:
         default = "unset" if spot.default is None else _toml(spot.default)
     return ConfigKey(name, expected(spot), default, " ".join(meaning.split()))
-
-
-def _sections(spot: Spot) -> tuple[type[Section], ...]:
-    """The tables that may stand here, or in the list that does."""
-    spot = _element(spot)
-    among = [section for option in spot.options for section in option.sections.values()]
-    return (*spot.sections.values(), *among)
-
-
-def _element(spot: Spot) -> Spot:
-    return Spot.of(get_args(spot.annotation)[0]) if spot.is_list else spot
 
 
 def _shared(name: str, sections: tuple[type[Section], ...]) -> bool:

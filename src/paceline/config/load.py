@@ -1,7 +1,4 @@
-"""Reads and writes the run file.
-
-Finds run files by name: the examples that ship with the package, and run directories.
-"""
+"""Finds, reads and writes run files."""
 
 import importlib.resources
 import os
@@ -21,11 +18,10 @@ from pydantic import ValidationError
 
 from paceline.config import edit
 from paceline.config.base import Section
-from paceline.config.document import PYTHON, ConfigDocument, Origin, plain_value
+from paceline.config.document import PYTHON, ConfigDocument, Origin, plain_value, resolve_paths
 from paceline.config.errors import ConfigError, explain
-from paceline.config.paths import resolve_paths
+from paceline.config.fields import either
 from paceline.config.run import ConfigWarning, RunConfig
-from paceline.config.wording import either
 
 
 @cache

@@ -233,7 +233,8 @@ class RunConfig(Section):
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
             raise ValueError("\n".join(problems))
-        self._warn()
+        for warning in filter(None, self._warnings()):
+            warnings.warn(warning, ConfigWarning, stacklevel=2)
         return self
 
     @property
@@ -257,7 +258,8 @@ class RunConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())
         yield from backends.problems(self)
-        yield from apple.problems(self)
+        if self.backend == "mlx":  # left to the machine, it is looked at when the run starts: a file is checked alike
+            yield from apple.refused(self)
         yield from cluster.problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
@@ -337,41 +339,30 @@ class RunConfig(Section):
                     "give it an [[env]] of its own, without `seats`"
                 )
 
-    def _warn(self) -> None:
+    def _warnings(self) -> Iterator[str | None]:
         sizes = [env.group_size for env in self.env if env.group_size]
-        if idle := self.replay.idle(self.staleness, self.batch_size, sizes):
-            warnings.warn(idle, ConfigWarning, stacklevel=2)
-        if idle := self.weights.idle(self.placement):
-            warnings.warn(idle, ConfigWarning, stacklevel=2)
-        for idle in apple.idle(self):
-            warnings.warn(idle, ConfigWarning, stacklevel=2)
+        yield self.replay.idle(self.staleness, self.batch_size, sizes)
+        yield self.weights.idle(self.placement)
+        yield from apple.idle(self)
         if self.oversample and not self.extra:
-            warnings.warn(
+            yield (
                 f"oversample = {self.oversample} has no effect: of a batch of {self.batch_size} that is less than one "
-                f"group of {min(sizes)}; raise oversample or batch_size, or remove it",
-                ConfigWarning,
-                stacklevel=2,
+                f"group of {min(sizes)}; raise oversample or batch_size, or remove it"
             )
         if self.extra and self.epochs and not self.staleness and self.on_stale == "drop":
-            warnings.warn(
+            yield (
                 f"oversample = {self.oversample} at staleness 0 drops the groups that finish late, and with `epochs` "
-                "their rows do not come again: give `steps` instead, or raise staleness",
-                ConfigWarning,
-                stacklevel=2,
+                "their rows do not come again: give `steps` instead, or raise staleness"
             )
         if self.length.buffer > self.sampling.max_tokens:
-            warnings.warn(
+            yield (
                 f"length.buffer = {self.length.buffer} is more than sampling.max_tokens = {self.sampling.max_tokens}, "
-                "so that even the shortest reply costs reward: lower it",
-                ConfigWarning,
-                stacklevel=2,
+                "so that even the shortest reply costs reward: lower it"
             )
         for env in self.env:
             for seat, algo in env.credits:
                 if algo.group_relative and env.group_size == 1:
-                    warnings.warn(
+                    yield (
                         f"environment `{env.name}`{seat}: {algo.type} compares rollouts of one group, and group_size "
-                        "is 1: an actor with one rollout an episode gets no advantage; raise group_size",
-                        ConfigWarning,
-                        stacklevel=2,
+                        "is 1: an actor with one rollout an episode gets no advantage; raise group_size"
                     )

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
 from paceline.config.load import LoadedConfig, load
-from paceline.config.target import names_run_file
+from paceline.config.target import names_run_file, split_flag
 from paceline.util.connections import is_loopback
 
 SERVED_SECTIONS = {"model", "engine", "backend", "device", "deterministic", "seed", "trainer"}
@@ -52,18 +52,9 @@ class ServeConfig(Section):
         return self
 
 
-def load_serve(**flags: object) -> ServeConfig:
-    """The server's settings from the command line's flags; those left out have their defaults."""
-    given = {key: value for key, value in flags.items() if value is not None}
-    try:
-        return ServeConfig.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError([_sentence(detail) for detail in error.errors(include_url=False)]) from None
-
-
 def load_served(model: str, overrides: Sequence[str]) -> LoadedConfig:
     """The model and engine to serve: from a run file, or by the model's name with every default."""
-    strange = [flag for flag in overrides if flag.startswith("--") and _section(flag) not in SERVED_SECTIONS]
+    strange = [flag for flag in overrides if flag.startswith("--") and split_flag(flag)[1] not in SERVED_SECTIONS]
     if strange:
         raise ConfigError(
             [f"command line: {strange[0]}: serving takes --model.*, --engine.*, --device, --deterministic"]
@@ -71,13 +62,3 @@ def load_served(model: str, overrides: Sequence[str]) -> LoadedConfig:
     if names_run_file(model):
         return load(model, overrides)
     return load(None, ["--model.name", model, *overrides])
-
-
-def _section(flag: str) -> str:
-    return flag.partition("=")[0].removeprefix("--").removeprefix("no-").partition(".")[0].replace("-", "_")
-
-
-def _sentence(detail: object) -> str:
-    assert isinstance(detail, dict)
-    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
-    return f"{place}{str(detail['msg']).removeprefix('Value error, ')}"

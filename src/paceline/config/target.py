@@ -1,7 +1,4 @@
-"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with.
-
-Makes the two run files of an A/B run: flags behind `--a.` and `--b.` apply to one arm only.
-"""
+"""Loads what a command names: a run file, an example, an environment's type; and copies files to begin with."""
 
 import re
 import tomllib
@@ -10,12 +7,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from paceline.config.document import files_of
 from paceline.config.errors import ConfigError
-from paceline.config.fields import ROOT
+from paceline.config.fields import ROOT, code, either
 from paceline.config.load import LoadedConfig, example_names, examples_folder, find_run_file, load
-from paceline.config.paths import files_of
 from paceline.config.run import FOLDER_NAME, RunConfig
-from paceline.config.wording import code, either
 
 KINDS = {
     "quickstart": ("quickstart", "a tiny model learns to reverse words; nothing to write"),
@@ -104,19 +100,21 @@ def names_environment(target: str) -> bool:
 
 
 def environment_types() -> list[str]:
-    section = ROOT.child("env", RunConfig)
-    element = section and section.child(0, None)
-    return list(element.sections) if element else []
+    env = ROOT.child("env", RunConfig)
+    return list(env.element.sections) if env else []
 
 
 def _of_environment(argument: str) -> str:
     """A flag that is no key of the run file is one of the environment."""
-    if not argument.startswith("--"):
-        return argument
-    start = "--no-" if argument.startswith("--no-") else "--"
-    key = argument.removeprefix(start)
-    root = key.partition("=")[0].partition(".")[0].replace("-", "_")
-    return argument if root in RunConfig.model_fields else f"{start}env.0.{key}"
+    start, root = split_flag(argument)
+    known = not argument.startswith("--") or root in RunConfig.model_fields
+    return argument if known else f"{start}env.0.{argument.removeprefix(start)}"
+
+
+def split_flag(flag: str) -> tuple[str, str]:
+    """The dashes of a flag, with `no-` where it is negated, and the top-level key it begins with."""
+    start = "--no-" if flag.startswith("--no-") else "--"
+    return start, flag.removeprefix(start).partition("=")[0].partition(".")[0].replace("-", "_")
 
 
 def nearest_target(target: str) -> str:
@@ -136,7 +134,7 @@ ARMS = ("a", "b")
 
 
 def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
-    """The run file for each arm, under names of their own."""
+    """The run file for each arm of an A/B run; flags behind `--a.` and `--b.` apply to one arm only."""
     shared, own = split(overrides)
     arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}
     for arm, loaded in arms.items():

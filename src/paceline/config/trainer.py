@@ -211,17 +211,13 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _streams_one_step(self) -> "TrainerConfig":
+    def _fits(self) -> "TrainerConfig":
         if self.stream and self.minibatches > 1:
             raise ValueError(
                 "trainer.stream sums one gradient while a batch comes in: set minibatches = 1, or leave stream out"
             )
         if self.stream and self.critic is not None:
             raise ValueError("trainer.stream and trainer.critic do not go together: a critic judges whole batches")
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_step(self) -> "TrainerConfig":
         shard, tensor, context = self.parallel.shard, self.parallel.tensor, self.parallel.context
         if self.critic is not None and tensor > 1:
             raise ValueError(

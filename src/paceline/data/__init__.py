@@ -2,7 +2,6 @@
 
 from paceline.data.balance import Cost, Cut, balanced, cuts, imbalance, lockstep
 from paceline.data.curriculum import Curriculum
-from paceline.data.fields import BadRow, part_problem
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import (
     ContaminationReport,
@@ -18,7 +17,7 @@ from paceline.data.mixture import (
     skipped,
 )
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
-from paceline.data.rows import BadRows, DataError, Row, look_through, row_change, row_digest
+from paceline.data.rows import BadRow, BadRows, DataError, Row, look_through, part_problem, row_change, row_digest
 from paceline.data.sample import Ended, Sample, Ticket, WireError, decode, encode
 from paceline.data.scales import Normalise, Scales, count, fold
 from paceline.data.sources import DatasetUri, Scheme, listed_rows, open_rows, parse_address, register_scheme

@@ -1,7 +1,4 @@
-"""Opens files of rows: each row is checked once, when the file is opened, and read when asked for.
-
-Tables of rows, parquet and arrow: a group of rows is decoded when one of them is asked for.
-"""
+"""Opens files of rows: each row is checked once, when the file is opened, and read when asked for."""
 
 import codecs
 import copy
@@ -17,8 +14,19 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.data.fields import BadRow, RowShape
-from paceline.data.rows import BadRows, DataError, Placed, Row, Rows, csv_rows, json_rows, parse_object, reading
+from paceline.data.rows import (
+    BadRow,
+    BadRows,
+    DataError,
+    Placed,
+    Row,
+    Rows,
+    RowShape,
+    csv_rows,
+    json_rows,
+    parse_object,
+    reading,
+)
 
 
 class StoredRows(Rows):
@@ -142,29 +150,6 @@ def _in_memory(parse: Callable[[Path], Placed]) -> "Opener":
     return open_file
 
 
-def _parquet(source: str, shape: RowShape, limit: int | None) -> StoredRows:
-    from paceline.data.formats import ColumnRows, parquet_groups
-
-    return ColumnRows(source, parquet_groups(source), shape, limit)
-
-
-def _arrow(source: str, shape: RowShape, limit: int | None) -> StoredRows:
-    from paceline.data.formats import ColumnRows, arrow_groups
-
-    return ColumnRows(source, arrow_groups(source), shape, limit)
-
-
-Opener = Callable[[str, RowShape, int | None], StoredRows]
-
-FORMATS: dict[str, Opener] = {
-    ".json": _in_memory(json_rows),
-    ".jsonl": JsonLines,
-    ".csv": _in_memory(csv_rows),
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-}
-
-
 CACHE_BYTES = 256 * 2**20
 """Decoded groups kept, so that rows in shuffled order do not decode a group each."""
 CHUNK = 1024
@@ -177,7 +162,7 @@ Groups = tuple[Sequence[int], Callable[[int], Table]]
 
 
 class ColumnRows(Numbered):
-    """The rows of a table."""
+    """The rows of a table, parquet or arrow: a group of rows is decoded when one of them is asked for."""
 
     def __init__(self, source: str, groups: Groups, shape: RowShape, limit: int | None) -> None:
         super().__init__(shape)
@@ -263,3 +248,19 @@ def _reading(source: str) -> Generator[None]:
             yield
     except _pyarrow(source).ArrowException as error:
         raise DataError(f"dataset {source}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+Opener = Callable[[str, RowShape, int | None], StoredRows]
+
+
+def _columns(groups: Callable[[str], Groups]) -> Opener:
+    return lambda source, shape, limit: ColumnRows(source, groups(source), shape, limit)
+
+
+FORMATS: dict[str, Opener] = {
+    ".json": _in_memory(json_rows),
+    ".jsonl": JsonLines,
+    ".csv": _in_memory(csv_rows),
+    ".parquet": _columns(parquet_groups),
+    ".arrow": _columns(arrow_groups),
+}

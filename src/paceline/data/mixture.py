@@ -1,14 +1,6 @@
-"""Several datasets as one, each drawn in proportion to its weight.
+"""Mixes datasets by weight, orders their draws, and drops training rows that overlap held-out ones.
 
-Draws rows by a pure function of (seed, epoch, index), so a resumed run draws as an unbroken one.
-
-Defines the order of draws, as the orchestrator sees it: shuffled, by weight, or by curriculum.
-
-Drops training rows that share thirteen words in a row with a held-out row.
-
-Thirteen is the length of Brown et al. (arXiv 2005.14165, appendix C). Words are compared without case and punctuation.
-System messages do not count, because all rows of a task have the same one; an instruction that stands in every user
-message does count, and the report then names it.
+A draw is a pure function of (seed, epoch, index), so a resumed run draws as an unbroken one.
 """
 
 import math
@@ -258,8 +250,10 @@ class ContaminationReport:
 
 
 class Overlap:
-    """All runs of n words in the given rows. Words are numbered, and a run is its numbers as bytes: exact, and found in
-    one look into a set.
+    """All runs of n words in the given rows; thirteen is the length of Brown et al. (arXiv 2005.14165, appendix C).
+    System messages do not count, because all rows of a task have the same one; an instruction that stands in every user
+    message does count, and the report then names it. Words are numbered, and a run is its numbers as bytes: exact, and
+    found in one look into a set.
 
     Most rows share nothing, and that is seen sooner: n words in a row, wherever they begin, cover one of the blocks of
     (n + 1) / 2 words that a text is cut into, so a text none of whose blocks is known is clean.

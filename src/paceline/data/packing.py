@@ -1,7 +1,4 @@
-"""Packs samples into micro-batches: arrays without padding, under a token budget.
-
-Groups sequences of similar length, each group for one padded call.
-"""
+"""Packs samples into micro-batches: arrays without padding, under a token budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from paceline.data.fields import RowShape
 from paceline.data.formats import FORMATS, Listed, StoredRows
-from paceline.data.rows import DataError, Row
+from paceline.data.rows import DataError, Row, RowShape
 from paceline.util.importing import FROM_PYTHON
 
 

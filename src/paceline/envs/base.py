@@ -1,7 +1,4 @@
-"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one.
-
-Opens the datasets that an environment's section of the run file names.
-"""
+"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
 
 import random
 from abc import ABC, abstractmethod
@@ -9,10 +6,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, RetrievalConfig
-from paceline.data import Row, open_dataset
+from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, ReasoningGymConfig, RetrievalConfig, TextArenaConfig
+from paceline.data import Row, listed_rows, open_dataset
 from paceline.errors import PacelineError
 from paceline.rollout import Message, Reply, Seat
 
@@ -144,8 +141,12 @@ def first_rows(count: int) -> Generator[None]:
         _LIMIT.reset(token)
 
 
+DatasetSection = DatasetEnvConfig | CustomEnvConfig | RetrievalConfig
+"""Sections of the run file that name datasets."""
+
+
 def dataset_rows(
-    config: DatasetEnvConfig | CustomEnvConfig | RetrievalConfig,
+    config: DatasetSection,
     split: Split,
     refine: Callable[[Row], Row] | None = None,
     *,
@@ -160,3 +161,41 @@ def dataset_rows(
     if source is None:
         return []
     return open_dataset(source, config.fields, limit=_LIMIT.get(), require=require, prompted=prompted, refine=refine)
+
+
+C = TypeVar("C", bound=DatasetSection)
+
+
+class DatasetEnvironment(Environment, Generic[C]):
+    """An environment over the datasets that its section of the run file names."""
+
+    require: Sequence[str] = ("messages", "answer")
+    """Fields that every row must have."""
+    prompted = True
+    """Whether a row must hold a prompt."""
+
+    def __init__(self, config: C, rows: Mapping[Split, Sequence[Row]] | None = None) -> None:
+        self._config = config
+        self._rows = rows or {}
+        """Rows that are objects of this process, in place of those that the section names."""
+
+    def examples(self, split: Split) -> Sequence[Row]:
+        if split in self._rows:
+            name = "dataset" if split == "train" else "eval_dataset"
+            return listed_rows(self._rows[split], name, self._config.fields, prompted=self.prompted, refine=self._row)
+        return dataset_rows(self._config, split, self._row, require=self.require, prompted=self.prompted)
+
+    def _row(self, row: Row) -> Row:
+        """A row in the environment's form. Raises `BadRow`, and the reader adds file and line."""
+        return row
+
+
+HELD_OUT = 1 << 30
+"""Distance between the seeds of training and held-out rows. A generator makes row i from seed + i, so that neighbouring
+seeds would give nearly the same rows."""
+
+
+def row_seeds(config: ReasoningGymConfig | TextArenaConfig, split: Split) -> range:
+    """The seed of each generated row of a split."""
+    first, size = (0, config.size) if split == "train" else (HELD_OUT, config.eval_size)
+    return range(config.seed + first, config.seed + first + size)

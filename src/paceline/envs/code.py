@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.config.env.tasks import CodeConfig as Config
 from paceline.data import BadRow, Row
 from paceline.envs.answers import conversation
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 
@@ -19,7 +19,7 @@ _PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)```", re.DO
 _PLAIN_BLOCK = re.compile(r"```[ \t]*\r?\n(.*?)```", re.DOTALL)
 
 
-class Code(Environment):
+class Code(DatasetEnvironment[Config]):
     """The solution runs in a sandbox and its tests outside, where it cannot see them (`paceline.envs.sandbox`).
 
     A test is Python text that raises if the solution is wrong. It calls the solution by name, with plain data; it may
@@ -30,12 +30,11 @@ class Code(Environment):
     guard inside the interpreter), `check_failed` and under it the share of each kind of failure.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._workers = Workers(config.workers)
+    require = ("messages", "tests")
 
-    def examples(self, split: Split) -> Sequence[Row]:
-        return dataset_rows(self._config, split, self._row, require=("messages", "tests"))
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._workers = Workers(config.workers)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].chat(example["messages"])
@@ -44,12 +43,7 @@ class Code(Environment):
     async def grade(self, text: str, tests: Sequence[str], entry_point: str | None = None) -> Outcome:
         """The outcome of a reply."""
         c = self._config
-        limits = {
-            "seconds": c.time_limit,
-            "memory_mb": c.memory_mb,
-            "file_mb": c.file_mb,
-            "processes": c.processes,
-        }
+        limits = {"seconds": c.time_limit, **c.model_dump(include={"memory_mb", "file_mb", "processes"})}
         args = [solution_in(text), list(tests), entry_point, c.reward == "all", c.sandbox, limits]
         try:
             verdict = await self._workers.call(JUDGE, args, c.time_limit + GRACE)

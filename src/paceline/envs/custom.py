@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from paceline.config.env import CustomEnvConfig as Config
-from paceline.data import Row, listed_rows
+from paceline.data import Row
 from paceline.engine import Finish
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Environment, Outcome, Split, number
 from paceline.rollout import Rollout, Seat, Turn
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
@@ -91,9 +91,12 @@ ASYNC_ONLY = "{}: an environment function must be `async def rollout(row, seat)`
 NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
 
 
-class FunctionEnvironment(Environment):
+class FunctionEnvironment(DatasetEnvironment[Config]):
     """`async def rollout(row, seat)` over the rows of a dataset. It answers with a reward, an `Outcome`, a `Rollout` it
     made itself, or None to drop the episode."""
+
+    require = ()
+    prompted = False
 
     def __init__(
         self, play: Callable[..., Awaitable[Any]], config: Config, rows: Mapping[Split, Sequence[Row]] | None = None
@@ -102,16 +105,8 @@ class FunctionEnvironment(Environment):
             raise EnvError(ASYNC_ONLY.format(config.import_path))
         if config.dataset is None:
             raise EnvError(NEEDS_ROWS.format(config.name))
+        super().__init__(config, rows)
         self._play = play
-        self._config = config
-        self._rows = rows or {}
-        """Rows that are objects of this process, in place of those that the section names."""
-
-    def examples(self, split: Split) -> Sequence[Row]:
-        if split in self._rows:
-            name = "dataset" if split == "train" else "eval_dataset"
-            return listed_rows(self._rows[split], name, self._config.fields, prompted=False)
-        return dataset_rows(self._config, split, prompted=False)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         answer = await self._play(example, seats[POLICY], **self._config.kwargs)

@@ -1,21 +1,18 @@
 """A Python module with `reward_fn(messages, answer)` and, for several turns, `interact(messages)`."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.config.env.integrations import ModuleEnvConfig as Config
 from paceline.data import Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, number
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object
 
-REQUIRED = ("messages", "answer")
-"""Fields that every row must have."""
 
-
-class ModuleEnvironment(Environment):
+class ModuleEnvironment(DatasetEnvironment[Config]):
     """The policy speaks, `interact` answers, and so on; `reward_fn` judges the whole conversation.
 
     Functions may be sync or async. They are given the same list throughout an episode, so a module that must remember
@@ -24,7 +21,7 @@ class ModuleEnvironment(Environment):
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        super().__init__(config)
         self._functions = {"reward_fn": _function(config, import_object(f"{config.module}:reward_fn"), "reward_fn")}
         module = sys.modules[import_object(f"{config.module}:__name__")]
         for name in ("interact", "cleanup"):
@@ -33,9 +30,6 @@ class ModuleEnvironment(Environment):
         if config.max_turns > 1 and "interact" not in self._functions:
             raise EnvError(f"{config.module}: max_turns = {config.max_turns} needs a function `interact(messages)`")
         self._tools = _tools(getattr(module, "tools", None), f"{config.module}: `tools`")
-
-    def examples(self, split: Split) -> Sequence[Row]:
-        return dataset_rows(self._config, split, require=REQUIRED)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages: list[Message] = example["messages"]

@@ -6,13 +6,9 @@ from typing import Any
 
 from paceline.config.env.integrations import ReasoningGymConfig as Config
 from paceline.data import DatasetUri, Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number, row_seeds
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
-
-HELD_OUT = 1 << 30
-"""Distance between the seeds of training and held-out rows. A task makes row i from seed + i, so that neighbouring
-seeds would give nearly the same rows."""
 
 PROMPT = (
     "Think about the problem, then write your final answer between <answer> and </answer>. "
@@ -35,13 +31,11 @@ class ReasoningGym(Environment):
         self._scorers = {task: self._dataset(task, size=1, seed=0) for task in config.weights}
 
     def examples(self, split: Split) -> Sequence[Row]:
-        train = split == "train"
-        size = self._config.size if train else self._config.eval_size
-        seed = self._config.seed + (0 if train else HELD_OUT)
+        seeds = row_seeds(self._config, split)
         return [
             self._row(task, entry)
-            for task, count in shares(self._config.weights, size).items()
-            for entry in (self._dataset(task, count, seed) if count else ())
+            for task, count in shares(self._config.weights, len(seeds)).items()
+            for entry in (self._dataset(task, count, seeds.start) if count else ())
         ]
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:

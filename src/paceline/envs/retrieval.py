@@ -9,10 +9,9 @@ from typing import Literal
 
 from paceline.config.env.tasks import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
-from paceline.envs.base import POLICY, Environment, Outcome, Split, dataset_rows
+from paceline.envs.base import POLICY, DatasetEnvironment, Outcome, Split
 from paceline.envs.search.client import Found, LocalSearch, SearchClient, Searcher
-from paceline.envs.search.corpus import QUESTIONS
-from paceline.envs.search.store import open_index
+from paceline.envs.search.index import QUESTIONS, open_index
 from paceline.rollout import Message, Seat
 
 INSTRUCTIONS = """\
@@ -38,28 +37,23 @@ class Move:
     formed: bool
 
 
-class Retrieval(Environment):
+class Retrieval(DatasetEnvironment[Config]):
     """The reward is the answer's score. Metrics: `correct`, `searches` (that were run) and `format` (whether every
     reply was well formed). What was found is context; only what the model said is trained."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        super().__init__(config)
+        advice = config.to_raise("search_timeout")
         self._searcher: Searcher = (
-            SearchClient(
-                config.url,
-                config.top_k,
-                config.search_timeout,
-                config.api_key_variable,
-                config.to_raise("search_timeout"),
-            )
-            if config.url is not None
-            else LocalSearch(open_index(config.corpus), config.top_k)
+            LocalSearch(open_index(config.corpus), config.top_k)
+            if config.url is None
+            else SearchClient(config.url, config.top_k, config.search_timeout, config.api_key_variable, advice)
         )
 
     def examples(self, split: Split) -> Sequence[Row]:
         if self._config.dataset is None and self._config.eval_dataset is None:
-            return [row for row in open_rows(str(QUESTIONS), refine=_example) if row["split"] == split]
-        return dataset_rows(self._config, split, _example, require=("messages", "answer"))
+            return [row for row in open_rows(str(QUESTIONS), refine=self._row) if row["split"] == split]
+        return super().examples(split)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         seat, messages = seats[POLICY], list(example["messages"])
@@ -84,6 +78,15 @@ class Retrieval(Environment):
     async def _results(self, query: str) -> Message:
         found = await self._searcher.search(query)
         return {"role": self._config.results_role, "content": shown(found, self._config.max_result_chars)}
+
+    def _row(self, row: Row) -> Row:
+        """A row with the conversation it begins with and an answer that can be compared."""
+        answer = row["answer"]
+        accepted = [answer] if isinstance(answer, str | int | float) else answer
+        plain = isinstance(accepted, list) and all(isinstance(one, str | int | float) for one in accepted)
+        if not plain or not accepted:
+            raise BadRow("a question needs an `answer`, a string or a list of those that are accepted")
+        return row | {"messages": _opening(row), "answer": [str(one) for one in accepted]}
 
     def _outcome(self, answer: str, accepted: list[str], searches: int, formed: bool) -> Outcome:
         correct = max(float(normalised(answer) == normalised(one)) for one in accepted)
@@ -138,15 +141,6 @@ def f1(given: str, wanted: str) -> float:
         return float(ours == theirs)
     common = (Counter(ours) & Counter(theirs)).total()
     return 2 * common / (len(ours) + len(theirs))
-
-
-def _example(row: Row) -> Row:
-    """A row with the conversation it begins with and an answer that can be compared."""
-    answer = row["answer"]
-    accepted = [answer] if isinstance(answer, str | int | float) else answer
-    if not isinstance(accepted, list) or not accepted or not all(isinstance(a, str | int | float) for a in accepted):
-        raise BadRow("a question needs an `answer`, a string or a list of those that are accepted")
-    return row | {"messages": _opening(row), "answer": [str(one) for one in accepted]}
 
 
 def _opening(row: Row) -> list[Message]:

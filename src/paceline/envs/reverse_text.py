@@ -9,6 +9,10 @@ from paceline.envs.words import additions, words
 from paceline.rollout import Reply
 
 
+def _row(question: str, answer: str) -> Row:
+    return {"messages": [{"role": "user", "content": question}], "answer": answer}
+
+
 class Arithmetic(SingleTurn):
     """`add: 17+25` wants `42`. All or nothing: near misses are still wrong sums."""
 
@@ -17,10 +21,7 @@ class Arithmetic(SingleTurn):
 
     def examples(self, split: Split) -> Sequence[Row]:
         count = self._config.train_examples if split == "train" else self._config.eval_examples
-        return [
-            {"messages": [{"role": "user", "content": f"add: {a}+{b}"}], "answer": str(a + b)}
-            for a, b in additions(split, count, seed=0)
-        ]
+        return [_row(f"add: {a}+{b}", str(a + b)) for a, b in additions(split, count, seed=0)]
 
     def score(self, example: Row, reply: Reply) -> Outcome:
         exact = float(reply.text.strip() == example["answer"])
@@ -36,10 +37,7 @@ class ReverseText(SingleTurn):
 
     def examples(self, split: Split) -> Sequence[Row]:
         count = self._config.train_examples if split == "train" else self._config.eval_examples
-        return [
-            {"messages": [{"role": "user", "content": f"reverse: {word}"}], "answer": word[::-1]}
-            for word in words(split, count, seed=0)
-        ]
+        return [_row(f"reverse: {word}", word[::-1]) for word in words(split, count, seed=0)]
 
     def score(self, example: Row, reply: Reply) -> Outcome:
         return self.grade(reply.text, example["answer"])

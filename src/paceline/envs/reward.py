@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from paceline.config.env.base import RewardEnvConfig as Config
-from paceline.data import BadRow, Row, listed_rows
+from paceline.data import BadRow, Row
 from paceline.envs.answers import conversation
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, dataset_rows, number
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, Split, number
 from paceline.envs.offloop import name_of, run_user_code
 from paceline.rollout import Reply, Seat
 from paceline.util.importing import import_object
@@ -124,24 +124,18 @@ class RewardFunction:
             return {COMPLETION: inspect.Parameter(COMPLETION, inspect.Parameter.POSITIONAL_ONLY)}
 
 
-class RewardEnvironment(Environment):
+class RewardEnvironment(DatasetEnvironment[Config]):
     """Rows of a dataset, and the weighted sum of some reward functions. Where there are several, each is a metric of
     its own: `metric/<env>/<name>` in training, `eval/<env>/<name>` on held-out rows."""
+
+    require = ("messages",)
 
     def __init__(
         self, config: Config, rewards: Rewards | None = None, rows: Mapping[Split, Sequence[Row]] | None = None
     ) -> None:
-        self._config = config
+        super().__init__(config, rows)
         functions = import_object(config.import_path) if rewards is None else rewards
         self._rewards = reward_functions(functions, config.reward_weights, config.kwargs)
-        self._rows = rows or {}
-        """Rows that are objects of this process, in place of those that the section names."""
-
-    def examples(self, split: Split) -> Sequence[Row]:
-        if split in self._rows:
-            name = "dataset" if split == "train" else "eval_dataset"
-            return listed_rows(self._rows[split], name, self._config.fields, refine=self._row)
-        return dataset_rows(self._config, split, self._row, require=("messages",))
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].chat(example["messages"])

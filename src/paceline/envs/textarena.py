@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config.env.integrations import TextArenaConfig as Config
 from paceline.data import Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, row_seeds
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object
@@ -115,8 +115,6 @@ def _package() -> Any:
     return textarena
 
 
-HELD_OUT = 1 << 30
-"""Distance between the seeds of training and held-out games."""
 MOST_PLAYERS = 16
 STEP_SECONDS = 60.0
 
@@ -142,10 +140,8 @@ class TextArena(Environment):
             self._opponent = import_object(config.opponent)
 
     def examples(self, split: Split) -> Sequence[Row]:
-        train = split == "train"
-        first = self._config.seed + (0 if train else HELD_OUT)
-        size = self._config.size if train else self._config.eval_size
-        return [{"seed": first + i, "seat": i % self._players} for i in range(size)]
+        seeds = row_seeds(self._config, split)
+        return [{"seed": seed, "seat": place % self._players} for place, seed in enumerate(seeds)]
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         game = await run_user_code(self._open, example["seed"], timeout=STEP_SECONDS)

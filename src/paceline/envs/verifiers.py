@@ -1,6 +1,4 @@
-"""Environments of the `verifiers` package (its `verifiers.v1` interface), as they are.
-
-A `verifiers` harness that talks and calls tools in this process.
+"""Environments of the `verifiers` package (its `verifiers.v1` interface), with a harness that runs in this process.
 
 The package's own chat harness starts a program in a fresh interpreter for every episode, and installs what that needs
 with `uv` from the network. This one speaks the same protocol (every model call goes through the endpoint it is given,

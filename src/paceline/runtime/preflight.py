@@ -35,10 +35,12 @@ from paceline.config.env import (
 from paceline.config.model import ModelConfig
 from paceline.data import Row, parse_address, part_problem
 from paceline.data.sources import hub_name
-from paceline.envs import EnvError, build_environment, module, token_in
+from paceline.envs import EnvError, build_environment
 from paceline.envs.base import dataset_rows, first_rows
 from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS
-from paceline.envs.search.corpus import load_corpus
+from paceline.envs.module import ModuleEnvironment
+from paceline.envs.questions import TokenIn
+from paceline.envs.search.index import load_corpus
 from paceline.errors import PacelineError
 from paceline.model.source import (
     ModelError,
@@ -239,7 +241,7 @@ def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
     if isinstance(env, CustomEnvConfig):
         return dataset_rows(env, "train", prompted=False), dataset_rows(env, "eval", prompted=False)
     if isinstance(env, ModuleEnvConfig) or (isinstance(env, TokenInConfig) and env.scorer is not None):
-        require = module.REQUIRED if isinstance(env, ModuleEnvConfig) else token_in.REQUIRED
+        require = (ModuleEnvironment if isinstance(env, ModuleEnvConfig) else TokenIn).require
         return dataset_rows(env, "train", require=require), dataset_rows(env, "eval", require=require)
     if isinstance(env, TextArenaConfig) and env.opponent != "self":
         env = env.model_copy(update={"opponent": "random"})

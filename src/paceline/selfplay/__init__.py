@@ -3,8 +3,9 @@
 Names are imported when they are first used, so that a league's ratings can be read without torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
     from paceline.selfplay.arena import Arena, ArtifactStore
@@ -22,25 +23,6 @@ if TYPE_CHECKING:
         Event,
         Step,
     )
-
-_HOMES = {
-    "arena": ("Arena", "ArtifactStore"),
-    "environment": ("ArenaEnvironment", "arena_environment"),
-    "episode": ("Episode", "MultiTurnEpisode", "Rubric", "SingleTurnEpisode"),
-    "league": ("League", "Match"),
-    "payoff": ("Payoff",),
-    "state": (
-        "Actor",
-        "ArenaError",
-        "Artifact",
-        "EpisodeRequest",
-        "EpisodeResult",
-        "EpisodeState",
-        "Event",
-        "Step",
-    ),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Actor",
@@ -65,10 +47,26 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module `paceline.selfplay` has no attribute `{name}`")
-    return getattr(importlib.import_module(f"paceline.selfplay.{_HOME_OF[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "arena": ("Arena", "ArtifactStore"),
+        "environment": ("ArenaEnvironment", "arena_environment"),
+        "episode": ("Episode", "MultiTurnEpisode", "Rubric", "SingleTurnEpisode"),
+        "league": ("League", "Match"),
+        "payoff": ("Payoff",),
+        "state": (
+            "Actor",
+            "ArenaError",
+            "Artifact",
+            "EpisodeRequest",
+            "EpisodeResult",
+            "EpisodeState",
+            "Event",
+            "Step",
+        ),
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,4 @@
-"""Defines the arena: actors, the episodes they meet in, and the stores kept between them.
-
-Stores artifacts that an arena keeps from one episode to the next.
-"""
+"""Defines the arena: actors, the episodes they meet in, and the stores kept between them."""
 
 import copy
 import json

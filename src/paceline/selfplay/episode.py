@@ -1,8 +1,6 @@
-"""Defines episodes: turns between actors, in hooks that a game fills in.
+"""Defines episodes: turns between actors, in hooks that a game fills in, scored by a weighted sum of functions.
 
 initial actor -> [ what they hear -> their words -> environment's response -> done? -> next actor ] -> rubric
-
-Scores a finished episode by a weighted sum of functions.
 """
 
 import math
@@ -18,13 +16,10 @@ from paceline.util.deadlines import together
 
 if TYPE_CHECKING:
     from paceline.selfplay.arena import Arena
-if TYPE_CHECKING:
-    from paceline.selfplay.arena import Arena
-    from paceline.selfplay.state import EpisodeState
 
 
 Scores = Mapping[str, float]
-RubricFunction = Callable[["EpisodeState", "Arena"], Scores | Awaitable[Scores]]
+RubricFunction = Callable[[EpisodeState, "Arena"], Scores | Awaitable[Scores]]
 
 
 class Rubric:
@@ -45,7 +40,7 @@ class Rubric:
         if not all(map(math.isfinite, self._weights)):
             raise ArenaError(f"a rubric has weights {self._weights}: every weight must be a finite number")
 
-    async def score(self, state: "EpisodeState", arena: "Arena") -> tuple[dict[str, float], dict[str, float]]:
+    async def score(self, state: EpisodeState, arena: "Arena") -> tuple[dict[str, float], dict[str, float]]:
         """Each actor's reward, and each function's own scores as metrics."""
         rewards = dict.fromkeys(state.actors, 0.0)
         metrics: dict[str, float] = {}
@@ -57,22 +52,19 @@ class Rubric:
         return rewards, metrics
 
 
-def _checked(func: RubricFunction, scores: object, state: "EpisodeState") -> dict[str, float]:
+def _checked(func: RubricFunction, scores: object, state: EpisodeState) -> dict[str, float]:
     where = f"rubric function `{_name(func)}` of episode `{state.request.episode_type}`"
     if not isinstance(scores, Mapping):
         raise ArenaError(f"{where} returned {scores!r}: return a dict of actor and number")
     for actor in scores:
         if actor not in state.actors:
-            raise ArenaError(f"{where} scores `{actor}`, but the actors of this episode are {_listed(state.actors)}")
+            known = ", ".join(f"`{name}`" for name in state.actors)
+            raise ArenaError(f"{where} scores `{actor}`, but the actors of this episode are {known}")
     return {str(actor): number(value, where) for actor, value in scores.items()}
 
 
 def _name(func: RubricFunction) -> str:
     return getattr(func, "__name__", type(func).__name__)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 class Episode(ABC):

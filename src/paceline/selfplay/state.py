@@ -1,7 +1,4 @@
-"""Holds the state of an episode while it is played.
-
-Defines the data types of self-play: actors, artifacts, episode requests and results.
-"""
+"""Data types of self-play: actors, artifacts, requests and results, and the state of an episode under way."""
 
 import hashlib
 import json

@@ -1,7 +1,4 @@
-"""Builds the application: its routes, and an OpenAPI document that matches them.
-
-Runs the server process: listens, reports that it is ready, and shuts down gracefully.
-"""
+"""Builds the application, its routes and OpenAPI document, and runs it until a signal comes."""
 
 import asyncio
 import logging
@@ -9,6 +6,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,33 +58,19 @@ class Route:
 POST_REFUSALS = (400, 401, 403, 404, 408, 413, 415, 429, 503)
 
 
-def _control(
-    path: str,
-    endpoint: Endpoint,
-    answer: type[BaseModel] = answers.StatusAnswer,
-    body: type[BaseModel] | None = None,
-    raw: bool = False,
-) -> Route:
-    refusals = (401, 403, 503) if body is None else (*POST_REFUSALS, 409) if raw else POST_REFUSALS
-    return Route(path, endpoint, answer, body, "POST", refusals, raw=raw, control=True)
+_post = partial(Route, method="POST", refusals=POST_REFUSALS)
+_control = partial(_post, control=True)
+_command = partial(Route, answer=answers.StatusAnswer, method="POST", control=True)
+_update = partial(_control, answer=answers.UpdateAnswer)
+_upload = partial(_update, body=bodies.UpdateHead, refusals=(*POST_REFUSALS, 409), raw=True)
 
 
 ROUTES = (
-    Route("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, "POST", POST_REFUSALS, streams=True),
-    Route(
-        "/v1/completions",
-        complete,
-        answers.CompletionAnswer,
-        bodies.CompletionBody,
-        "POST",
-        POST_REFUSALS,
-        streams=True,
-    ),
-    Route(
-        "/v1/responses", respond, responses.ResponseAnswer, responses.ResponseBody, "POST", POST_REFUSALS, streams=True
-    ),
-    Route("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody, "POST", POST_REFUSALS),
-    Route("/tokenize", control.tokenize, answers.TokenizeAnswer, bodies.TokenizeBody, "POST", POST_REFUSALS),
+    _post("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, streams=True),
+    _post("/v1/completions", complete, answers.CompletionAnswer, bodies.CompletionBody, streams=True),
+    _post("/v1/responses", respond, responses.ResponseAnswer, responses.ResponseBody, streams=True),
+    _post("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody),
+    _post("/tokenize", control.tokenize, answers.TokenizeAnswer, bodies.TokenizeBody),
     Route("/v1/models", control.models, answers.ModelList),
     Route("/health", control.health, answers.StatusAnswer, refusals=(403, 503)),
     Route("/metrics", control.metrics, "text/plain"),
@@ -94,16 +78,16 @@ ROUTES = (
     Route("/limits", control.limits, answers.LimitsAnswer),
     Route("/stats", control.stats, answers.StatsAnswer),
     Route("/adapters/version", control.adapter_versions, answers.AdapterVersions),
-    _control("/adapters/load", control.load_adapter, answers.UpdateAnswer, bodies.AdapterBody),
-    _control("/weights/load", control.load_weights, answers.UpdateAnswer, bodies.WeightsBody),
-    _control("/weights/upload", control.upload, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
-    _control("/weights/delta", control.delta, answers.UpdateAnswer, bodies.UpdateHead, raw=True),
+    _update("/adapters/load", control.load_adapter, body=bodies.AdapterBody),
+    _update("/weights/load", control.load_weights, body=bodies.WeightsBody),
+    _upload("/weights/upload", control.upload),
+    _upload("/weights/delta", control.delta),
     _control("/weights/group", control.join, answers.StatusAnswer, bodies.GroupBody),
-    _control("/weights/receive", control.receive, answers.UpdateAnswer, bodies.ReceiveBody),
-    _control("/pause", control.lever(lambda e: e.pause(), "Stop between two steps; requests wait.")),
-    _control("/resume", control.lever(lambda e: e.resume(), "Go on after a pause.")),
-    _control("/sleep", control.lever(lambda e: e.sleep(), "Pause and give memory back.")),
-    _control("/wake", control.lever(lambda e: e.wake(), "Go on after sleep.")),
+    _update("/weights/receive", control.receive, body=bodies.ReceiveBody),
+    _command("/pause", control.engine_command(lambda e: e.pause(), "Stop between two steps; requests wait.")),
+    _command("/resume", control.engine_command(lambda e: e.resume(), "Go on after a pause.")),
+    _command("/sleep", control.engine_command(lambda e: e.sleep(), "Pause and give memory back.")),
+    _command("/wake", control.engine_command(lambda e: e.wake(), "Go on after sleep.")),
 )
 MEANINGS = {
     400: "The request is wrong.",
@@ -136,11 +120,14 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         limits = await engine.limits()
-        scribe = ServerTokenizer(tokenizer, end_tokens, limits.max_context)
-        models = Models(engine, name, limits, has_key=bool(api_key))
-        folders = tuple(folder.resolve() for folder in allowed)
         service = app.state.service = Service(
-            engine, scribe, models, ThreadToLoopQueue(), meter, folders, frozenset(peers)
+            engine,
+            ServerTokenizer(tokenizer, end_tokens, limits.max_context),
+            Models(engine, name, limits, has_key=bool(api_key)),
+            ThreadToLoopQueue(),
+            meter,
+            tuple(folder.resolve() for folder in allowed),
+            frozenset(peers),
         )
         yield
         service.spool.close()
@@ -223,7 +210,7 @@ MOST_FILES = 10_240
 """The most that macOS allows; plenty elsewhere."""
 
 
-class Gentle(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """Uvicorn, but a signal ends it with our own exit code, and any second one ends it at once."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
@@ -299,7 +286,7 @@ async def serve(
         timeout_keep_alive=60,
         backlog=BACKLOG,
     )
-    server = Gentle(config, ready)
+    server = GracefulServer(config, ready)
     watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
     async with app.router.lifespan_context(app):
         doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]

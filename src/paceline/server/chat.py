@@ -18,11 +18,11 @@ async def chat(request: Request) -> Response:
     """Continue a conversation."""
     service = service_of(request)
     body = await read_body(request, ChatBody)
-    talk = ChatResponse(service, body, await unless_gone(request.receive, plan_chat(service, body)))
+    response = ChatResponse(service, body, await unless_gone(request.receive, plan_chat(service, body)))
     if body.stream:
         head = heading("chat.completion.chunk", "chatcmpl", body.model or service.models.name)
-        return await EventStream.begin(request, stream(talk.reply, head, talk.chunks))
-    return FastJsonResponse(await unless_gone(request.receive, talk.answer()))
+        return await EventStream.begin(request, stream(response.reply, head, response.chunks))
+    return FastJsonResponse(await unless_gone(request.receive, response.answer()))
 
 
 async def plan_chat(service: Service, body: ChatBody) -> ResponseChoices:
@@ -39,12 +39,12 @@ async def plan_chat(service: Service, body: ChatBody) -> ResponseChoices:
     # A model that must not call is not told of its tools.
     told = body.tools if body.tools and body.tool_choice != "none" else None
     tools = [tool.model_dump(exclude_none=True) for tool in told] if told else None
-    prompt = await service.scribe.render(messages, tools, body.chat_template_kwargs or {})
+    prompt = await service.tokenizer.render(messages, tools, body.chat_template_kwargs or {})
     requests = await plan(
         body,
         [prompt],
         service.models,
-        service.scribe,
+        service.tokenizer,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         top_logprobs=body.top_logprobs or 0,
         grammar=grammar or forced,
@@ -117,9 +117,9 @@ class ChatResponse:
         return said, calls
 
     def _finish(self, index: int) -> str | None:
-        return "tool_calls" if self._called[index] else self.reply.utterances[index].finish
+        return "tool_calls" if self._called[index] else self.reply.outputs[index].finish
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(delta, self._service.scribe.lexicon, self._body.top_logprobs or 0)
+        return chat_logprobs(delta, self._service.tokenizer.token_bytes, self._body.top_logprobs or 0)

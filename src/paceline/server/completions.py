@@ -19,7 +19,7 @@ from paceline.server.service import Service, service_of
 
 async def flat_answer(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> dict[str, Any]:
     scores = await score_prompts(service, requests) if body.prompt_logprobs else None
-    async with Generation(service.engine, service.post, requests, listen=False) as generation:
+    async with Generation(service.engine, service.queue, requests, listen=False) as generation:
         completions = await generation.completions()
     choices = [_choice(index, completion) for index, completion in enumerate(completions)]
     if scores is not None:
@@ -82,7 +82,7 @@ async def _plan(service: Service, body: CompletionBody) -> list[GenerateRequest]
         body,
         await _prompts(service, body),
         service.models,
-        service.scribe,
+        service.tokenizer,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         top_logprobs=body.logprobs or 0,
         grammar=grammar_of(body.response_format, body.regex),
@@ -95,7 +95,7 @@ async def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ..
     if given and isinstance(given[0], int):
         given = [given]
     if isinstance(given[0], str):
-        return await service.scribe.encode_all(given, special=True)
+        return await service.tokenizer.encode_all(given, special=True)
     return [tuple(prompt) for prompt in given]
 
 
@@ -123,7 +123,7 @@ class Continuation:
         nothing = self._body.max_tokens == 0
         deltas = [ChoiceDelta() for _ in self.reply.requests] if nothing else await self.reply.whole()
         choices = [
-            self._choice(index, delta, "length" if nothing else self.reply.utterances[index].finish, first=True)
+            self._choice(index, delta, "length" if nothing else self.reply.outputs[index].finish, first=True)
             for index, delta in enumerate(deltas)
         ]
         head = heading("text_completion", "cmpl", self._body.model or self._service.models.name)
@@ -131,7 +131,7 @@ class Continuation:
 
     def chunks(self, index: int, delta: ChoiceDelta, ended: bool) -> list[dict[str, Any]]:
         first = index not in self._begun
-        finish = self.reply.utterances[index].finish if ended else None
+        finish = self.reply.outputs[index].finish if ended else None
         choice = self._choice(index, delta, finish, first)
         shown = self._body.logprobs is not None or self._body.return_token_ids or self._body.return_versions
         if not (choice["text"] or finish or (shown and delta.token_ids)):
@@ -147,10 +147,10 @@ class Continuation:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **extras}
 
     def _logprobs(self, delta: ChoiceDelta, prompt: ChoiceDelta | None, first: bool) -> dict[str, Any]:
-        lexicon = self._service.scribe.lexicon
+        token_bytes = self._service.tokenizer.token_bytes
         start = len(prompt.text) if prompt else 0
-        said = completion_logprobs(delta, lexicon, self._body.logprobs or 0, start)
-        return _joined(completion_logprobs(prompt, lexicon, 0), said) if prompt and first else said
+        said = completion_logprobs(delta, token_bytes, self._body.logprobs or 0, start)
+        return _joined(completion_logprobs(prompt, token_bytes, 0), said) if prompt and first else said
 
 
 async def _nothing() -> None:
@@ -162,11 +162,11 @@ async def _echo(service: Service, body: CompletionBody, requests: list[GenerateR
     deltas = []
     scores = await score_prompts(service, requests) if body.logprobs is not None else None
     for place, request in enumerate(requests):
-        delta = ChoiceDelta(service.scribe.decode_all(request.prompt_ids), list(request.prompt_ids))
+        delta = ChoiceDelta(service.tokenizer.decode_all(request.prompt_ids), list(request.prompt_ids))
         if scores:
             # The first token has no log probability; `_joined` writes null for it.
             delta.logprobs = [score or 0.0 for score in scores[place]]
-            lengths = [len(service.scribe.lexicon.spell(token)[0]) for token in request.prompt_ids]
+            lengths = [len(service.tokenizer.token_bytes.spell(token)[0]) for token in request.prompt_ids]
             delta.offsets = list(accumulate(lengths[:-1], initial=0))
         deltas.append(delta)
     return deltas

@@ -1,8 +1,7 @@
-"""Endpoints beside generation: scores, tokens, what is served, health, metrics, and engine control.
+"""Endpoints beside generation: scores, tokens, what is served, health, metrics, engine control, and new weights.
 
-New weights over HTTP: adapters in the request, whole models from allowed folders. Safetensors only.
-
-Endpoints for new weights without a shared folder: raw bodies, deltas, or broadcast in a group.
+Adapters come in the request; whole models from allowed folders, as raw bodies, as deltas, or by broadcast in a group.
+Safetensors only.
 """
 
 import asyncio
@@ -53,19 +52,15 @@ async def score(request: Request) -> Response:
         if len(sequence) > service.models.limits.max_context:
             raise bad(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
         check_vocabulary(sequence, service.models, "token_ids")
-    logprobs = await unless_gone(request.receive, _score(service.engine, body, model))
+    logprobs = await unless_gone(request.receive, service.engine.score(body.token_ids, body.temperature, model))
     return FastJsonResponse({"logprobs": logprobs})
-
-
-async def _score(engine: Engine, body: ScoreBody, model: str) -> list[list[float]]:
-    return await engine.score(body.token_ids, body.temperature, model)
 
 
 async def tokenize(request: Request) -> Response:
     """How the model splits a text, its special tokens included."""
     service = service_of(request)
     body = await read_body(request, TokenizeBody)
-    tokens = list(await service.scribe.encode(body.prompt, special=True))
+    tokens = list(await service.tokenizer.encode(body.prompt, special=True))
     return FastJsonResponse({"tokens": tokens, "count": len(tokens)})
 
 
@@ -120,11 +115,11 @@ async def stats(request: Request) -> Response:
     return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.stats()))
 
 
-def lever(pull: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Request], Awaitable[Response]]:
+def engine_command(run: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that does one thing to the engine."""
 
     async def endpoint(request: Request) -> Response:
-        await pull(service_of(request).engine)
+        await run(service_of(request).engine)
         return FastJsonResponse({"status": "ok"})
 
     endpoint.__doc__ = text
@@ -149,7 +144,14 @@ async def load_weights(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, WeightsBody)
     tensors = await opened(service, find_files(body.path, service.allowed))
-    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
+    return await _apply_update(service, body, tensors)
+
+
+async def _apply_update(
+    service: Service, head: UpdateHead | WeightsBody, tensors: Mapping[str, Any], delta: Any = None
+) -> Response:
+    canary = canary_of(head.canary)
+    update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary, delta=delta)
     return FastJsonResponse(await apply(service, update))
 
 
@@ -245,9 +247,7 @@ async def upload(request: Request) -> Response:
     """Serve weights that are the body, a safetensors file; answers once they are applied."""
     service, head = service_of(request), head_of(request)
     async with service.spool.body(request, await most_bytes(service), "safetensors") as file:
-        tensors = await opened(service, [file])
-        update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary_of(head.canary))
-        return FastJsonResponse(await apply(service, update))
+        return await _apply_update(service, head, await opened(service, [file]))
 
 
 async def delta(request: Request) -> Response:
@@ -257,8 +257,7 @@ async def delta(request: Request) -> Response:
         change = await asyncio.to_thread(lambda: read_delta(file.read_bytes()))
     if change.result.version != head.version:
         raise bad(f"the delta leads to version {change.result.version}, and the header says {head.version}")
-    update = WeightUpdate(head.version, {}, expected=head.fingerprint, canary=canary_of(head.canary), delta=change)
-    return FastJsonResponse(await apply(service, update))
+    return await _apply_update(service, head, {}, change)
 
 
 async def join(request: Request) -> Response:
@@ -305,8 +304,7 @@ async def receive(request: Request) -> Response:
     except EngineError as error:
         service.receiver = None  # a collective that broke is over for all
         raise bad(str(error), code="no_group") from error
-    update = WeightUpdate(body.version, tensors, expected=body.fingerprint, canary=canary_of(body.canary))
-    return FastJsonResponse(await apply(service, update))
+    return await _apply_update(service, body, tensors)
 
 
 def head_of(request: Request) -> UpdateHead:

@@ -10,58 +10,57 @@ from typing import Any
 from paceline.engine.base import Completion, Engine, GenerateRequest, Piece
 
 GATHER_SECONDS = 0.001
-"""How long a letter may wait for others: less than a decode step takes."""
+"""How long a message may wait for others: less than a decode step takes."""
 
 
 class ThreadToLoopQueue:
-    """Carries letters from any thread to mailboxes of one event loop.
+    """Carries messages from any thread to inboxes of one event loop.
 
-    A step of the engine speaks to hundreds of listeners. The first letter wakes the loop, the others only join the
-    pile; a moment later the loop delivers them all, in the order they came. Without that moment it would fight the
-    engine for Python's lock over every token. The flag is lowered before the pile is emptied, so a letter that comes in
-    between raises it again: none is ever left lying.
+    A step of the engine reaches hundreds of listeners. The first message wakes the loop, the others are only appended;
+    a moment later the loop delivers them all, in the order they came. Without that moment it would fight the engine for
+    Python's lock over every token. The flag is lowered before the queue is emptied, so a message that comes in between
+    raises it again: none is ever left behind.
     """
 
     def __init__(self) -> None:
-        self._pile: deque[tuple[LoopMailbox, Any]] = deque()
+        self._pending: deque[tuple[LoopInbox, Any]] = deque()
         self._woken = False
         self._loop = asyncio.get_running_loop()
 
-    def send(self, box: "LoopMailbox", letter: Any) -> None:
-        self._pile.append((box, letter))
+    def send(self, inbox: "LoopInbox", message: Any) -> None:
+        """From any thread."""
+        self._pending.append((inbox, message))
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
 
     def _deliver(self) -> None:
         self._woken = False
-        while self._pile:
-            box, letter = self._pile.popleft()
-            box.put(letter)
+        while self._pending:
+            inbox, message = self._pending.popleft()
+            inbox.put(message)
 
 
-class LoopMailbox:
-    """Letters for one reader. A reader that is late finds several at once, and can answer them together."""
+class LoopInbox:
+    """Messages for one reader. A reader that is late finds several at once, and can answer them together."""
 
-    def __init__(self, post: ThreadToLoopQueue) -> None:
-        self._letters: list[Any] = []
+    def __init__(self) -> None:
+        self._messages: list[Any] = []
         self._waiter: asyncio.Future[None] | None = None
-        self.slot = partial(post.send, self)
-        """Delivers a letter from any thread."""
 
-    def put(self, letter: Any) -> None:
-        """Deliver a letter; from the loop's own thread only."""
-        self._letters.append(letter)
+    def put(self, message: Any) -> None:
+        """From the loop's own thread only."""
+        self._messages.append(message)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[Any]:
-        """All letters, once there is at least one."""
-        if not self._letters:
+        """All messages, once there is at least one."""
+        if not self._messages:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter  # bounded: by the client's patience
-        letters, self._letters = self._letters, []
-        return letters
+        messages, self._messages = self._messages, []
+        return messages
 
 
 Event = tuple[int, Piece | Completion]
@@ -79,12 +78,10 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Engine, post: ThreadToLoopQueue, requests: Sequence[GenerateRequest], listen: bool
+        self, engine: Engine, queue: ThreadToLoopQueue, requests: Sequence[GenerateRequest], listen: bool
     ) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._listen = listen
-        self._box = LoopMailbox(post)
+        self._engine, self._queue, self._requests, self._listen = engine, queue, requests, listen
+        self._inbox = LoopInbox()
         self._tasks: list[asyncio.Task[Completion]] = []
         self._stopped: set[int] = set()
 
@@ -93,7 +90,8 @@ class Generation:
             for index, request in enumerate(self._requests):
                 if index and index % AT_ONCE == 0:
                     await asyncio.sleep(0)
-                task = asyncio.ensure_future(self._engine.generate(request, self._listener(index)))
+                listener = partial(self._tell, index) if self._listen else None
+                task = asyncio.ensure_future(self._engine.generate(request, listener))
                 task.add_done_callback(partial(self._ended, index))
                 self._tasks.append(task)
         except BaseException as error:
@@ -117,7 +115,7 @@ class Generation:
         running = len(self._tasks)
         while running:
             events: list[Event] = []
-            for index, what in await self._box.take():
+            for index, what in await self._inbox.take():
                 if isinstance(what, asyncio.Task):
                     running -= 1
                     if index in self._stopped:
@@ -131,14 +129,10 @@ class Generation:
         await asyncio.gather(*self._tasks)  # bounded: by the client's patience
         return [task.result() for task in self._tasks]  # bounded: it is done
 
-    def _listener(self, index: int) -> "partial[None] | None":
-        return partial(self._heard, index) if self._listen else None
-
-    def _heard(self, index: int, piece: Piece) -> None:
-        self._box.slot((index, piece))
+    def _tell(self, index: int, what: "Piece | asyncio.Task[Completion]") -> None:
+        self._queue.send(self._inbox, (index, what))
 
     def _ended(self, index: int, task: "asyncio.Task[Completion]") -> None:
         if not task.cancelled():
             task.exception()  # looked at here, so that a failure after the first is no "never retrieved" complaint
-        # By the same post as the pieces, or the end could overtake them.
-        self._box.slot((index, task))
+        self._tell(index, task)  # by the same queue as the pieces, or the end could overtake them

@@ -1,7 +1,7 @@
 """Reading bodies with a cap, and noticing that a client is gone."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
 import orjson
@@ -33,13 +33,12 @@ class FastJsonResponse(Response):
 async def read_body(request: Request, kind: type[B], limit: int | None = None) -> B:
     """The body, if it is JSON of this kind and neither too long nor of too many values. It is never read further than
     allowed: the server's limit, unless another is given."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = media_type(request)
     # A web page may post other types, or none, to a server on loopback without the browser asking us first.
     if media != "application/json" and not media.endswith("+json"):
         raise Refusal(415, f"send JSON with `Content-Type: application/json`, not `{media or 'no type'}`")
     limit = limit or request.app.state.max_body_bytes
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > limit:
+    if announced_bytes(request) > limit:
         raise too_large(limit)
     body = bytearray()
     try:
@@ -60,6 +59,16 @@ async def read_body(request: Request, kind: type[B], limit: int | None = None) -
     return given
 
 
+def media_type(request: Request) -> str:
+    """The type that the body is said to have, without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def announced_bytes(request: Request) -> int:
+    length = request.headers.get("content-length", "0")
+    return int(length) if length.isdecimal() else 0
+
+
 def json_cost(body: bytes | bytearray) -> int:
     """About the microseconds that parsing takes, during which the server answers nothing else: one for each object,
     list and string, a fifth for a number. Counting takes a hundredth of that.
@@ -74,7 +83,7 @@ def too_large(limit: int) -> Refusal:
     return Refusal(413, f"the body is larger than {limit} bytes, the server's limit (--max-body-bytes)")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Do the work while the client waits for it; if it leaves, cancel the work and raise `ClientGone`."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
@@ -109,7 +118,7 @@ class EventStream(Response):
     async def begin(cls, request: Request, events: AsyncGenerator[bytes]) -> "EventStream":
         """Wait for the first event before promising a 200: what is refused at once gets its own status."""
         try:
-            first = await unless_gone(request.receive, anext_of(events))
+            first = await unless_gone(request.receive, anext(events))
         except BaseException:
             await events.aclose()
             raise
@@ -132,10 +141,6 @@ class EventStream(Response):
 
     def _chunk(self, send: Send, event: bytes) -> Awaitable[None]:
         return send({"type": "http.response.body", "body": event, "more_body": True})
-
-
-async def anext_of(events: AsyncGenerator[bytes]) -> bytes:
-    return await anext(events)
 
 
 def event(value: Any) -> bytes:

@@ -1,8 +1,6 @@
-"""Turns the tokens of one choice into text, and ends it at a stop string.
+"""Runs the choices of chats and completions: turns tokens into text, stops, streams, counts.
 
-Log probabilities in OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
-
-Runs the choices of chats and completions: turns tokens into text, stops, streams, counts.
+Log probabilities have OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
 """
 
 import codecs
@@ -95,11 +93,13 @@ class OutputProcessor:
     The tokens reported are all that were sampled, to the one that completed the stop: only the text is cut.
     """
 
-    def __init__(self, scribe: ServerTokenizer, request: GenerateRequest, stops: Sequence[str], offsets: bool) -> None:
-        self._detokeniser = scribe.detokeniser(request.prompt_ids)
+    def __init__(
+        self, tokenizer: ServerTokenizer, request: GenerateRequest, stops: Sequence[str], offsets: bool
+    ) -> None:
+        self._detokeniser = tokenizer.detokeniser(request.prompt_ids)
         self._matcher = StopMatcher(stops)
         self._ends = request.stop_token_ids
-        self._ruler = Ruler(scribe.lexicon) if offsets else None
+        self._ruler = Ruler(tokenizer.token_bytes) if offsets else None
         self.finish: str | None = None
         self.sampled = 0
         self.cached = 0
@@ -150,8 +150,8 @@ class OutputProcessor:
 class Ruler:
     """Tells where in the text each token begins, from the tokens' bytes: half a letter has no length yet."""
 
-    def __init__(self, lexicon: TokenBytes) -> None:
-        self._lexicon = lexicon
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._length = 0
 
@@ -159,7 +159,7 @@ class Ruler:
         offsets = []
         for token in token_ids:
             offsets.append(self._length)
-            self._length += len(self._decode(bytes(self._lexicon.spell(token)[1])))
+            self._length += len(self._decode(bytes(self._token_bytes.spell(token)[1])))
         return offsets
 
 
@@ -167,37 +167,37 @@ LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot hold."""
 
 
-def chat_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int) -> dict[str, Any]:
+def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> dict[str, Any]:
     content = []
     for place, token in enumerate(delta.token_ids):
         ranked = delta.top[place][:count] if count and delta.top else []
         content.append(
-            _entry(token, delta.logprobs[place], lexicon)
-            | {"top_logprobs": [_entry(other, logprob, lexicon) for other, logprob in ranked]}
+            _entry(token, delta.logprobs[place], token_bytes)
+            | {"top_logprobs": [_entry(other, logprob, token_bytes) for other, logprob in ranked]}
         )
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(delta: ChoiceDelta, lexicon: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
+def completion_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
     """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
     return {
-        "tokens": [lexicon.spell(token)[0] for token in delta.token_ids],
+        "tokens": [token_bytes.spell(token)[0] for token in delta.token_ids],
         "token_logprobs": [max(logprob, LOWEST) for logprob in delta.logprobs],
-        "top_logprobs": [_ranked(ranked[:count], lexicon) for ranked in delta.top] if count and delta.top else None,
+        "top_logprobs": [_ranked(ranked[:count], token_bytes) for ranked in delta.top] if count and delta.top else None,
         "text_offset": [start + offset for offset in delta.offsets],
     }
 
 
-def _entry(token: int, logprob: float, lexicon: TokenBytes) -> dict[str, Any]:
-    text, data = lexicon.spell(token)
+def _entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    text, data = token_bytes.spell(token)
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
 
-def _ranked(ranked: TopLogprobs, lexicon: TokenBytes) -> dict[str, float]:
+def _ranked(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     named: dict[str, float] = {}
     for token, logprob in ranked:
         # Two tokens may be spelt alike; the more probable one comes first and stays.
-        named.setdefault(lexicon.spell(token)[0], max(logprob, LOWEST))
+        named.setdefault(token_bytes.spell(token)[0], max(logprob, LOWEST))
     return named
 
 
@@ -212,20 +212,20 @@ class ResponseChoices:
     service: Service
     body: SamplingBody
     requests: list[GenerateRequest]
-    utterances: list[OutputProcessor]
+    outputs: list[OutputProcessor]
     prompt_logprobs: list[list[float | None]] | None
 
     @classmethod
     async def plan(
         cls, service: Service, body: SamplingBody, requests: list[GenerateRequest], offsets: bool
     ) -> "ResponseChoices":
-        utterances = [OutputProcessor(service.scribe, request, body.stops, offsets) for request in requests]
+        outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
         scores = await score_prompts(service, requests) if body.prompt_logprobs else None
-        return cls(service, body, requests, utterances, scores)
+        return cls(service, body, requests, outputs, scores)
 
     async def steps(self, listen: bool) -> AsyncGenerator[Step]:
         """Everything the choices say, until all have ended. Several pieces of one choice are told together."""
-        async with Generation(self.service.engine, self.service.post, self.requests, listen) as generation:
+        async with Generation(self.service.engine, self.service.queue, self.requests, listen) as generation:
             async for events in generation.events():
                 for index, (delta, ended) in self._hear(events, generation, listen).items():
                     yield index, delta, ended
@@ -240,26 +240,26 @@ class ResponseChoices:
     def _hear(self, events: list[Event], generation: Generation, listen: bool) -> dict[int, tuple[ChoiceDelta, bool]]:
         gained: dict[int, tuple[ChoiceDelta, bool]] = {}
         for index, what in merged(events):
-            utterance = self.utterances[index]
-            if utterance.finish is not None:
+            output = self.outputs[index]
+            if output.finish is not None:
                 continue
-            delta = utterance.end(what, listen) if isinstance(what, Completion) else utterance.hear(what)
-            if utterance.finish is not None:
+            delta = output.end(what, listen) if isinstance(what, Completion) else output.hear(what)
+            if output.finish is not None:
                 generation.stop(index)
             if index in gained:
                 gained[index][0].add(delta)
                 delta = gained[index][0]
-            gained[index] = (delta, utterance.finish is not None)
+            gained[index] = (delta, output.finish is not None)
         return gained
 
     def usage_of(self, index: int) -> dict[str, Any]:
         """Tokens of one choice so far."""
-        utterance = self.utterances[index]
-        return usage([self.requests[index]], 1, utterance.sampled, utterance.cached)
+        output = self.outputs[index]
+        return usage([self.requests[index]], 1, output.sampled, output.cached)
 
     def usage(self) -> dict[str, Any]:
-        sampled = sum(utterance.sampled for utterance in self.utterances)
-        cached = sum(utterance.cached for utterance in self.utterances[:: self.body.n or 1])
+        sampled = sum(output.sampled for output in self.outputs)
+        cached = sum(output.cached for output in self.outputs[:: self.body.n or 1])
         return usage(self.requests, self.body.n or 1, sampled, cached)
 
     def extras(self, index: int, delta: ChoiceDelta, first: bool = True) -> dict[str, Any]:

@@ -20,7 +20,7 @@ async def plan(
     body: SamplingBody,
     prompts: Sequence[tuple[int, ...]],
     models: Models,
-    scribe: ServerTokenizer,
+    tokenizer: ServerTokenizer,
     *,
     max_tokens: int | None,
     top_logprobs: int,
@@ -35,7 +35,7 @@ async def plan(
         raise bad(f"{len(prompts)} prompts times n = {copies} is more than {MOST_CHOICES} choices", "n")
     if len(body.stops) > MOST_STOPS:
         raise bad(f"{len(body.stops)} stop strings are more than {MOST_STOPS}", "stop")
-    ends = frozenset() if body.ignore_eos else scribe.end_tokens
+    ends = frozenset() if body.ignore_eos else tokenizer.end_tokens
     first = secrets.randbits(64) if body.seed is None else body.seed
     return [
         GenerateRequest(
@@ -46,7 +46,7 @@ async def plan(
             top_k=min(max(body.top_k or 0, 0), models.limits.vocabulary),
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
             noise=_noise(body, first, index),
-            order=models.place(body.order),
+            order=_priority(body.order, models),
             turn=index,
             model=model,
             top_logprobs=min(top_logprobs, models.limits.max_top_logprobs),
@@ -110,6 +110,11 @@ def forced_call(body: ChatBody) -> Grammar | None:
 def _call_schema(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
     properties = {"name": {"const": name}, "arguments": parameters or {"type": "object"}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _priority(asked: int | None, models: Models) -> int:
+    """The place in the queue that a request may take: before others only where every caller holds the key."""
+    return (asked or 0) if models.has_key else max(asked or 0, 0)
 
 
 def _noise(body: SamplingBody, seed: int, index: int) -> int:

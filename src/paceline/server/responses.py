@@ -421,21 +421,21 @@ async def respond(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ResponseBody)
     chat = as_chat(body, ChatBody)
-    talk = ChatResponse(service, chat, await unless_gone(request.receive, plan_chat(service, chat)))
+    response = ChatResponse(service, chat, await unless_gone(request.receive, plan_chat(service, chat)))
     writer = ResponseWriter(body, body.model or service.models.name)
     if body.stream:
-        return await EventStream.begin(request, _stream(talk, writer))
-    answer = await unless_gone(request.receive, talk.answer())
+        return await EventStream.begin(request, _stream(response, writer))
+    answer = await unless_gone(request.receive, response.answer())
     (choice,) = answer["choices"]
     return FastJsonResponse(writer.whole(choice["message"], choice["finish_reason"], answer["usage"]))
 
 
-async def _stream(talk: ChatResponse, writer: ResponseWriter) -> AsyncGenerator[bytes]:
+async def _stream(response: ChatResponse, writer: ResponseWriter) -> AsyncGenerator[bytes]:
     begun, finish = False, None
     try:
-        async with aclosing(talk.reply.steps(listen=True)) as steps:
+        async with aclosing(response.reply.steps(listen=True)) as steps:
             async for index, delta, ended in steps:
-                for choice in talk.chunks(index, delta, ended):
+                for choice in response.chunks(index, delta, ended):
                     finish = choice["finish_reason"] or finish
                     data = b"" if begun else writer.begin()
                     data += writer.add(choice["delta"])
@@ -448,4 +448,4 @@ async def _stream(talk: ChatResponse, writer: ResponseWriter) -> AsyncGenerator[
         refusal = refusal_of(error)
         yield writer.fail(str(refusal), refusal.code)
         return
-    yield writer.end(finish, talk.reply.usage())
+    yield writer.end(finish, response.reply.usage())

@@ -16,6 +16,7 @@ from paceline.errors import UnknownModel
 from paceline.server.errors import Refusal
 from paceline.server.generation import ThreadToLoopQueue
 from paceline.server.guard import Meter
+from paceline.server.http import announced_bytes, media_type
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.private_folder import PrivateFolder, sweep
 
@@ -34,11 +35,7 @@ class Models:
         self._engine = engine
         self.name = name
         self.limits = limits
-        self._has_key = has_key
-
-    def place(self, asked: int | None) -> int:
-        """The place in the queue that a request may take: before others only where every caller holds the key."""
-        return (asked or 0) if self._has_key else max(asked or 0, 0)
+        self.has_key = has_key
 
     async def refresh(self) -> None:
         self.limits = await self._engine.limits()
@@ -79,12 +76,11 @@ class Spool:
     @asynccontextmanager
     async def body(self, request: Request, limit: int, ending: str) -> AsyncGenerator[Path]:
         """The request's raw body as a file, for as long as it is used. It is never read further than allowed."""
-        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media = media_type(request)
         # Of all types, a web page may post only a few without the browser asking us first; this is none of them.
         if media != "application/octet-stream":
             raise Refusal(415, f"send raw bytes with `Content-Type: application/octet-stream`, not `{media}`")
-        announced = request.headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced) > limit:
+        if announced_bytes(request) > limit:
             raise _too_large(limit)
         if self._here >= MOST_AT_ONCE:
             raise Refusal(429, f"{self._here} updates are arriving already", code="overloaded")
@@ -109,7 +105,7 @@ class Spool:
 
 
 async def _write(request: Request, file: Path, limit: int) -> None:
-    written, pile, piled = 0, [], 0
+    written, pieces, held = 0, [], 0
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb", buffering=0) as opened:
@@ -118,17 +114,17 @@ async def _write(request: Request, file: Path, limit: int) -> None:
                 async with asyncio.timeout(SILENT_SECONDS):
                     piece = await anext(stream, None)
                 if piece is not None:
-                    piled += len(piece)
-                    pile.append(piece)
-                    if written + piled > limit:
+                    held += len(piece)
+                    pieces.append(piece)
+                    if written + held > limit:
                         raise _too_large(limit)
-                if piled >= WRITTEN_AT_ONCE or (piece is None and pile):
-                    await asyncio.to_thread(write_all, opened, b"".join(pile))
-                    written, pile, piled = written + piled, [], 0
+                if held >= WRITTEN_AT_ONCE or (piece is None and pieces):
+                    await asyncio.to_thread(write_all, opened, b"".join(pieces))
+                    written, pieces, held = written + held, [], 0
                 if piece is None:
                     return
     except TimeoutError:
-        raise Refusal(400, f"the body stopped after {written + piled} bytes") from None
+        raise Refusal(400, f"the body stopped after {written + held} bytes") from None
     except OSError as error:
         raise Refusal(503, f"the body cannot be kept: {error.strerror}", code="no_room") from error
 
@@ -149,9 +145,9 @@ class Service:
     """One engine and what the server knows around it. Lives as long as the server's event loop."""
 
     engine: Engine
-    scribe: ServerTokenizer
+    tokenizer: ServerTokenizer
     models: Models
-    post: ThreadToLoopQueue
+    queue: ThreadToLoopQueue
     meter: Meter
     allowed: tuple[Path, ...] = ()
     """Folders weights may be loaded from, resolved."""

@@ -1,9 +1,4 @@
-"""Text and conversations to exact tokens, and back: everything the server asks of the tokenizer.
-
-Spells single tokens: the text and bytes that OpenAI's logprobs show for each.
-
-Detokenises incrementally: a token may be half a letter, or change how its neighbour is spelt.
-"""
+"""Text and conversations to exact tokens, and back: everything the server asks of the tokenizer."""
 
 import asyncio
 import copy
@@ -15,6 +10,7 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from paceline.server.errors import bad
 
@@ -58,14 +54,8 @@ def _reader_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
     return _sentence_piece if kinds & {"ByteFallback", "Metaspace", "Replace"} else str.encode
 
 
-def _alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others follow from 256 on."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_LETTERS = _alphabet()
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""GPT-2's letters for the 256 bytes."""
 
 
 def _byte_letters(piece: str) -> bytes:
@@ -88,7 +78,7 @@ letter is complete, but text is not held back for ever."""
 
 
 class Detokeniser:
-    """Turns a growing list of tokens into text that only ever grows.
+    """Turns a growing list of tokens into text that only ever grows: a token may be half a letter.
 
     A window of tokens is decoded together, since many decoders treat the first token of a text specially. It starts at
     a place where the text was whole. Broken letters at the end are held back, for the next token may complete them.
@@ -148,7 +138,7 @@ class ServerTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], max_context: int) -> None:
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
-        self.lexicon = TokenBytes(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
         self._most_characters = max_context * max(map(len, tokenizer.get_vocab()), default=1)
         self._max_context = max_context
         # Streams decode a few tokens at a time, and transformers' wrapper costs several times the decoding itself.

@@ -1,6 +1,6 @@
-"""Limits how long and how large the headers of an HTTP request may be.
+"""Limits the headers of HTTP requests, and refuses calls from foreign web pages.
 
-Refuses calls from foreign web pages. A browser lets any page send requests to a server on loopback.
+A browser lets any page send requests to a server on loopback.
 """
 
 import asyncio

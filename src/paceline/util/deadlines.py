@@ -5,10 +5,6 @@
 
 Open waits stand in a registry that the watchdog reads from its own thread. A wait that was opened inside another one
 (also in a task that was started there) knows it as its parent, so the registry is a graph: who waits for whom.
-
-Runs coroutines concurrently; when one fails, the others are cancelled.
-
-Provides the replaceable clock that all sleeps and deadlines of the orchestrator go through.
 """
 
 import asyncio
@@ -346,9 +342,6 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
-
-
-__all__ = ["Clock", "DeadlineError", "RealClock"]
 
 
 class Clock(Protocol):

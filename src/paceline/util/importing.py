@@ -3,8 +3,6 @@
 A file is loaded under a private name, and so is whatever it imports from its own folder: such files and packages are
 importable for the modules of that folder alone. They hide nothing from the rest of the program, and two folders may
 each have a `helper.py`. Needs nothing but the standard library: worker processes start with it.
-
-Checks import paths by reading the files they name: nothing of the user's code runs.
 """
 
 import ast

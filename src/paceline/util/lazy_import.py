@@ -1,7 +1,4 @@
-"""Imports names of a package when they are first used, so that only code that needs torch loads it.
-
-Tells the new name of a public module or class that was renamed, where the old one is imported.
-"""
+"""Imports names of a package when they are first used, and tells the new names of those that were renamed."""
 
 import importlib
 import sys
@@ -10,7 +7,7 @@ from typing import Any, NoReturn
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A module's `__getattr__`: names by the submodule they live in."""
+    """A module's `__getattr__`: names by the submodule they live in. So only code that needs torch loads it."""
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def __getattr__(name: str) -> Any:

@@ -1,9 +1,4 @@
-"""Temporary folders that the next process removes where their owner was killed.
-
-Chooses a folder whose path is short enough for Unix sockets.
-
-The kernel limits a socket's path to 107 bytes (103 on macOS), and `TMPDIR` may be longer than that by itself.
-"""
+"""Temporary folders that the next process removes where their owner was killed, and folders for Unix sockets."""
 
 import contextlib
 import fcntl
@@ -66,6 +61,7 @@ def sweep(parent: str | Path | None = None) -> None:
 
 
 LONGEST_PATH = 103
+"""Of a socket, in bytes (107 on Linux, 103 on macOS); `TMPDIR` may be longer than that by itself."""
 OTHER_FOLDERS = ("/tmp", "/var/tmp")
 """Tried when the path of `TMPDIR` is too long."""
 RAY_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")

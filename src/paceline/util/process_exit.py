@@ -1,7 +1,4 @@
-"""Ends a process at once: threads of user code may be left, and a million objects are not taken apart one by one.
-
-Exits when the parent process dies, and ends child processes.
-"""
+"""Ends processes: this one at once, this one with its parent, and children for certain."""
 
 import atexit
 import contextlib
@@ -84,7 +81,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Does nothing where `WITH_PARENT` is not set, and outside Linux, where the parent must end its commands."""
+    """Exit when the parent process dies, where `WITH_PARENT` is set. Outside Linux the parent must end its commands."""
     parent = os.environ.get(WITH_PARENT, "")
     if not parent or sys.platform != "linux":
         return

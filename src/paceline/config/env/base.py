@@ -1,7 +1,4 @@
-"""Base sections of environments: keys that all of them have, and keys of those with a dataset.
-
-Environments of a user's own: a class, a reward function over a dataset, a self-play arena.
-"""
+"""Base sections of environments, and environments of a user's own: a class, a reward function, a self-play arena."""
 
 from typing import Annotated, Literal
 

@@ -1,12 +1,11 @@
 """Environments that others wrote: a module of two functions, and the collections of three packages."""
 
-import tomllib
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.base import ImportPath, PathKey
+from paceline.config.base import ImportPath, PathKey, fits_a_run_file
 from paceline.config.env.base import BaseEnvConfig, DatasetEnvConfig
 
 
@@ -46,10 +45,7 @@ class ReasoningGymConfig(BaseEnvConfig):
     score_timeout: float = Field(default=30.0, gt=0)
     """Seconds a task may take to score one answer before the episode counts as failed."""
 
-    @field_validator("args")
-    @classmethod
-    def _plain(cls, args: dict[str, Any]) -> dict[str, Any]:
-        return fits_a_run_file(args, "args")
+    _plain = field_validator("args")(partial(fits_a_run_file, key="args"))
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -102,10 +98,7 @@ class TextArenaConfig(BaseEnvConfig):
     system_prompt: str = ""
     """First message in front of the game's own words; none when empty."""
 
-    @field_validator("args")
-    @classmethod
-    def _plain(cls, args: dict[str, Any]) -> dict[str, Any]:
-        return fits_a_run_file(args, "args")
+    _plain = field_validator("args")(partial(fits_a_run_file, key="args"))
 
 
 class VerifiersConfig(BaseEnvConfig):
@@ -129,18 +122,4 @@ class VerifiersConfig(BaseEnvConfig):
     """Settings by agent, in that package's words (`{agent = {max_turns = 4}}`). Where no harness is chosen, agents
     talk and call tools from this process; where no runtime is chosen, it is this machine."""
 
-    @field_validator("args", "eval_args", "agents")
-    @classmethod
-    def _plain(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if values is None else fits_a_run_file(values, "these settings")
-
-
-def fits_a_run_file(values: dict[str, Any], key: str) -> dict[str, Any]:
-    """Values that survive being written into a run directory and read again."""
-    try:
-        written = tomli_w.dumps(values)
-    except (TypeError, ValueError):
-        written = ""
-    if tomllib.loads(written) != values:
-        raise ValueError(f"{key} are kept in the run file: use only what TOML can hold (no None, NaN or tuples)")
-    return values
+    _plain = field_validator("args", "eval_args", "agents")(partial(fits_a_run_file, key="these settings"))

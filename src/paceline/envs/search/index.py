@@ -1,24 +1,111 @@
-"""Searches a corpus by BM25: ranks documents by the words of a query they hold, rare ones above all.
+"""Indexes a corpus of short documents, by words (BM25) or by meaning (embeddings), and keeps an index in a folder.
 
-    score(q, d) = sum over words w of q:  idf(w) * tf (k1 + 1) / (tf + k1 (1 - b + b |d| / mean |d|))
-    idf(w) = ln(1 + (N - n + 1/2) / (n + 1/2)),  n of N documents hold w,  tf is how often d does
-
-Robertson and Zaragoza, "The Probabilistic Relevance Framework" (2009), with Lucene's idf, which is never negative. All
-that does not depend on the query is computed once, so a search is a sum over the postings of its words.
+A corpus is one JSON object per line, `{"id": ..., "title": ..., "text": ...}`; a title may be left out.
 """
 
+import codecs
+import hashlib
 import re
 import unicodedata
+import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
-from paceline.envs.search.corpus import Document
+from paceline.config.secret import hidden
+from paceline.data import DataError
+from paceline.envs.base import EnvError
+
+BUILT_IN = Path(__file__).with_name("corpus.jsonl")
+"""Two hundred short documents about an invented country, made by `scripts/make_corpus.py`."""
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
+"""Questions about them: no document that answers an eval question answers a training question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that can be found."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def words(self) -> str:
+        """The text it is found by."""
+        return f"{self.title}\n{self.text}"
+
+
+def load_corpus(path: str | Path) -> list[Document]:
+    """All documents of a .jsonl file. A bad line is an error with file and line."""
+    path = Path(path)
+    try:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    except FileNotFoundError:
+        raise DataError(f"corpus {path}: no such file; write one JSON object with `id` and `text` per line") from None
+    except OSError as error:
+        raise DataError(f"corpus {path}: cannot be read: {error.strerror}") from error
+    documents: list[Document] = []
+    seen: dict[str, int] = {}
+    for number, document in _documents(lines, path):
+        if document.id in seen:
+            raise DataError(f"{path}:{number}: the id `{document.id}` stands in line {seen[document.id]} already")
+        seen[document.id] = number
+        documents.append(document)
+    if not documents:
+        raise DataError(f"corpus {path}: holds no documents")
+    return documents
+
+
+def save_corpus(documents: Sequence[Document], path: Path) -> None:
+    path.write_bytes(b"".join(orjson.dumps(asdict(document)) + b"\n" for document in documents))
+
+
+def digest(documents: Sequence[Document]) -> str:
+    """Equal for equal documents in equal order: tells whether an index was made from them."""
+    whole = hashlib.blake2b(digest_size=16)
+    for document in documents:
+        whole.update(orjson.dumps([document.id, document.title, document.text]))
+    return whole.hexdigest()
+
+
+def _documents(lines: Sequence[bytes], path: Path) -> Iterator[tuple[int, Document]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, _document(line, f"{path}:{number}")
+
+
+def _document(line: bytes, where: str) -> Document:
+    try:
+        # Not `json`, which lets half of a surrogate pair through: no answer of a server could hold it.
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error.msg}") from error
+    if not isinstance(row, dict):
+        raise DataError(f'{where}: a document must be an object such as {{"id": "1", "text": "..."}}')
+    name = row.get("id")
+    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        raise DataError(f"{where}: a document needs an `id`, a string or a whole number")
+    title, text = _text(row, "title", where), _text(row, "text", where)
+    if not text.strip():
+        raise DataError(f"{where}: a document needs a `text` that is not empty")
+    return Document(str(name), title, text)
+
+
+def _text(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{where}: `{key}` must be a string, not {type(value).__name__}")
+    return value or ""
+
 
 K1, B = 1.2, 0.75
 """The usual choice: how soon repetition stops to count, and how much length is held against a document."""
@@ -59,9 +146,14 @@ def tokenise(text: str) -> list[str]:
 
 
 class BM25:
-    """The postings of every word, weighted: the documents that hold it and what it adds to their scores.
+    """Ranks documents by the words of a query they hold, rare ones above all.
 
-    Word `w` owns `places[starts[w] : starts[w + 1]]`, ascending positions in `documents`, and the weights beside them.
+        score(q, d) = sum over words w of q:  idf(w) * tf (k1 + 1) / (tf + k1 (1 - b + b |d| / mean |d|))
+        idf(w) = ln(1 + (N - n + 1/2) / (n + 1/2)),  n of N documents hold w,  tf is how often d does
+
+    Robertson and Zaragoza, "The Probabilistic Relevance Framework" (2009), with Lucene's idf, which is never negative.
+    All that does not depend on the query is computed once, so a search is a sum over the postings of its words. Word
+    `w` owns `places[starts[w] : starts[w + 1]]`, ascending positions in `documents`, and the weights beside them.
     """
 
     def __init__(
@@ -125,3 +217,147 @@ def _weights(counts: NDArray, lengths: NDArray, places: NDArray, documents_with:
     usual = lengths.mean() if lengths.any() else 1.0
     damping = K1 * (1 - B + B * lengths[places] / usual)
     return (idf * counts * (K1 + 1) / (counts + damping)).astype(np.float32)
+
+
+EMBEDDED_AT_ONCE = 64
+"""Texts embedded by one request."""
+EMBEDDING_SECONDS = 60.0
+
+
+class Embedder:
+    """An embeddings endpoint, in OpenAI's form."""
+
+    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
+        self.url, self.model = f"{url.rstrip('/').removesuffix('/embeddings')}/embeddings", model
+        self._key = api_key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=EMBEDDING_SECONDS)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """One row of length 1 per text."""
+        vectors = np.concatenate(
+            [self._some(texts[i : i + EMBEDDED_AT_ONCE]) for i in range(0, len(texts), EMBEDDED_AT_ONCE)]
+        )
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _some(self, texts: Sequence[str]) -> NDArray[np.float64]:
+        body = {"model": self.model, "input": list(texts), "encoding_format": "float"}
+        try:
+            response = self._client.post(self.url, json=body)
+        except httpx.HTTPError as error:
+            cause = str(error) or type(error).__name__
+            raise EnvError(f"the embeddings service at {self.url} does not answer: {cause}") from error
+        if response.status_code != 200:
+            told = " ".join(hidden(response.text, self._key)[:200].split())
+            raise EnvError(f"the embeddings service at {self.url} answered {response.status_code}: {told}")
+        try:
+            rows = sorted(response.json()["data"], key=lambda row: row["index"])
+            vectors = np.array([row["embedding"] for row in rows], np.float64)
+        except (ValueError, KeyError, TypeError) as error:
+            raise EnvError(f"the embeddings service at {self.url} answered, but with no embeddings") from error
+        if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
+            raise EnvError(f"the embeddings service at {self.url} gave no vector for each of {len(texts)} texts")
+        return vectors
+
+
+class Dense:
+    """Search by meaning: the whole corpus as vectors, compared with the query's by their cosine."""
+
+    def __init__(self, documents: Sequence[Document], vectors: NDArray[np.float32], embedder: Embedder) -> None:
+        self.documents, self.vectors = documents, vectors
+        self._embedder = embedder
+
+    @classmethod
+    def build(cls, documents: Sequence[Document], embedder: Embedder) -> "Dense":
+        return cls(documents, embedder.embed([document.words for document in documents]), embedder)
+
+    def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
+        (vector,) = self._embedder.embed([query])
+        if len(vector) != self.vectors.shape[1]:
+            raise EnvError(
+                f"{self._embedder.url} gives vectors of {len(vector)} numbers, the index holds such of "
+                f"{self.vectors.shape[1]}: it was made by another model, delete it"
+            )
+        return best(self.documents, self.vectors @ vector, top_k)
+
+
+# A folder holds documents.jsonl, so that a service can be started from it alone, and bm25.npz (words and postings) or
+# dense.npz (vectors). Each index names the corpus it was made from by its digest, and is made anew when that differs.
+FORMAT = 1
+DOCUMENTS = "documents.jsonl"
+Arrays = dict[str, NDArray]
+
+
+def open_index(corpus: str | None = None, folder: str | None = None, embedder: Embedder | None = None) -> Index:
+    """The index of a corpus: out of the folder if it is there and fits, else made and, given a folder, kept in it."""
+    kept = Path(folder) if folder is not None else None
+    source = _source(corpus, kept)
+    documents = load_corpus(source)
+    mark = f"{FORMAT} {digest(documents)}"
+    if kept is None:
+        return BM25.build(documents) if embedder is None else Dense.build(documents, embedder)
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        if Path(source).resolve() != (kept / DOCUMENTS).resolve():
+            save_corpus(documents, kept / DOCUMENTS)
+        if embedder is None:
+            return _bm25(documents, kept / "bm25.npz", mark)
+        return _dense(documents, kept / "dense.npz", f"{mark} {embedder.model}", embedder)
+    except OSError as error:
+        raise DataError(f"the index folder {kept} cannot be used: {error.strerror or error}") from error
+
+
+def _source(corpus: str | None, kept: Path | None) -> str | Path:
+    if corpus is not None:
+        return corpus
+    if kept is None:
+        return BUILT_IN
+    if not (kept / DOCUMENTS).exists():
+        raise DataError(f"the index folder {kept} holds no documents yet: name them with --corpus")
+    return kept / DOCUMENTS
+
+
+def _bm25(documents: Sequence[Document], file: Path, mark: str) -> BM25:
+    if (held := _read(file, mark, ("words", "starts", "places", "weights"))) is not None:
+        return BM25(documents, _spelled(held["words"]), held["starts"], held["places"], held["weights"])
+    made = BM25.build(documents)
+    words = np.frombuffer("\n".join(made.words).encode(), np.uint8)  # a word holds no line break
+    _write(file, mark, {"words": words, "starts": made.starts, "places": made.places, "weights": made.weights})
+    return made
+
+
+def _dense(documents: Sequence[Document], file: Path, mark: str, embedder: Embedder) -> Dense:
+    if (held := _read(file, mark, ("vectors",))) is not None:
+        return Dense(documents, held["vectors"], embedder)
+    made = Dense.build(documents, embedder)
+    _write(file, mark, {"vectors": made.vectors})
+    return made
+
+
+def _spelled(words: NDArray) -> list[str]:
+    return words.tobytes().decode().split("\n") if words.size else []
+
+
+def _read(file: Path, mark: str, names: Sequence[str]) -> Arrays | None:
+    """The arrays of an index of this very corpus; None if there is none, or a damaged one."""
+    if not file.exists():
+        return None
+    try:
+        with np.load(file, allow_pickle=False) as held:
+            if held["mark"].item() != mark:
+                return None
+            return {name: held[name] for name in names}
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _write(file: Path, mark: str, arrays: Arrays) -> None:
+    """Beside its place first: a concurrent reader finds the old file or the new one."""
+    draft = file.with_suffix(".draft")
+    with draft.open("wb") as out:
+        np.savez(out, mark=np.array(mark), **arrays)  # ty: ignore[invalid-argument-type] - names and arrays
+    draft.replace(file)

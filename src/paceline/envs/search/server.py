@@ -19,9 +19,7 @@ from paceline.config.errors import from_flags
 from paceline.config.secret import in_address
 from paceline.envs.base import EnvError
 from paceline.envs.search.client import MOST_QUERY
-from paceline.envs.search.dense import Dense, Embedder
-from paceline.envs.search.index import DEFAULT_TOP_K, Index
-from paceline.envs.search.store import open_index
+from paceline.envs.search.index import DEFAULT_TOP_K, Dense, Embedder, Index, open_index
 from paceline.server.app import listen, quick_loop, serve
 from paceline.server.bodies import RequestBody
 from paceline.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
@@ -61,10 +59,6 @@ class SearchOptions(Section):
                 f"{self.host} can be reached from other machines: give an API key (--api-key or "
                 f"{SEARCH_KEY_VARIABLE}), or listen on 127.0.0.1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _both_or_none(self) -> "SearchOptions":
         if (self.embeddings_url is None) != (self.embeddings_model is None):
             raise ValueError("search by meaning needs both --embeddings-endpoint and --embeddings-model")
         if told := in_address(self.embeddings_url or ""):

@@ -1,0 +1,175 @@
+"""Questions from a dataset with right answers: compared as text, as numbers, by math-verify or by a scorer."""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.config.env.tasks import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
+from paceline.data import BadRow, Row
+from paceline.envs.answers import (
+    boxed,
+    conversation,
+    last_number,
+    normalised,
+    only_number,
+    question_and_answers,
+    tagged,
+    wanted,
+)
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, SingleTurn, number
+from paceline.envs.offloop import run_user_code
+from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
+from paceline.rollout import Reply, Seat
+from paceline.util.importing import import_object
+
+
+class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
+    """The last `<answer>...</answer>` of a reply must equal one of the row's answers."""
+
+    def score(self, example: Row, reply: Reply) -> Outcome:
+        given = tagged(reply.text)
+        if given is None:
+            return Outcome.solo(0.0, correct=0.0, format=0.0)
+        correct = self._plain(given) in map(self._plain, example["answer"])
+        return Outcome.solo(1.0 if correct else self._config.format_reward, correct=float(correct), format=1.0)
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
+
+    def _plain(self, text: str) -> str:
+        return normalised(text, self._config.ignore_case)
+
+
+MARK = "####"
+"""The mark that the dataset writes before the final answer."""
+
+
+class GSM8K(DatasetEnvironment[GSM8KConfig]):
+    """Grade-school maths over its original files (arXiv 2110.14168). Asks, says when the answer is wrong, and lets the
+    policy try again. The last try is what counts."""
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        messages, right = list(example["messages"]), only_number(example["answer"])
+        first = correct = False
+        answer, tries = None, 0
+        while tries < self._config.max_turns and not correct:
+            if tries:
+                messages.append({"role": "user", "content": self._config.retry_prompt})
+            reply = await seats[POLICY].chat(messages)
+            messages.append(reply.message)
+            tries += 1
+            answer = final_number(reply.text)
+            correct = answer is not None and answer == right
+            first = first or (correct and tries == 1)
+            if reply.truncated:  # the end of what it said is missing, so there is nothing to go on from
+                break
+        reward = correct * self._config.discount ** (tries - 1)
+        return Outcome.solo(
+            reward, correct=float(correct), first=float(first), format=float(answer is not None), tries=tries
+        )
+
+    def _row(self, row: Row) -> Row:
+        return row | {"messages": conversation(row, self._config.system), "answer": _solution(row)}
+
+
+def final_number(text: str) -> Fraction | None:
+    r"""The number a reply settles on, in `\boxed{}` or after `####`.
+
+    >>> final_number("3 * 6 = 18\n#### $18.00") == final_number(r"\boxed{18}") == 18
+    True
+    """
+    if (inside := boxed(text)) is not None:
+        return only_number(inside)
+    _, mark, rest = text.rpartition(MARK)
+    return only_number(rest.strip().partition("\n")[0]) if mark else None
+
+
+def _solution(row: Row) -> str:
+    """The final answer of the dataset's worked solution."""
+    _, mark, answer = wanted(row)[0].rpartition(MARK)
+    if not mark or only_number(answer) is None:
+        raise BadRow(f"`answer` must end in `{MARK} 18`, with the row's own number")
+    return answer.strip()
+
+
+CHECK = f"{Path(__file__).with_name('math_check.py')}:check"
+
+
+class Math(DatasetEnvironment[MathConfig]):
+    """The last `\\boxed{}` of a reply, or the whole reply, is compared by math-verify in a worker process.
+
+    Where math-verify reads nothing, numbers are compared: the one in the box, or the last in the reply. Metrics:
+    `correct`, `parsed` (there was something to compare), `check_failed` and under it the share of each kind of failure.
+    """
+
+    def __init__(self, config: MathConfig, check: str = CHECK) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise EnvError(f'environment `{config.name}` needs math-verify: pip install "paceline[tasks]"')
+        super().__init__(config)
+        self._check = check
+        self._workers = Workers(config.workers, config.memory_mb)
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        reply = await seats[POLICY].chat(example["messages"])
+        return await self.grade(reply.text, example["answer"])
+
+    async def grade(self, text: str, answers: Sequence[str]) -> Outcome:
+        """The outcome of a reply. Only one box counts: a reply that boxes every candidate has not answered."""
+        box = boxed(text)
+        said = text if box is None else f"\\boxed{{{box}}}"
+        try:
+            found = await self._workers.call(self._check, [said, list(answers)], self._config.check_timeout)
+        except WorkerFailed as failed:
+            return _outcome(correct=False, parsed=False, failed=failed)
+        if found["correct"] or (found["parsed"] and found["gold"]):
+            return _outcome(found["correct"], parsed=True)
+        value = last_number(text) if box is None else only_number(box)
+        same = value is not None and any(value == only_number(answer) for answer in answers)
+        return _outcome(same, parsed=found["parsed"] or value is not None)
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
+
+
+def _outcome(correct: bool, parsed: bool, failed: WorkerFailed | None = None) -> Outcome:
+    return Outcome.solo(float(correct), correct=float(correct), parsed=float(parsed), **failure_metrics(failed))
+
+
+class TokenIn(DatasetEnvironment[TokenInConfig]):
+    """Prompts as exact tokens: for base models, prompts another program made, or templates of one's own. The policy
+    continues a row's `input_token_ids`; no chat template touches them."""
+
+    require = ("input_token_ids",)
+
+    def __init__(self, config: TokenInConfig) -> None:
+        super().__init__(config)
+        self._scorer: Callable[..., Any] | None = None
+        if config.scorer is not None:
+            self._scorer = import_object(config.scorer.import_path)
+            if not callable(self._scorer):
+                raise EnvError(f"{config.scorer.import_path}: a scorer must be a function of a row and a text")
+        else:
+            self.require = (*self.require, "answer")
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        reply = await seats[POLICY].complete(example["input_token_ids"])
+        if self._scorer is None:
+            correct = normalised(reply.text) in map(normalised, example["answer"])
+            return Outcome.solo(float(correct), correct=float(correct))
+        return await self._judged(example, reply.text)
+
+    async def _judged(self, example: Row, text: str) -> Outcome | None:
+        """The outcome by the user's scorer. A sync one runs off the event loop: it may take its time."""
+        hook = self._config.scorer
+        assert hook is not None
+        assert self._scorer is not None
+        judged = await run_user_code(partial(self._scorer, **hook.kwargs), example, text)
+        if judged is None or isinstance(judged, Outcome):
+            return judged
+        return Outcome.solo(number(judged, hook.import_path))
+
+    def _row(self, row: Row) -> Row:
+        return row if self._scorer is not None else row | {"answer": wanted(row)}
