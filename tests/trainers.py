@@ -52,8 +52,8 @@ if MLX:
     from paceline.model.adapters import trained_adapter
     from paceline.model.mlx.loading import MlxModel, load_model, twin
     from paceline.model.mlx.lora import attach_lora, load_adapter
-    from paceline.trainer.mlx import MlxTrainer
     from paceline.trainer.mlx.optimizer import named, tree
+    from paceline.trainer.mlx.trainer import MlxTrainer
     from paceline.weights.mlx_arrays import as_array
 
     LIBRARY = "an mlx array"
@@ -145,7 +145,7 @@ if MLX:
 
 else:
     from paceline.trainer import TorchTrainer as trainer_of
-    from paceline.trainer.world import local
+    from paceline.trainer.torch.world import local
 
     LIBRARY = "a torch tensor"
 

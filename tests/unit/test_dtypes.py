@@ -17,7 +17,7 @@ from paceline.planner import hardware, parse, predict
 from paceline.planner.hardware import cpu_halves, fitting, stored_dtype
 from paceline.runtime import model_backends
 from paceline.runtime.model_backends import with_settled_dtype
-from paceline.trainer.checkpoint import export
+from paceline.trainer.torch.checkpoint import export
 
 QUICKSTART = "paceline:quickstart"
 

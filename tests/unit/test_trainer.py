@@ -18,9 +18,9 @@ from paceline.data import Sample, fold, pack
 from paceline.model import LMHead, attach_lora, head, token_logprobs, twin
 from paceline.trainer import TrainerError
 from paceline.trainer.loss import Loss
-from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.schedule import LARGEST_SCALE
-from paceline.trainer.tuning import SMALLEST, largest
+from paceline.trainer.optimizer import LARGEST_SCALE
+from paceline.trainer.torch.optimizer import MasterAdamW
+from paceline.trainer.torch.tuning import SMALLEST, largest
 from samples import PLAIN, make_batch, make_sample, near_policy
 from trainers import (
     NO_OFFLOAD,

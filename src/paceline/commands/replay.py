@@ -37,8 +37,8 @@ from paceline.observe.record.facts import REPLAYED, SKIPPED, TRAINED
 from paceline.orchestrator import Checkpoints
 from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens
+from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import cut
-from paceline.trainer.files import check_files
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
 from paceline.trainer.ops import all_finite

@@ -25,7 +25,7 @@ from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.planner.hardware import DTYPES, with_dtype
 from paceline.trainer import Trainer
-from paceline.trainer.files import read_state
+from paceline.trainer.checkpoint import read_state
 
 
 class ModelBackend(Protocol):

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from paceline.weights.update import Array
 
-HOMES = {"torch": "paceline.trainer.torch_ops", "mlx": "paceline.trainer.mlx.ops"}
+HOMES = {"torch": "paceline.trainer.torch.ops", "mlx": "paceline.trainer.mlx.ops"}
 
 
 def where(mask: Array, one: Array | float, other: Array | float) -> Array:

@@ -50,7 +50,7 @@ from paceline.runtime.session import Given, RunResult, conduct
 from paceline.runtime.signals import Signals
 from paceline.runtime.torch_kit import engine_for, pick_device
 from paceline.trainer import TrainerError
-from paceline.trainer.world import call_off, leave
+from paceline.trainer.torch.world import call_off, leave
 from paceline.weights.update import WeightUpdate
 
 CLOSE_SECONDS = 20.0

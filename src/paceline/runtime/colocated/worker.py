@@ -43,7 +43,7 @@ from paceline.runtime.processes.frames import RpcCall, RpcResult, Sent, decode_c
 from paceline.runtime.rank_group import RankRpcHandler
 from paceline.runtime.torch_kit import background_compile, engine_for, pick_device
 from paceline.trainer import StepReport, TorchTrainer
-from paceline.trainer.world import join, leave
+from paceline.trainer.torch.world import join, leave
 from paceline.weights.update import WeightUpdate
 
 

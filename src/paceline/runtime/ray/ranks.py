@@ -28,7 +28,7 @@ from paceline.runtime.ray.collective import Sending
 from paceline.runtime.ray.engines import ObjectTensors, packed
 from paceline.runtime.torch_kit import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
-from paceline.trainer.world import join
+from paceline.trainer.torch.world import join
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0

@@ -20,8 +20,8 @@ from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
+from paceline.trainer.optimizer import lengths
 from paceline.trainer.preparing import Preparation, check_base
-from paceline.trainer.schedule import lengths
 from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
 from paceline.weights.update import Array, Canary, fingerprint
 

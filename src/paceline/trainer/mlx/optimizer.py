@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from paceline.config import trainer as config
-from paceline.trainer.schedule import LossScale, rate
+from paceline.trainer.optimizer import LossScale, rate
 
 ADAPTER = ".default.weight"
 """peft's name for its only adapter, whose matrices are modules."""

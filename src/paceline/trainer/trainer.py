@@ -15,8 +15,8 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.checkpoint import another_model
 from paceline.trainer.critic import cut
-from paceline.trainer.files import another_model
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.weights.tensors import writing

@@ -24,16 +24,16 @@ from paceline.model.canary_prompts import canary_ids, signed
 from paceline.trainer.base import peak_bytes
 from paceline.trainer.batch import Batch, TrainedTokens, cost_of
 from paceline.trainer.critic import Critic, Lesson, value_loss
-from paceline.trainer.forward import ForwardPass
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
-from paceline.trainer.optimizer import MasterAdamW
+from paceline.trainer.optimizer import lengths
 from paceline.trainer.preparing import Preparation, check_base
-from paceline.trainer.schedule import lengths
-from paceline.trainer.sharding import shard
 from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
-from paceline.trainer.tuning import tuned
-from paceline.trainer.world import RankLayout, Ranks, World, local, together
+from paceline.trainer.torch.forward import ForwardPass
+from paceline.trainer.torch.optimizer import MasterAdamW
+from paceline.trainer.torch.sharding import shard
+from paceline.trainer.torch.tuning import tuned
+from paceline.trainer.torch.world import RankLayout, Ranks, World, local, together
 
 
 class KLReference:
