@@ -42,8 +42,8 @@ from paceline.trainer.critic import cut
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
 from paceline.trainer.ops import all_finite
-from paceline.trainer.rules import Moved, held_back
 from paceline.trainer.stepping import trained
+from paceline.trainer.terms import held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class Witness:
             if not len(at):
                 continue
             skipped = bool(judged.skipped[number])
-            own = Moved(streams[2][at], apart[at], streams[3][at], rl[at])
+            own = (streams[2][at], apart[at], streams[3][at], rl[at])
             self.heard[member] = RecordedTokens(
                 places[at] - starts[number],
                 *(stream[at] for stream in streams),
                 shares={name: values[at] for name, values in shares.items() if used[name][at].any()},
-                left=[] if skipped else held_back(self._config.loss, own, {k: v[at] for k, v in left.items()}),
+                left=[] if skipped else held_back(self._config.loss, *own, {k: v[at] for k, v in left.items()}),
                 skipped=skipped,
             )
         self._told(len(self.heard))

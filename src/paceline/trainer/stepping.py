@@ -51,7 +51,7 @@ def components(micro_batch: MicroBatch) -> list[str]:
 
 def component(parts: Mapping[str, Array], name: str) -> Array:
     """Its share of a loss that is known term by term."""
-    return stack([parts[term] for term in TERMS[name] if term in parts]).sum()
+    return stack(*(parts[term] for term in TERMS[name] if term in parts)).sum()
 
 
 class Stream:
