@@ -122,7 +122,7 @@ if MLX:
             return np.array(value_loss(*columns, clip)), np.array(gradient)
 
     def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> TrainedTokens:
-        return trainer.learner.stepper.tokens(micro_batch)
+        return trainer.learner.tokens(micro_batch)
 
     def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         with mx.stream(mx.cpu):  # which has float64 everywhere
@@ -179,7 +179,7 @@ else:
         return loss.detach().numpy(), gradient.numpy()
 
     def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> TrainedTokens:
-        return trainer.learner.stepper.tokens(micro_batch)[0]
+        return trainer.learner.tokens(micro_batch)[0]
 
     def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         return TrainedTokens(names=names, **{name: torch.from_numpy(x) for name, x in streams.items()})

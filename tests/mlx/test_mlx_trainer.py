@@ -240,7 +240,7 @@ def test_whoever_watches_hears_what_trains_and_changes_nothing():
         trainer = MlxTrainer(mlx_model(LoRAConfig(rank=4, dropout=0.5)), c)
         step(trainer, 0)
         if watched:
-            trainer.learner.stepper.watch = lambda _, __, judged: heard.append(judged.scaled()["rl"].sum().item())
+            trainer.learner.watch = lambda _, __, judged: heard.append(judged.scaled()["rl"].sum().item())
         report = step(trainer, 1)
         marks.append(asyncio.run(trainer.weights()).fingerprint())
         trainer.close()

@@ -152,7 +152,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     loss_of = Loss(trainer._config)
 
     def value() -> torch.Tensor:
-        tokens, _ = trainer.learner.stepper.tokens(micro_batch)
+        tokens, _ = trainer.learner.tokens(micro_batch)
         assert tokens.logprobs.dtype == torch.float64
         return loss_of(tokens, 0)[0]
 

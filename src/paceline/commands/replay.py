@@ -69,7 +69,7 @@ class RecordedTokens:
 
 
 class Witness:
-    """A `Stepper.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
+    """A `Learner.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
 
     def __init__(self, c: config.TrainerConfig, told: Callable[[int], None]) -> None:
         self._config, self._told = c, told
@@ -129,7 +129,7 @@ def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[F
     """Each sample alone at the present weights. Nothing is stepped on."""
     found = []
     for sample, micro_batch in zip(samples, learner.alone(samples), strict=True):
-        sums = learner.stepper.backward(micro_batch, version).values
+        sums = learner.backward(micro_batch, version).values
         norm = float(learner.optimizer.clip())
         learner.optimizer.zero()
         losses = {name.removeprefix("loss_"): float(x) for name, x in sums.items() if name.startswith("loss_")}
@@ -218,7 +218,7 @@ def replay(run: Path, step: int, config: RunConfig, telling: Telling = _silent) 
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
         witness = Witness(config.trainer, lambda done: telling(f"{done} of {len(samples)} samples computed"))
-        trainer.learner.stepper.watch = witness
+        trainer.learner.watch = witness
         telling(f"computing the loss of {len(samples)} samples")
         now = _step(trainer, samples)
     return ReplayedStep(

@@ -1,8 +1,12 @@
-"""Learning rate schedules, and loss scaling for float16."""
+"""Base of the optimizers: AdamW over float32 masters, with a learning rate schedule, and loss scaling for float16."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from paceline.config import trainer as config
+from paceline.weights.update import Array
 
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**16, 2.0**4
 PATIENCE = 100
@@ -29,26 +33,66 @@ def lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, i
     return max(1, (batches - waiting) * c.minibatches), batches * c.minibatches
 
 
-class LossScale:
-    """By what the loss of a float16 model is multiplied before it is differentiated (arXiv 1710.03740): one token's
-    share of a large batch is a gradient below what that type can hold. Other types need none."""
+class MasterOptimizer(ABC):
+    """Gradient sums of several backward passes, and what is done with them."""
 
-    def __init__(self, half: bool) -> None:
-        self.value = LARGEST_SCALE if half else 1.0
+    masters: dict[str, Any]
+
+    def __init__(self, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
+        self._config, self._total = c, total_steps
+        self.steps = 0
+        self.scale = LARGEST_SCALE if half else 1.0
+        """By what the loss of a float16 model is multiplied before it is differentiated (arXiv 1710.03740): one token's
+        share of a large batch is a gradient below what that type can hold. Other types need none."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return rate(self._config, self.steps, self._total)
 
     def retreat(self, sound: bool) -> bool:
-        """After a gradient that was not finite: whether to compute it again, with the loss scaled up less. Not where
+        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
         the loss itself is at fault, not `sound`, and not for ever."""
-        if not sound or self.value <= SMALLEST_SCALE:
+        self.zero()
+        if not sound or self.scale <= SMALLEST_SCALE:
             return False
-        self.value /= 4
+        self.scale /= 4
         return True
 
-    def stepped(self, steps: int) -> None:
-        """So many steps were taken, this one too."""
-        if self.value != 1 and steps % PATIENCE == 0:
-            self.value = min(2 * self.value, LARGEST_SCALE)
+    def _count_step(self) -> None:
+        self.steps += 1
+        if self.scale != 1 and self.steps % PATIENCE == 0:
+            self.scale = min(2 * self.scale, LARGEST_SCALE)
 
-    def load(self, value: float | None) -> None:
+    def _load_counters(self, steps: int, scale: float | None) -> None:
         """Back to a checkpoint's, which a model of another type may have written."""
-        self.value = value if value and self.value != 1 else self.value
+        self.steps = steps
+        self.scale = scale if scale and self.scale != 1 else self.scale
+
+    @abstractmethod
+    def set_aside(self) -> dict[str, Array]:
+        """The gradient so far; what is added from here on is another one."""
+
+    @abstractmethod
+    def restore(self, held: Mapping[str, Array], factor: float = 1.0) -> None:
+        """Add a gradient that was set aside, times a factor. It is used up."""
+
+    @abstractmethod
+    def clip(self) -> Any:
+        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
+        loss's gradient gets its true size here. All ranks must call it."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """One update, then the masters rounded into the model."""
+
+    @abstractmethod
+    def zero(self) -> None: ...
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Array]:
+        """Masters and moments by name, for a checkpoint."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Array], steps: int, scale: float | None = None) -> None:
+        """Back to a checkpoint's masters, moments, step count and loss scale."""

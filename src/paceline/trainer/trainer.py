@@ -106,7 +106,7 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     def backward(self, micro_batch: MicroBatch) -> LossStats:
         """Add one micro-batch's gradient."""
-        return self.learner.stepper.backward(micro_batch, self.version)
+        return self.learner.backward(micro_batch, self.version)
 
     def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
         """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""

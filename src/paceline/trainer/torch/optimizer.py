@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.config import trainer as config
-from paceline.trainer.optimizer import LossScale, rate
+from paceline.trainer.optimizer import MasterOptimizer
 from paceline.trainer.torch.world import RankLayout, local
 
 
-class MasterAdamW:
+class MasterAdamW(MasterOptimizer):
     """AdamW whose masters, moments and gradient sums are float32, whatever the model computes in.
 
     A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
@@ -27,9 +27,8 @@ class MasterAdamW:
         total_steps: int | None,
         layout: RankLayout | None = None,
     ) -> None:
-        self._config = c
-        self._total = total_steps
         self._layout = layout or RankLayout(torch.float32)
+        super().__init__(c, total_steps, self._layout.dtype == torch.float16)
         self._parameters = dict(parameters)
         self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
         pairs = [(self.masters[name], p) for name, p in self._parameters.items()]
@@ -37,8 +36,6 @@ class MasterAdamW:
         """Masters whose gradients arrive elsewhere."""
         self._rounded = [(master, local(p.detach())) for master, p in pairs if not _in_place(p, c.offload)]
         """Masters whose values the model holds a copy of."""
-        self.steps = 0
-        self._scale = LossScale(self._layout.dtype == torch.float16)
         self._adam = torch.optim.AdamW(
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
@@ -56,23 +53,16 @@ class MasterAdamW:
         self.gather()
 
     def set_aside(self) -> dict[str, Tensor]:
-        """The gradient so far; what is added from here on is another one."""
         held = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         self.zero()
         return held
 
     @torch.no_grad()
     def restore(self, held: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Add a gradient that was set aside, times a factor. It is used up."""
         for name, gradient in held.items():
             master = self.masters[name]
             gradient = gradient if factor == 1 else gradient.mul_(factor)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-
-    def retreat(self, sound: bool) -> bool:
-        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less."""
-        self.zero()
-        return self._scale.retreat(sound)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -89,8 +79,6 @@ class MasterAdamW:
             torch._foreach_add_(list(sums), list(grads))
 
     def clip(self) -> Tensor:
-        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
-        loss's gradient gets its true size here. All ranks must call it."""
         if self.scale != 1:
             torch._foreach_div_(_gradients(self.masters.values()), self.scale)
         norm = self._norm()
@@ -110,12 +98,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update, then the masters rounded into the model."""
         for group in self._adam.param_groups:
             group["lr"] = self.lr
         self._adam.step()
-        self.steps += 1
-        self._scale.stepped(self.steps)
+        self._count_step()
         if self._rounded:
             masters, parameters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(list(parameters), list(masters))
@@ -124,18 +110,7 @@ class MasterAdamW:
     def zero(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return rate(self._config, self.steps, self._total)
-
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by."""
-        return self._scale.value
-
     def tensors(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint."""
         out = {f"master/{name}": self._layout.like(name, master.detach()) for name, master in self.masters.items()}
         for name, master in self.masters.items():
             state = self._adam.state.get(master, {})
@@ -145,9 +120,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], steps: int, scale: float | None = None) -> None:
-        """Back to a checkpoint's masters, moments, step count and loss scale."""
-        self.steps = steps
-        self._scale.load(scale)
+        self._load_counters(steps, scale)
         self._adam.state.clear()
         for name, master in self.masters.items():
             master.copy_(local(tensors[f"master/{name}"]))
