@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from paceline.trainer.base import TrainerError
 from paceline.weights.manifest import problems, several
+from paceline.weights.update import Array
 
 STATE, FILE, FOLDER = "trainer.json", "trainer.safetensors", "trainer"
 
@@ -38,6 +39,11 @@ def check_files(folder: Path) -> None:
             f"checkpoint {folder} is damaged: {several(found)}; name another one as RUN@STEP, or bring the files back "
             "from a copy"
         )
+
+
+def under(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """The tensors of one part of a checkpoint, by their names in it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def another_model(folder: Path) -> str:

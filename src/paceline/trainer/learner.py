@@ -18,6 +18,7 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, count, fold, lay
 from paceline.data.balance import everyone, held
 from paceline.trainer.batch import BLANK_PACK, Batch, TrainedTokens, packed, scales_of
+from paceline.trainer.checkpoint import under
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.optimizer import MasterOptimizer
@@ -162,9 +163,9 @@ class Learner(ABC):
         self._norms.load(state.get("grad_norms", ()))
         self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
-            self._reference.load(_under("reference/", tensors), state.get("base", ""))
+            self._reference.load(under("reference/", tensors), state.get("base", ""))
         if self._critic is not None:
-            self._critic.load(_under("critic/", tensors), state.get("critic", {}))
+            self._critic.load(under("critic/", tensors), state.get("critic", {}))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +274,3 @@ class Learner(ABC):
             return None
         scales = scales_of(work.batch.samples, members, own, self._config)
         return critic.update([work.lessons[i] for i in own], [scales[i] for i in own])
-
-
-def _under(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -15,7 +15,7 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.base import StepReport, TrainerError
-from paceline.trainer.checkpoint import another_model
+from paceline.trainer.checkpoint import another_model, under
 from paceline.trainer.critic import cut
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
@@ -144,7 +144,7 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
         """Go on from a checkpoint that was read."""
-        saved = {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+        saved = under("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
         if {name: _local_shape(tensor) for name, tensor in saved.items()} != own:
             raise TrainerError(another_model(folder))

@@ -15,7 +15,7 @@ from paceline.model.dtypes import dtype_name, export_dtype
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import LoraLinear, adapted_layers
 from paceline.trainer.base import TrainerError
-from paceline.trainer.checkpoint import FILE, FOLDER, check_files, read_state, reading, write_state
+from paceline.trainer.checkpoint import FILE, FOLDER, check_files, read_state, reading, under, write_state
 from paceline.weights.manifest import write_manifest
 from paceline.weights.mlx_arrays import load_file
 from paceline.weights.tensors import write_tensors
@@ -38,7 +38,7 @@ def masters(folder: Path) -> dict[str, mx.array]:
     check_files(folder)
     with reading(folder):
         tensors = _tensors(folder)
-    return {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+    return under("master/", tensors)
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:

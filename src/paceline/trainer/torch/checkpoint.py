@@ -34,6 +34,7 @@ from paceline.trainer.checkpoint import (
     is_checkpoint,
     read_state,
     reading,
+    under,
     write_state,
 )
 from paceline.trainer.torch.world import local
@@ -94,7 +95,7 @@ def masters(folder: Path) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in names}
     else:
         tensors, _ = read(folder, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), None)
-    return {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+    return under("master/", tensors)
 
 
 def put_masters(model: nn.Module, folder: Path) -> None:
