@@ -36,8 +36,8 @@ from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.model import ATTENTION, trainable
 from paceline.runtime import session
-from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.torch_trainer import TorchTrainer
+from paceline.trainer.torch.optimizer import MasterAdamW
+from paceline.trainer.torch.trainer import TorchTrainer
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 PEAK = 790e12

@@ -53,7 +53,7 @@ from paceline.config.model import ModelConfig
 from paceline.data import Sample
 from paceline.engine import EmbeddedEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
-from paceline.trainer.torch_trainer import TorchTrainer
+from paceline.trainer.torch.trainer import TorchTrainer
 from paceline.weights.delta import LastSent
 from paceline.weights.torch_bits import bits_of
 from paceline.weights.update import ServedPolicy

@@ -52,8 +52,8 @@ if MLX:
     from paceline.model.adapters import trained_adapter
     from paceline.model.mlx.loading import MlxModel, load_model, twin
     from paceline.model.mlx.lora import attach_lora, load_adapter
-    from paceline.trainer.mlx import MlxTrainer
     from paceline.trainer.mlx.optimizer import named, tree
+    from paceline.trainer.mlx.trainer import MlxTrainer
     from paceline.weights.mlx_arrays import as_array
 
     LIBRARY = "an mlx array"
@@ -122,7 +122,7 @@ if MLX:
             return np.array(value_loss(*columns, clip)), np.array(gradient)
 
     def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> TrainedTokens:
-        return trainer.learner.stepper.tokens(micro_batch)
+        return trainer.learner.tokens(micro_batch)
 
     def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         with mx.stream(mx.cpu):  # which has float64 everywhere
@@ -145,7 +145,7 @@ if MLX:
 
 else:
     from paceline.trainer import TorchTrainer as trainer_of
-    from paceline.trainer.world import local
+    from paceline.trainer.torch.world import local
 
     LIBRARY = "a torch tensor"
 
@@ -179,7 +179,7 @@ else:
         return loss.detach().numpy(), gradient.numpy()
 
     def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> TrainedTokens:
-        return trainer.learner.stepper.tokens(micro_batch)[0]
+        return trainer.learner.tokens(micro_batch)[0]
 
     def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         return TrainedTokens(names=names, **{name: torch.from_numpy(x) for name, x in streams.items()})

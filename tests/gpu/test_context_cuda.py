@@ -10,8 +10,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.trainer.forward import Cut, SlicedPlan, SlicedVarlenPlan
-from paceline.trainer.world import World
+from paceline.trainer.torch.forward import Cut, SlicedPlan, SlicedVarlenPlan
+from paceline.trainer.torch.world import World
 
 LENGTHS, RANKS, DIM = [1, 7, 30, 64, 3, 200], 3, 64
 

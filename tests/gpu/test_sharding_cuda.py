@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import ModelConfig
 from paceline.model import load_model
-from paceline.trainer.sharding import shard
-from paceline.trainer.world import Ranks, local
+from paceline.trainer.torch.sharding import shard
+from paceline.trainer.torch.world import Ranks, local
 
 WORLD, RANK = 8, 3
 HERE = torch.device("cuda", 0)

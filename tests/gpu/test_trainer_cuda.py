@@ -15,7 +15,7 @@ from paceline.data import Sample
 from paceline.model.attention import PackedPlan
 from paceline.model.head import scored
 from paceline.model.varlen import VarlenPlan
-from paceline.trainer.torch_trainer import TorchTrainer
+from paceline.trainer.torch.trainer import TorchTrainer
 
 
 @pytest.mark.parametrize("window", [None, 5])

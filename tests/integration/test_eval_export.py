@@ -18,8 +18,8 @@ from paceline.data import Ticket
 from paceline.orchestrator.evaluation import intervals, summarise
 from paceline.rollout import Rollout
 from paceline.runtime import train
-from paceline.trainer import checkpoint as checkpoints
-from paceline.trainer.world import join, leave
+from paceline.trainer.torch import checkpoint as checkpoints
+from paceline.trainer.torch.world import join, leave
 from paceline.weights.manifest import write_manifest
 
 QUICKSTART = "paceline:quickstart"

@@ -20,8 +20,8 @@ from paceline.model import ModelError, load_model
 from paceline.observe.monitor import RunRecorder
 from paceline.orchestrator import CheckpointError, Checkpoints
 from paceline.runtime import train
-from paceline.trainer import checkpoint as checkpoints
-from paceline.trainer.world import join, leave
+from paceline.trainer.torch import checkpoint as checkpoints
+from paceline.trainer.torch.world import join, leave
 
 ROWS = tuple("abcdefghijklmnop")
 

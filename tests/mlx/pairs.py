@@ -16,7 +16,7 @@ from paceline.model.mlx.loading import load_model as load_mlx
 from paceline.model.mlx.lora import attach_lora as attach_mlx
 from paceline.model.mlx.lora import load_adapter
 from paceline.trainer import TorchTrainer
-from paceline.trainer.mlx import MlxTrainer
+from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.weights.mlx_arrays import as_array
 from samples import make_batch
 

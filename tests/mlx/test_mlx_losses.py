@@ -13,7 +13,8 @@ from pairs import apart, mlx_gradient, mlx_model, packs, pair, samples, torch_gr
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig
 from paceline.trainer import TrainerError
-from paceline.trainer.mlx import MlxTrainer, forward
+from paceline.trainer.mlx import forward
+from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.trainer.ops import clip
 from paceline.trainer.stepping import trained
 
@@ -153,10 +154,10 @@ def test_noise_differs_from_pass_to_pass_and_layer_to_layer():
     for layer in trainer._model.layers:  # what adapters say of a blank second matrix is nothing
         layer.self_attn.q_proj.lora_B = mx.ones_like(layer.self_attn.q_proj.lora_B)
     trainer._model.net.train()
-    one, two = (np.array(trainer.learner.stepper.tokens(micro_batch).logprobs) for _ in range(2))
+    one, two = (np.array(trainer.learner.tokens(micro_batch).logprobs) for _ in range(2))
     assert np.abs(one - two).max() > 1e-3
     trainer._model.net.eval()
-    one, two = (np.array(trainer.learner.stepper.tokens(micro_batch).logprobs) for _ in range(2))
+    one, two = (np.array(trainer.learner.tokens(micro_batch).logprobs) for _ in range(2))
     np.testing.assert_array_equal(one, two)
     trainer.close()
 

@@ -27,8 +27,8 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model.mlx.loading import load_model
 from paceline.model.mlx.lora import attach_lora
 from paceline.trainer import TrainerError
-from paceline.trainer.mlx import MlxTrainer
 from paceline.trainer.mlx.optimizer import MlxAdamW, Parameters
+from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.weights import mlx_arrays as files
 from paceline.weights.tensors import plain
 
@@ -240,7 +240,7 @@ def test_whoever_watches_hears_what_trains_and_changes_nothing():
         trainer = MlxTrainer(mlx_model(LoRAConfig(rank=4, dropout=0.5)), c)
         step(trainer, 0)
         if watched:
-            trainer.learner.stepper.watch = lambda _, __, judged: heard.append(judged.scaled()["rl"].sum().item())
+            trainer.learner.watch = lambda _, __, judged: heard.append(judged.scaled()["rl"].sum().item())
         report = step(trainer, 1)
         marks.append(asyncio.run(trainer.weights()).fingerprint())
         trainer.close()
@@ -391,7 +391,7 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
 from paceline.model.mlx.loading import load_model
 from paceline.model.mlx.lora import attach_lora
-from paceline.trainer.mlx import MlxTrainer
+from paceline.trainer.mlx.trainer import MlxTrainer
 
 mask = np.arange(9) > 3
 sample = Sample(token_ids=np.arange(1, 10), loss_mask=mask, versions=np.where(mask, 0, -1), temperatures=np.ones(9),

@@ -25,7 +25,7 @@ from paceline.model.adapters import (
     trained_adapter,
 )
 from paceline.trainer import TorchTrainer
-from paceline.trainer.checkpoint import export
+from paceline.trainer.torch.checkpoint import export
 
 RANK, SLOTS, TOKENS = 8, 3, 256
 

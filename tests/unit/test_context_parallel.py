@@ -18,8 +18,8 @@ from once import once
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.model import PackedPlan
-from paceline.trainer.forward import Cut, SlicedPlan, dealt
-from paceline.trainer.world import Ranks, join, leave
+from paceline.trainer.torch.forward import Cut, SlicedPlan, dealt
+from paceline.trainer.torch.world import Ranks, join, leave
 from samples import make_batch, near_policy, rewarded
 
 PPO = {"loss": config.PPOConfig()}

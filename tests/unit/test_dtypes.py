@@ -9,15 +9,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, hardware
+from paceline.config.hardware import cpu_halves, fitting, stored_dtype
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, load_model, load_tokenizer, resolve, trainable
 from paceline.model.dtypes import export_dtype
-from paceline.planner import hardware, parse, predict
-from paceline.planner.hardware import cpu_halves, fitting, stored_dtype
+from paceline.planner import parse, predict
 from paceline.runtime import model_backends
 from paceline.runtime.model_backends import with_settled_dtype
-from paceline.trainer.checkpoint import export
+from paceline.trainer.torch.checkpoint import export
 
 QUICKSTART = "paceline:quickstart"
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.config import trainer as config
 from paceline.trainer import TrainerError
+from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import Loss
 from paceline.trainer.terms import importance
 from trainers import EXACT, LIBRARY, Slope, as_numpy, slope, tokens
@@ -184,6 +185,8 @@ def check(case, c, term):
     assert got.loss == pytest.approx(whole(case, case.pi, c, term), rel=EXACT, abs=EXACT)
     wanted = differences(lambda pi: whole(case, pi, c, term), case.pi)
     np.testing.assert_allclose(got.logprobs, wanted, rtol=1e-5, atol=max(1e-7, EXACT))
+    in_numpy, _ = Loss(c)(TrainedTokens(names=case.names, **case.streams(c.proximal is not None)), 0)
+    assert in_numpy == pytest.approx(got.loss, rel=EXACT, abs=EXACT)
 
 
 @pytest.mark.parametrize("proximal", PROXIMAL, ids=lambda p: "naive" if p is None else f"{p.level}-{p.cap}")

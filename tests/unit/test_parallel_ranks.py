@@ -19,7 +19,7 @@ from test_tensor_parallel import CASES as TENSOR
 
 from launching import Launched
 from once import once
-from paceline.trainer.world import join, leave
+from paceline.trainer.torch.world import join, leave
 
 CASES = {"fsdp2": replace(SHARDED["full"], worlds=(2,)), "tensor": TENSOR["held"], "context": CONTEXT["held"]}
 

@@ -9,8 +9,8 @@ from test_trainer import make_sample, trainer_of
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.data import Sample, fold, pack
-from paceline.trainer import prefix
-from paceline.trainer.prefix import share_prefixes
+from paceline.trainer.torch import prefix
+from paceline.trainer.torch.prefix import share_prefixes
 
 
 def groups(seed: int, sizes: list[int], trunk: int, longest: int) -> list[Sample]:

@@ -20,7 +20,7 @@ from paceline.config.cluster import ParallelConfig
 from paceline.data import encode
 from paceline.model import trainable
 from paceline.trainer import TorchTrainer
-from paceline.trainer.world import World, together
+from paceline.trainer.torch.world import World, together
 from samples import make_batch, near_policy, rewarded
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps.

@@ -9,7 +9,7 @@ from paceline.observe.monitor import read_jsonl
 from paceline.observe.record import Query, open_run
 from paceline.runtime import session
 from paceline.trainer import StepReport
-from paceline.trainer.threaded import ThreadedTrainer
+from paceline.trainer.trainer import ThreadedTrainer
 
 STEPS, GROUP = 4, 4
 

@@ -12,7 +12,7 @@ from paceline.config.trainer import TrainerConfig
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import session
 from paceline.trainer import StepReport, TrainerLost
-from paceline.trainer.threaded import ThreadedTrainer
+from paceline.trainer.trainer import ThreadedTrainer
 
 STEPS = 5
 

@@ -21,8 +21,9 @@ from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable
 from paceline.runtime.torch_backend import Built, build_trainer
-from paceline.trainer import TorchTrainer, TrainerError, checkpoint
-from paceline.trainer.world import join, leave, local
+from paceline.trainer import TorchTrainer, TrainerError
+from paceline.trainer.torch import checkpoint
+from paceline.trainer.torch.world import join, leave, local
 from samples import make_batch, near_policy
 
 # A large eps: AdamW would turn the rounding of vanishing gradients into whole steps. No clipping: it hides a factor.

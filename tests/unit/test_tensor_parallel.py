@@ -16,8 +16,8 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.model import ATTENTION, UnsupportedModel
 from paceline.trainer import TrainerError
-from paceline.trainer.sharding import TensorParallelPlan, check_same
-from paceline.trainer.world import leave
+from paceline.trainer.torch.sharding import TensorParallelPlan, check_same
+from paceline.trainer.torch.world import leave
 
 CASES = {
     "scored": Case(SCORED | {"micro_batch_tokens": 128}, shard="none", tensor=2),

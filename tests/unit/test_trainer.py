@@ -18,9 +18,9 @@ from paceline.data import Sample, fold, pack
 from paceline.model import LMHead, attach_lora, head, token_logprobs, twin
 from paceline.trainer import TrainerError
 from paceline.trainer.loss import Loss
-from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.schedule import LARGEST_SCALE
-from paceline.trainer.tuning import SMALLEST, largest
+from paceline.trainer.optimizer import LARGEST_SCALE
+from paceline.trainer.torch.optimizer import MasterAdamW
+from paceline.trainer.torch.tuning import SMALLEST, largest
 from samples import PLAIN, make_batch, make_sample, near_policy
 from trainers import (
     NO_OFFLOAD,
@@ -152,7 +152,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     loss_of = Loss(trainer._config)
 
     def value() -> torch.Tensor:
-        tokens, _ = trainer.learner.stepper.tokens(micro_batch)
+        tokens, _ = trainer.learner.tokens(micro_batch)
         assert tokens.logprobs.dtype == torch.float64
         return loss_of(tokens, 0)[0]
 

@@ -89,7 +89,7 @@ def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, 
     import torch
 
     from paceline.model import attach_lora, load_model
-    from paceline.trainer.checkpoint import export, put_masters, save_adapter
+    from paceline.trainer.torch.checkpoint import export, put_masters, save_adapter
 
     if dtype == "float32":  # wider than a half type the run computed in: straight from the masters
         config = with_dtype(config, dtype)

@@ -35,13 +35,13 @@ from paceline.runtime.local import with_sections
 from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens
+from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import cut
-from paceline.trainer.files import check_files
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
 from paceline.trainer.ops import all_finite
-from paceline.trainer.rules import Moved, held_back
 from paceline.trainer.stepping import trained
+from paceline.trainer.terms import held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RecordedTokens:
 
 
 class TokenLossRecorder:
-    """A `Stepper.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
+    """A `Learner.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
 
     def __init__(self, c: config.TrainerConfig, progress: Callable[[int], None]) -> None:
         self._config, self._progress = c, progress
@@ -88,12 +88,12 @@ class TokenLossRecorder:
             if not len(at):
                 continue
             skipped = bool(judged.skipped[number])
-            own = Moved(streams[2][at], apart[at], streams[3][at], rl[at])
+            own = (streams[2][at], apart[at], streams[3][at], rl[at])
             self.tokens[member] = RecordedTokens(
                 places[at] - starts[number],
                 *(stream[at] for stream in streams),
                 shares={name: values[at] for name, values in shares.items() if used[name][at].any()},
-                left=[] if skipped else held_back(self._config.loss, own, {k: v[at] for k, v in left.items()}),
+                left=[] if skipped else held_back(self._config.loss, *own, {k: v[at] for k, v in left.items()}),
                 skipped=skipped,
             )
         self._progress(len(self.tokens))
@@ -127,7 +127,7 @@ def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[F
     """Each sample alone at the present weights. Nothing is stepped on."""
     found = []
     for sample, micro_batch in zip(samples, learner.alone(samples), strict=True):
-        sums = learner.stepper.backward(micro_batch, version).values
+        sums = learner.backward(micro_batch, version).values
         norm = float(learner.optimizer.clip())
         learner.optimizer.zero()
         losses = {name.removeprefix("loss_"): float(x) for name, x in sums.items() if name.startswith("loss_")}
@@ -213,7 +213,7 @@ def replay(
         recorder = TokenLossRecorder(
             config.trainer, lambda done: progress(f"{done} of {len(samples)} samples computed")
         )
-        trainer.learner.stepper.watch = recorder
+        trainer.learner.watch = recorder
         progress(f"computing the loss of {len(samples)} samples")
         now = _step(trainer, samples)
     return ReplayedStep(

@@ -128,8 +128,9 @@ def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
     from rich.console import Console
 
     from paceline import planner
+    from paceline.config.hardware import UnknownShape
     from paceline.planner.compare import plan_report
-    from paceline.planner.shape import UnknownShape, shape_of
+    from paceline.planner.shape import shape_of
     from paceline.planner.work import assumed
 
     config = loaded.config

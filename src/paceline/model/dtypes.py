@@ -1,8 +1,8 @@
 """The compute type that `model.dtype = "auto"` stands for on a device of this machine."""
 
+from paceline.config.hardware import HALVES, cpu_halves, fitting, stored_dtype
 from paceline.config.model import Dtype, ModelConfig
 from paceline.model.source import ModelError, resolve
-from paceline.planner.hardware import HALVES, cpu_halves, fitting, stored_dtype
 
 
 def compute_dtype(model: ModelConfig, device: str) -> Dtype:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.model.source import ModelError, unloadable
+from paceline.weights.manifest import several
 
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
 transformers_logging.disable_progress_bar()
@@ -25,7 +26,6 @@ transformers_logging.disable_progress_bar()
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|\.attn\.bias|attention\.bias|\.masked_bias)$")
 """Tables of older checkpoints that a model computes by itself: rotary frequencies and causal masks. A model that has a
 parameter of such a name expects it, so that it is not among the surplus ones."""
-LISTED = 3
 REPORTER = logging.getLogger("transformers")
 
 
@@ -43,12 +43,12 @@ def tensor_problems(info: dict[str, Any], name: str) -> Generator[str]:
         told = [
             f"{key} is {_shape(there)} in the files and {_shape(asked)} by config.json" for key, there, asked in shapes
         ]
-        yield f"model `{name}`: {_several(told)}: one of the two belongs to another model: download both again"
+        yield f"model `{name}`: {several(told)}: one of the two belongs to another model: download both again"
     if missing := sorted(info["missing_keys"]):
-        yield f"model `{name}`: its weight files lack {_several(missing)}: download the model again"
+        yield f"model `{name}`: its weight files lack {several(missing)}: download the model again"
     if surplus := sorted(key for key in info["unexpected_keys"] if not HARMLESS.search(key)):
         yield (
-            f"model `{name}`: its weight files hold {_several(surplus)}, which its config.json gives no place: "
+            f"model `{name}`: its weight files hold {several(surplus)}, which its config.json gives no place: "
             "use the config.json that belongs to the weights, or write a folder without them: "
             f"AutoModelForCausalLM.from_pretrained('{name}').save_pretrained(FOLDER)"
         )
@@ -76,7 +76,8 @@ def check_finite(model: nn.Module, name: str) -> None:
     if all(map(math.isfinite, sums)):
         return
     if bad := [key for key, tensor in named.items() if not bool(torch.isfinite(tensor).all())]:
-        raise ModelError(f"model `{name}`: {_several(bad)} {_hold(bad)} NaN or infinity: download the model again")
+        verb = "holds" if len(bad) == 1 else "hold"
+        raise ModelError(f"model `{name}`: {several(bad)} {verb} NaN or infinity: download the model again")
 
 
 def _loading_info(load: Callable[..., Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -91,12 +92,3 @@ def _loading_info(load: Callable[..., Any]) -> tuple[PreTrainedModel, dict[str, 
 
 def _shape(size: Iterable[int]) -> str:
     return "x".join(map(str, size)) or "a number"
-
-
-def _several(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-def _hold(names: list[str]) -> str:
-    return "holds" if len(names) == 1 else "hold"

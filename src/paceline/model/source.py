@@ -209,7 +209,8 @@ def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
                 yield str(error) if isinstance(error, ModelError) else f"{index} holds no table `weight_map`"
                 return
             if missing := [file for file in named if not (folder / file).is_file()]:
-                yield f"{index} names {_several(missing)}, which {_is(missing)} not there: download the model again"
+                verb = "is" if len(missing) == 1 else "are"
+                yield f"{index} names {several(missing, LISTED)}, which {verb} not there: download the model again"
             parts = sorted({*parts, *(folder / file for file in named if file not in missing)})
         elif not parts or not mlx:  # mlx-lm reads every part it finds, without an index
             yield _none_found(folder, parts)
@@ -302,13 +303,4 @@ def _present(folder: Path, *patterns: str) -> Iterator[Path]:
 
 def _holds(folder: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir())
-    return f" (it holds {_several(names)})" if names else " (it is empty)"
-
-
-def _several(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-def _is(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+    return f" (it holds {several(names, LISTED)})" if names else " (it is empty)"

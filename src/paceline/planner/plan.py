@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.config import RunConfig
+from paceline.config.hardware import HardwareSpec
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import plain, replace_file
-from paceline.planner.hardware import Hardware, HardwareSpec, found, with_planned_dtype
+from paceline.planner.hardware import Hardware, found, with_planned_dtype
 from paceline.planner.layout import PlannedLayout, layout_of
 from paceline.planner.measured import reach
 from paceline.planner.memory import MemoryPlan, Way, memory, ways

@@ -1,25 +1,18 @@
 """A model's size from its `config.json` alone: no weights are read, and neither torch nor transformers is needed."""
 
-import importlib.resources
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from paceline.config.model import QUICKSTART, LoRAConfig
-from paceline.errors import PacelineError
+from paceline.config.hardware import UnknownShape, config_file
+from paceline.config.model import LoRAConfig
 
 TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "bloom", "falcon", "mpt")
 """Families whose layer widens with one matrix; all others have a gate beside it."""
 TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "bloom")
 """Families whose `config.json` need not say that input and output share a matrix."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-class UnknownShape(PacelineError):
-    """A model whose size cannot be told from here. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,20 +132,3 @@ def _packed(quantization: Any) -> float | None:
     if not isinstance(quantization, Mapping) or not isinstance(quantization.get("bits"), int):
         return None
     return quantization["bits"] / 8 + 4 / (quantization.get("group_size") or 64)
-
-
-def config_file(name: str) -> Path:
-    """The `config.json` of a model that is on this machine."""
-    if name == QUICKSTART:
-        return Path(str(importlib.resources.files("paceline") / "quickstart")) / "config.json"
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder / "config.json"
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
-    for found in sorted(cache.glob("snapshots/*/config.json")):
-        return found
-    raise UnknownShape(
-        f"no config.json of `{name}` is on this machine, so nothing can be said about memory and time: get it with "
-        f"`hf download {name} config.json`"
-    )

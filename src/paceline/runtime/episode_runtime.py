@@ -26,8 +26,8 @@ from paceline.rollout.seat import Guests
 from paceline.runtime.local import recording_server, renderer_of, sampling_clients, with_sections
 from paceline.runtime.model_backends import checkpoint_compute_dtype, with_settled_dtype
 from paceline.runtime.serving import embedded
-from paceline.trainer.files import is_checkpoint as is_checkpoint
-from paceline.trainer.files import read_state
+from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
+from paceline.trainer.checkpoint import read_state
 from paceline.weights.update import Adapter, WeightUpdate
 
 ASK_SECONDS = 10.0
@@ -112,7 +112,7 @@ def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> Weight
 def _torch_masters(folder: Path, dtype: str) -> dict[str, Any]:
     import torch
 
-    from paceline.trainer.checkpoint import masters
+    from paceline.trainer.torch.checkpoint import masters
 
     return {name: master.to(getattr(torch, dtype)) for name, master in masters(folder).items()}
 
@@ -120,7 +120,7 @@ def _torch_masters(folder: Path, dtype: str) -> dict[str, Any]:
 def _mlx_masters(folder: Path, dtype: str) -> dict[str, Any]:
     import mlx.core as mx
 
-    from paceline.trainer.mlx.trainer import masters
+    from paceline.trainer.mlx.checkpoint import masters
     from paceline.weights.mlx_arrays import settled
 
     return settled({name: master.astype(getattr(mx, dtype)) for name, master in masters(folder).items()})

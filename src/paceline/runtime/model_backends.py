@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
 from paceline.config.apple import on_mlx
+from paceline.config.hardware import DTYPES
 from paceline.config.model import Dtype
 from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
@@ -22,9 +23,9 @@ from paceline.model import end_tokens
 from paceline.model.dtypes import compute_dtype
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
-from paceline.planner.hardware import DTYPES, with_dtype
+from paceline.planner.hardware import with_dtype
 from paceline.trainer import Trainer
-from paceline.trainer.files import read_state
+from paceline.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
     from paceline.engine.mlx.engine import MlxEngine

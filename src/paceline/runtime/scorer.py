@@ -22,8 +22,8 @@ from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Overloaded, RequestError
 from paceline.model import ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
-from paceline.trainer.forward import ForwardPass
 from paceline.trainer.preparing import score
+from paceline.trainer.torch.forward import ForwardPass
 
 MOST_WAITING = 1 << 24
 """Tokens that may wait before further questions are sent away."""

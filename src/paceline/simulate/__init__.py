@@ -1,6 +1,6 @@
 """Simulates runs in virtual time: the real orchestrator in front of simulated GPUs."""
 
-from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulatedGpu, SimulationPlan, TrainingGpus
+from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulationPlan, TrainingGpus
 from paceline.simulate.engine import NothingLeft, SimulatedEngine, VirtualClock, VirtualLoop, leap
 from paceline.simulate.run import SimulationReport, best, simulate, sweep
 
@@ -11,7 +11,6 @@ __all__ = [
     "Model",
     "NothingLeft",
     "SimulatedEngine",
-    "SimulatedGpu",
     "SimulationPlan",
     "SimulationReport",
     "TrainingGpus",

@@ -15,6 +15,8 @@ from typing import Self
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.algorithm import GRPOConfig, RewardConfig
 from paceline.config.env import CustomEnvConfig
+from paceline.config.hardware import CARDS as KNOWN
+from paceline.config.hardware import HardwareSpec
 from paceline.config.inference import SamplingConfig
 from paceline.errors import PacelineError
 
@@ -57,20 +59,7 @@ class Lengths:
         return sum(n * n for n in self._quantiles) / (2 * sum(self._quantiles))
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedGpu:
-    """One GPU by its data sheet: dense bf16 flops, bytes per second, bytes."""
-
-    flops: float
-    bandwidth: float
-    memory: float
-
-
-CARDS = {
-    "a100": SimulatedGpu(312e12, 2.04e12, 80e9),
-    "h100": SimulatedGpu(989e12, 3.35e12, 80e9),
-    "h200": SimulatedGpu(989e12, 4.8e12, 141e9),
-}
+CARDS = {"a100": KNOWN["a100-80"], "h100": KNOWN["h100"], "h200": KNOWN["h200"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +84,7 @@ class Decoder:
     """One engine: a model over `cards` GPUs."""
 
     model: Model
-    card: SimulatedGpu
+    card: HardwareSpec
     cards: int = 1
     bandwidth_used: float = 0.7
     flops_used: float = 0.5
@@ -125,7 +114,7 @@ class TrainingGpus:
     """The training GPUs, all of them together."""
 
     model: Model
-    card: SimulatedGpu
+    card: HardwareSpec
     cards: int
     mfu: float = 0.4
     overhead: float = 2.0
@@ -148,7 +137,7 @@ class SimulationPlan:
     """
 
     model: Model = field(default_factory=lambda: Model(7e9))
-    card: SimulatedGpu = CARDS["h100"]
+    card: HardwareSpec = CARDS["h100"]
     gpus: int = 1000
     sampling_gpus: int = 700
     cards_per_engine: int = 1

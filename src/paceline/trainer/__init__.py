@@ -6,8 +6,8 @@ from paceline.trainer.base import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.lazy_import import lazily
 
 if TYPE_CHECKING:
-    from paceline.trainer.torch_trainer import TorchTrainer
+    from paceline.trainer.torch.trainer import TorchTrainer
 
 __all__ = ["StepReport", "TorchTrainer", "Trainer", "TrainerError", "TrainerLost"]
 
-__getattr__ = lazily(__name__, {"torch_trainer": ("TorchTrainer",)})
+__getattr__ = lazily(__name__, {"torch.trainer": ("TorchTrainer",)})

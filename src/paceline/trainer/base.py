@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
 from paceline.data import Sample
 from paceline.errors import PacelineError
 from paceline.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 class TrainerError(PacelineError):
@@ -68,7 +67,7 @@ class Trainer(Protocol):
 
     async def load(self, folder: Path) -> None: ...
 
-    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    async def export(self, folder: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """A Hugging Face folder, adapters merged."""
         ...
 

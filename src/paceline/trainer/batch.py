@@ -9,18 +9,20 @@ The tokens of a micro-batch that train, and how far each has moved.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedConfig
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO
 from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay, pack
 from paceline.data.balance import Bins, held
-from paceline.trainer.ops import clip, isnan, ones_like, segment_sums, stop, take, where
+from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, take, where
 from paceline.weights.update import Array
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
 """A dummy sample for a rank without any, so that every rank runs something. Nothing in it trains."""
@@ -68,7 +70,7 @@ def scales_of(
     return dict(zip(own, fold(step, c.normalise, c.fixed_length, own=[place[i] for i in own]), strict=True))
 
 
-def cost_of(model: PreTrainedConfig) -> Cost:
+def cost_of(model: "PreTrainedConfig") -> Cost:
     """Work of a token and of a pair of tokens, from a model's shape."""
     text = model.get_text_config()
     heads = text.num_attention_heads
@@ -95,7 +97,7 @@ class Ratio:
     @classmethod
     def of(cls, new: Array, old: Array) -> "Ratio":
         log = clip(new - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return cls(log, log.exp(), stop(new).exp() - old.exp())
+        return cls(log, exp(log), exp(stop(new)) - exp(old))
 
     def divergence(self) -> Array:
         """r - log r - 1: never negative, and zero only where nothing moved."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, fold, pack
 from paceline.trainer.batch import BLANK, BUDGET
-from paceline.trainer.ops import clip, maximum
+from paceline.trainer.ops import clip, maximum, square
 from paceline.weights.update import Array
 
 
@@ -219,10 +219,10 @@ class Critic(ABC):
 def value_loss(values: Array, old: Array, returns: Array, bound: float) -> Array:
     """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 per token, as in the implementation that came with arXiv
     1707.06347: like the policy's clip, a value that has moved far enough towards its return stops there."""
-    wrong = (values - returns).square()
+    wrong = square(values - returns)
     if bound:
         near = old + clip(values - old, -bound, bound)
-        wrong = maximum(wrong, (near - returns).square())
+        wrong = maximum(wrong, square(near - returns))
     return wrong / 2
 
 

@@ -1,25 +1,29 @@
 """Trains one batch: gather it on every rank, prepare it once, then take K optimizer steps.
 
 together -> cut -> prepare -> minibatch by minibatch:
-scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step
+scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step, or leave a bad step out
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, count, fold, lay
 from paceline.data.balance import everyone, held
-from paceline.trainer.batch import BLANK_PACK, Batch, packed, scales_of
+from paceline.trainer.batch import BLANK_PACK, Batch, TrainedTokens, packed, scales_of
+from paceline.trainer.checkpoint import under
 from paceline.trainer.critic import Critic
-from paceline.trainer.loss import metrics
+from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses, metrics
+from paceline.trainer.optimizer import MasterOptimizer
 from paceline.trainer.preparing import Preparation, Prepared
-from paceline.trainer.stepping import StepOutcome, Stream
+from paceline.trainer.stepping import Norms, StepOutcome, Stream
 from paceline.weights.update import Array, Canary
 
 
@@ -38,16 +42,25 @@ class Learner(ABC):
     """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks.
     A subclass chooses the library that computes."""
 
-    optimizer: Any
-    stepper: Any
-    """A `Stepper`, with what else its library needs."""
-    _preparation: Preparation
-    _reference: Any | None = None
-    _critic: Critic | None = None
-
-    def __init__(self, c: config.TrainerConfig) -> None:
-        self._config = c
+    def __init__(
+        self,
+        c: config.TrainerConfig,
+        model: Any,
+        forward: Any,
+        optimizer: MasterOptimizer,
+        reference: Any | None,
+        critic: Critic | None,
+        summed: Callable[[float], float] = float,
+    ) -> None:
+        """`summed` adds a number up over the ranks."""
+        self._config, self._net, self.forward, self.optimizer = c, model, forward, optimizer
+        self._reference, self._critic = reference, critic
+        self._preparation = Preparation(c, forward, reference, critic)
+        self._loss = Loss(c)
+        self._norms = Norms(c.spike, summed)
         self._stream: Stream | None = None
+        self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
+        """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
         """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
@@ -56,23 +69,7 @@ class Learner(ABC):
         if not samples:
             return
         work = self._alone(samples)
-        self.stepper.feed(self._stream, self._stream.add(work.batch.samples, self._budget), version)
-
-    @abstractmethod
-    def canary(self) -> Canary:
-        """Log probabilities of a few fixed tokens under the current weights."""
-
-    @abstractmethod
-    def peak_bytes(self) -> float:
-        """The most memory this process has needed so far."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    def total(self, value: float) -> float:
-        """A number, summed over the ranks."""
-        return value
+        self._run_fed(self._stream, self._stream.add(work.batch.samples, self._budget), version)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
         """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
@@ -99,6 +96,49 @@ class Learner(ABC):
         scales = dict(enumerate(fold(work.batch.samples, self._config.normalise, self._config.fixed_length)))
         return [lay([i], work.batch.samples, scales, work.prox) for i in scales]
 
+    # -- what a library does ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
+        """Add one micro-batch's gradient."""
+
+    @abstractmethod
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
+        """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
+
+    @abstractmethod
+    def _clip(self) -> Any:
+        """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
+
+    @abstractmethod
+    def _over_ranks(self, values: Array | NDArray) -> NDArray:
+        """Summed, as float64 numbers of the host."""
+
+    @property
+    @abstractmethod
+    def _budget(self) -> int:
+        """Tokens of a micro-batch."""
+
+    @abstractmethod
+    def _together(self, samples: Sequence[Sample]) -> Batch:
+        """All ranks' samples, and the same cut of them on every rank."""
+
+    @abstractmethod
+    def canary(self) -> Canary:
+        """Log probabilities of a few fixed tokens under the current weights."""
+
+    @abstractmethod
+    def peak_bytes(self) -> float:
+        """The most memory this process has needed so far."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def total(self, value: float) -> float:
+        """A number, summed over the ranks."""
+        return value
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Array]:
@@ -114,29 +154,20 @@ class Learner(ABC):
             "loss_scale": self.optimizer.scale,
             "base": "" if self._reference is None else self._reference.base_fingerprint(),
             "critic": {} if self._critic is None else self._critic.state(),
-            "grad_norms": self.stepper.norms.state(),
+            "grad_norms": self._norms.state(),
         }
 
     def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
         self._stream = None  # what was fed belongs to a batch that is no more
         self.optimizer.zero()
-        self.stepper.norms.load(state.get("grad_norms", ()))
+        self._norms.load(state.get("grad_norms", ()))
         self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
-            self._reference.load(_under("reference/", tensors), state.get("base", ""))
+            self._reference.load(under("reference/", tensors), state.get("base", ""))
         if self._critic is not None:
-            self._critic.load(_under("critic/", tensors), state.get("critic", {}))
+            self._critic.load(under("critic/", tensors), state.get("critic", {}))
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def _budget(self) -> int:
-        """Tokens of a micro-batch."""
-
-    @abstractmethod
-    def _together(self, samples: Sequence[Sample]) -> Batch:
-        """All ranks' samples, and the same cut of them on every rank."""
 
     def _alone(self, samples: Sequence[Sample]) -> Prepared:
         """Samples that no other rank needs to know of."""
@@ -154,12 +185,21 @@ class Learner(ABC):
         """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
         assert self._stream is not None
         stream, self._stream = self._stream, None
-        self.stepper.feed(stream, stream.rest(self._budget), version)
-        if outcome := self.stepper.finish(stream):
-            return outcome
+        self._run_fed(stream, stream.rest(self._budget), version)
+        counts = count(stream.samples)
+        totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
+        outcome = self._outcome(stream.sums, stream.finish(totals))
+        if outcome.finite:
+            return self._taken(outcome, bool(totals.any()))
+        self.optimizer.zero()
         again = self._step(Prepared(self._together(stream.samples), {}, {}), 0, version)
         assert again is not None  # what is fed has one step
         return again
+
+    def _run_fed(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
+        """Add to the sums of a batch that is still being gathered."""
+        with self._training():
+            stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
 
     def _whole(self, samples: Sequence[Sample], version: int) -> Steps:
         """K steps on a whole batch: how they went, and what the critic reports of the batch and of each step."""
@@ -187,7 +227,43 @@ class Learner(ABC):
         scales = scales_of(batch.samples, members, held(bins), self._config)
         packs = packed(batch.samples, scales, bins, work.prox) or [BLANK_PACK]
         trains = bool(count([batch.samples[i] for i in members]).any())
-        return self.stepper.step(packs, version, number == 0, trains)
+        outcome = self._gradient(packs, version, number == 0)
+        while not outcome.finite and self.optimizer.retreat(outcome.sound):
+            outcome = self._gradient(packs, version, number == 0)
+        return self._taken(outcome, trains)
+
+    @contextmanager
+    def _training(self) -> Generator[None]:
+        """The model drops out inside what it is told to."""
+        self._net.train()
+        try:
+            yield
+        finally:
+            self._net.eval()
+
+    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> StepOutcome:
+        """Of all these, clipped."""
+        with self._training():
+            sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
+        return self._outcome(sums)
+
+    def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
+        """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
+        on its way. A micro-batch in which nothing trains may have no sums."""
+        norm, held = self._clip(), [one for one in sums if one.values]
+        totals = self._over_ranks(LossStats.total(held) if held else np.zeros(len(NAMES)))
+        return StepOutcome(totals * shares, float(norm), len(sums))
+
+    def _taken(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
+        """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
+        its last one again."""
+        trouble = self._norms.trouble(outcome)
+        if trouble or not trains:
+            self.optimizer.zero()
+        else:
+            self.optimizer.step()
+            self._norms.add(outcome.grad_norm)
+        return replace(outcome, trouble=trouble)
 
     def _teach(self, critic: Critic, work: Prepared, number: int) -> dict[str, float] | None:
         """The critic's step beside one of the policy's; None where nothing in it teaches."""
@@ -198,7 +274,3 @@ class Learner(ABC):
             return None
         scales = scales_of(work.batch.samples, members, own, self._config)
         return critic.update([work.lessons[i] for i in own], [scales[i] for i in own])
-
-
-def _under(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

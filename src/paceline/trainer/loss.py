@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.trainer.batch import Ratio, TrainedTokens
-from paceline.trainer.ops import isnan, ones_like, quiet, stack, take, total, where, zeros, zeros_like
+from paceline.trainer.ops import isnan, no_grad, ones_like, stack, take, total, where, zeros, zeros_like
 from paceline.trainer.terms import KL_TERMS, importance, k3, ref_kl_term, rl_term
 from paceline.weights.update import Array
 
@@ -33,13 +33,13 @@ class Loss:
         """The scaled loss of these tokens, and unscaled sums for the report. `first`: no step was taken yet since
         `version`, so that engine and trainer can be compared."""
         parts, sums = self.parts(tokens, version, first)
-        return stack(list(parts.values())).sum(), sums
+        return stack(*parts.values()).sum(), sums
 
     def parts(self, tokens: TrainedTokens, version: int, first: bool = True) -> tuple[dict[str, Array], "LossStats"]:
         """The same, term by term."""
         judged = self.judge(tokens)
         parts = {name: values.sum() for name, values in judged.scaled().items()}
-        with quiet(tokens.logprobs):
+        with no_grad(tokens.logprobs):
             sums = LossStats.of(tokens, judged.moved, parts, judged.left, version, first)
             sums.values["skipped"] = total(judged.skipped)
         return parts, sums
@@ -71,9 +71,9 @@ class Loss:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
         sequence, so that it does not depend on the cut; N counts them all the same."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
-        with quiet(tokens.logprobs):
+        with no_grad(tokens.logprobs):
             if threshold is None:
-                return zeros(len(tokens.names), tokens.logprobs) > 0
+                return zeros(tokens.logprobs, len(tokens.names)) > 0
             far = (sampled.value < low) | (sampled.value > high)
             outside, counts = tokens.per_sequence(where(far, ones_like(sampled.value), 0.0))
             return outside / counts > threshold
@@ -156,7 +156,7 @@ class LossStats:
     def total(sums: Sequence["LossStats"]) -> Array:
         """All of them in one vector, in the order of `NAMES`."""
         zero = zeros_like(next(iter(sums[0].values.values())))
-        return stack([stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)
+        return stack(*(stack(*(s.values.get(name, zero) for name in NAMES)) for s in sums)).sum(0)
 
 
 def _drift(s: Mapping[str, float]) -> float:

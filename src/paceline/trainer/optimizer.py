@@ -1,175 +1,98 @@
-"""AdamW over float32 masters, and gradient clipping."""
+"""Base of the optimizers: AdamW over float32 masters, with a learning rate schedule, and loss scaling for float16."""
 
-from collections.abc import Iterable, Mapping
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from paceline.config import trainer as config
-from paceline.trainer.schedule import LossScale, rate
-from paceline.trainer.world import RankLayout, local
+from paceline.weights.update import Array
+
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**16, 2.0**4
+PATIENCE = 100
+"""Steps until a scale that was too large is tried again."""
 
 
-class MasterAdamW:
-    """AdamW whose masters, moments and gradient sums are float32, whatever the model computes in.
+def rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
+    """Learning rate of the step after `step` others, of `total`."""
+    if step < c.warmup_steps:
+        return c.lr * (step + 1) / c.warmup_steps
+    if c.schedule == "constant" or not total:
+        return c.lr
+    done = min(1.0, (step - c.warmup_steps) / max(1, total - c.warmup_steps))
+    left = 1 - done if c.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
 
-    A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
-    that sums over micro-batches are never rounded to the compute type. Offloaded, masters and all that hangs on them
-    live in the host's memory, and the model gets only the rounded result. Of a sharded parameter all of this is this
-    rank's part.
-    """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        c: config.OptimizerConfig,
-        total_steps: int | None,
-        layout: RankLayout | None = None,
-    ) -> None:
-        self._config = c
-        self._total = total_steps
-        self._layout = layout or RankLayout(torch.float32)
-        self._parameters = dict(parameters)
-        self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
-        pairs = [(self.masters[name], p) for name, p in self._parameters.items()]
-        self._apart = [(master, p) for master, p in pairs if master is not p]
-        """Masters whose gradients arrive elsewhere."""
-        self._rounded = [(master, local(p.detach())) for master, p in pairs if not _in_place(p, c.offload)]
-        """Masters whose values the model holds a copy of."""
+def lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, int | None]:
+    """Optimizer steps of the policy and of the critic in a run of so many batches. The policy takes none while the
+    critic warms up."""
+    if not batches:
+        return None, None
+    waiting = 0 if c.critic is None else c.critic.freeze_steps
+    return max(1, (batches - waiting) * c.minibatches), batches * c.minibatches
+
+
+class MasterOptimizer(ABC):
+    """Gradient sums of several backward passes, and what is done with them."""
+
+    masters: dict[str, Any]
+
+    def __init__(self, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
+        self._config, self._total = c, total_steps
         self.steps = 0
-        self._scale = LossScale(self._layout.dtype == torch.float16)
-        self._adam = torch.optim.AdamW(
-            self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
-        )
-
-    @property
-    def unsummed(self) -> list[nn.Parameter]:
-        """Masters whose gradients are this rank's alone: a sharded parameter's come summed."""
-        return [master for name, master in self.masters.items() if not self._layout.summed(name)]
-
-    def backward(self, loss: Tensor, anchor: Tensor, again: bool = False) -> None:
-        """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
-        gradient even when no token trains; it may be float16, to which a scale can be infinite. `again`: another loss
-        of the same forward pass follows."""
-        (loss * self.scale + anchor).backward(retain_graph=again)
-        self.gather()
-
-    def set_aside(self) -> dict[str, Tensor]:
-        """The gradient so far; what is added from here on is another one."""
-        held = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
-        self.zero()
-        return held
-
-    @torch.no_grad()
-    def restore(self, held: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Add a gradient that was set aside, times a factor. It is used up."""
-        for name, gradient in held.items():
-            master = self.masters[name]
-            gradient = gradient if factor == 1 else gradient.mul_(factor)
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-
-    def retreat(self, sound: bool) -> bool:
-        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less."""
-        self.zero()
-        return self._scale.retreat(sound)
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Move fresh gradients into the masters'. Call after each backward pass."""
-        begun: list[tuple[Tensor, Tensor]] = []
-        for master, parameter in self._apart:
-            if parameter.grad is not None and master.grad is not None:
-                begun.append((master.grad, local(parameter.grad).to(master.device)))
-            elif parameter.grad is not None:
-                master.grad = local(parameter.grad).to(master)
-            parameter.grad = None
-        if begun:
-            sums, grads = zip(*begun, strict=True)
-            torch._foreach_add_(list(sums), list(grads))
-
-    def clip(self) -> Tensor:
-        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
-        loss's gradient gets its true size here. All ranks must call it."""
-        if self.scale != 1:
-            torch._foreach_div_(_gradients(self.masters.values()), self.scale)
-        norm = self._norm()
-        nn.utils.clip_grads_with_norm_(self.masters.values(), self._config.max_grad_norm, norm)
-        return norm
-
-    def _norm(self) -> Tensor:
-        """Of the whole gradient, wherever its parts are."""
-        if self._layout.shards is None:
-            return nn.utils.get_total_norm(_gradients(self.masters.values()))
-        alike: dict[int, list[nn.Parameter]] = {}
-        for name, master in self.masters.items():
-            alike.setdefault(self._layout.copies(name), []).append(master)
-        norms = {copies: nn.utils.get_total_norm(_gradients(some)).double() for copies, some in alike.items()}
-        squares = torch.stack([norm.square() / copies for copies, norm in norms.items()])
-        return self._layout.shards.sum(squares.sum()[None])[0].sqrt().float()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update, then the masters rounded into the model."""
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr
-        self._adam.step()
-        self.steps += 1
-        self._scale.stepped(self.steps)
-        if self._rounded:
-            masters, parameters = zip(*self._rounded, strict=True)
-            torch._foreach_copy_(list(parameters), list(masters))
-        self.zero()
-
-    def zero(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        self.scale = LARGEST_SCALE if half else 1.0
+        """By what the loss of a float16 model is multiplied before it is differentiated (arXiv 1710.03740): one token's
+        share of a large batch is a gradient below what that type can hold. Other types need none."""
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return rate(self._config, self.steps, self._total)
 
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by."""
-        return self._scale.value
+    def retreat(self, sound: bool) -> bool:
+        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
+        the loss itself is at fault, not `sound`, and not for ever."""
+        self.zero()
+        if not sound or self.scale <= SMALLEST_SCALE:
+            return False
+        self.scale /= 4
+        return True
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint."""
-        out = {f"master/{name}": self._layout.like(name, master.detach()) for name, master in self.masters.items()}
-        for name, master in self.masters.items():
-            state = self._adam.state.get(master, {})
-            held = [key for key in ("exp_avg", "exp_avg_sq") if key in state]
-            out |= {f"{key}/{name}": self._layout.like(name, state[key]) for key in held}
-        return out
+    def _count_step(self) -> None:
+        self.steps += 1
+        if self.scale != 1 and self.steps % PATIENCE == 0:
+            self.scale = min(2 * self.scale, LARGEST_SCALE)
 
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], steps: int, scale: float | None = None) -> None:
-        """Back to a checkpoint's masters, moments, step count and loss scale."""
+    def _load_counters(self, steps: int, scale: float | None) -> None:
+        """Back to a checkpoint's, which a model of another type may have written."""
         self.steps = steps
-        self._scale.load(scale)
-        self._adam.state.clear()
-        for name, master in self.masters.items():
-            master.copy_(local(tensors[f"master/{name}"]))
-            local(self._parameters[name].detach()).copy_(master)
-            if f"exp_avg/{name}" in tensors:
-                self._adam.state[master] = {
-                    "step": torch.tensor(float(steps), device=master.device),
-                    "exp_avg": local(tensors[f"exp_avg/{name}"]).to(master.device, copy=True),
-                    "exp_avg_sq": local(tensors[f"exp_avg_sq/{name}"]).to(master.device, copy=True),
-                }
+        self.scale = scale if scale and self.scale != 1 else self.scale
 
+    @abstractmethod
+    def set_aside(self) -> dict[str, Array]:
+        """The gradient so far; what is added from here on is another one."""
 
-def _in_place(parameter: nn.Parameter, offload: bool) -> bool:
-    return parameter.dtype == torch.float32 and not offload
+    @abstractmethod
+    def restore(self, held: Mapping[str, Array], factor: float = 1.0) -> None:
+        """Add a gradient that was set aside, times a factor. It is used up."""
 
+    @abstractmethod
+    def clip(self) -> Any:
+        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
+        loss's gradient gets its true size here. All ranks must call it."""
 
-def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
-    if _in_place(parameter, offload):
-        return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
-    place = torch.device("cpu") if offload else parameter.device
-    return nn.Parameter(local(parameter.detach()).to(place, torch.float32, copy=True))
+    @abstractmethod
+    def step(self) -> None:
+        """One update, then the masters rounded into the model."""
 
+    @abstractmethod
+    def zero(self) -> None: ...
 
-def _gradients(masters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [master.grad for master in masters if master.grad is not None]
+    @abstractmethod
+    def tensors(self) -> dict[str, Array]:
+        """Masters and moments by name, for a checkpoint."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Array], steps: int, scale: float | None = None) -> None:
+        """Back to a checkpoint's masters, moments, step count and loss scale."""

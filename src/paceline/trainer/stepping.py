@@ -1,6 +1,4 @@
-"""One optimizer step of the policy: a gradient, its norm, and whether it can be trusted.
-
-Sums the gradient of a batch whose last groups are still being sampled.
+"""Parts of an optimizer step: the tokens that train, gradient norms, and the sums of a batch that still comes in.
 
 A component's normaliser N is known only when the batch is whole. Until then its tokens are summed as if N were 1, each
 component in a sum of its own; in the end
@@ -10,24 +8,22 @@ component in a sum of its own; in the end
 is what the whole batch at once would have given, whatever came first.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, Scales, count, first_fit_decreasing, fold, pack
+from paceline.data import MicroBatch, Sample, Scales, first_fit_decreasing, fold, pack
 from paceline.data.scales import COMPONENTS
-from paceline.trainer.batch import TrainedTokens
-from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses
+from paceline.trainer.loss import NAMES, LossStats
 from paceline.trainer.ops import stack
+from paceline.trainer.optimizer import MasterOptimizer
 from paceline.weights.update import Array
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
@@ -37,13 +33,6 @@ SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
 ONE = np.ones((len(COMPONENTS), 2))
 
 
-class Summing(Protocol):
-    """An optimizer whose gradient so far can be put aside and taken up again."""
-
-    def set_aside(self) -> Mapping[str, Array]: ...
-    def restore(self, held: Mapping[str, Array], factor: float = 1.0) -> None: ...
-
-
 def components(micro_batch: MicroBatch) -> list[str]:
     """Those that it holds tokens of."""
     return [name for name, scale in SCALE_OF.items() if getattr(micro_batch, scale).any()]
@@ -51,13 +40,13 @@ def components(micro_batch: MicroBatch) -> list[str]:
 
 def component(parts: Mapping[str, Array], name: str) -> Array:
     """Its share of a loss that is known term by term."""
-    return stack([parts[term] for term in TERMS[name] if term in parts]).sum()
+    return stack(*(parts[term] for term in TERMS[name] if term in parts)).sum()
 
 
 class Stream:
     """Takes samples as they come and runs them in whole micro-batches."""
 
-    def __init__(self, c: config.TrainerConfig, optimizer: Summing) -> None:
+    def __init__(self, c: config.TrainerConfig, optimizer: MasterOptimizer) -> None:
         self._config = c
         self._optimizer = optimizer
         self._waiting: list[tuple[Sample, Scales]] = []
@@ -195,95 +184,3 @@ def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
     streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
     streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
     return {name: stream[places] for name, stream in streams.items()}
-
-
-class Optimizer(Protocol):
-    """Gradient sums and what is done with them."""
-
-    def retreat(self, sound: bool) -> bool: ...
-    def zero(self) -> None: ...
-    def step(self) -> None: ...
-
-
-class Stepper(ABC):
-    """Turns micro-batches into a step, which is taken or left out."""
-
-    def __init__(
-        self, c: config.TrainerConfig, model: Any, optimizer: Optimizer, summed: Callable[[float], float] = float
-    ) -> None:
-        self._config, self._model, self._taker = c, model, optimizer
-        self._loss = Loss(c)
-        self.norms = Norms(c.spike, summed)
-        self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
-        """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
-
-    def step(self, packs: Sequence[MicroBatch], version: int, first: bool, trains: bool) -> StepOutcome:
-        """From scratch. `trains` says whether any token of any rank does."""
-        outcome = self._gradient(packs, version, first)
-        while not outcome.finite and self._taker.retreat(outcome.sound):
-            outcome = self._gradient(packs, version, first)
-        return self._taken(outcome, trains)
-
-    def feed(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
-        """Add to the sums of a batch that is still being gathered."""
-        with self._training():
-            stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
-
-    def finish(self, stream: Stream) -> StepOutcome | None:
-        """The step of a batch that was fed; None where its gradient is not finite, and gone."""
-        counts = count(stream.samples)
-        totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
-        outcome = self._outcome(stream.sums, stream.finish(totals))
-        if outcome.finite:
-            return self._taken(outcome, bool(totals.any()))
-        self._taker.zero()
-        return None
-
-    @abstractmethod
-    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
-        """Add one micro-batch's gradient."""
-
-    @abstractmethod
-    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
-        """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
-
-    @abstractmethod
-    def _clip(self) -> Any:
-        """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
-
-    @contextmanager
-    def _training(self) -> Generator[None]:
-        """The model drops out inside what it is told to."""
-        self._model.train()
-        try:
-            yield
-        finally:
-            self._model.eval()
-
-    def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> StepOutcome:
-        """Of all these, clipped."""
-        with self._training():
-            sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
-        return self._outcome(sums)
-
-    def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
-        """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
-        on its way. A micro-batch in which nothing trains may have no sums."""
-        norm, held = self._clip(), [one for one in sums if one.values]
-        totals = self._over_ranks(LossStats.total(held) if held else np.zeros(len(NAMES)))
-        return StepOutcome(totals * shares, float(norm), len(sums))
-
-    @abstractmethod
-    def _over_ranks(self, values: Array | NDArray) -> NDArray:
-        """Summed, as float64 numbers of the host."""
-
-    def _taken(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
-        """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
-        its last one again."""
-        trouble = self.norms.trouble(outcome)
-        if trouble or not trains:
-            self._taker.zero()
-        else:
-            self._taker.step()
-            self.norms.add(outcome.grad_norm)
-        return replace(outcome, trouble=trouble)

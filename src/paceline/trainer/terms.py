@@ -3,26 +3,32 @@
 `pi` is the policy in training, `mu` the policy that sampled, both at the sampling temperature. A term sees the ratio
 r = pi / old, where old is mu, or under `proximal` the policy at the batch's start. sg[...] stops the gradient. Each
 term answers with the loss per token and with where a bound held the token back. Which tokens it is used on, and by what
-they are divided, is decided elsewhere. Arrays are those of the tokens' library (`ops.py`).
+they are divided, is decided elsewhere. Arrays are those of the tokens' library (`ops.py`): torch, mlx or numpy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
 from paceline.trainer.base import TrainerError
 from paceline.trainer.batch import Ratio, TrainedTokens
 from paceline.trainer.ops import (
-    called,
     clip,
+    exp,
     isnan,
     maximum,
     minimum,
     ones_like,
+    ops_of,
     places,
     put,
+    square,
     stop,
     take,
     where,
@@ -32,80 +38,62 @@ from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 from paceline.weights.update import Array
 
-RLTerm = Callable[[Ratio, TrainedTokens], tuple[Array, Array]]
+Term = tuple[Array, Array]
+"""A loss per token, and where a bound held the token back."""
+RLTerm = Callable[[Ratio, TrainedTokens], Term]
 
 
-def dppo(c: config.DPPOConfig) -> RLTerm:
+def dppo(c: config.DPPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """Policy gradient with a trust region on the difference of probabilities d: -keep * A * r + tau * (log r)^2.
 
     A token is dropped once its probability has already moved far enough the way its advantage pushes. Rare tokens have
     huge ratios and tiny differences; masking by d keeps them, where ratio clipping would throw away exactly the
     exploratory ones. The square holds all rl tokens near the sampler, dropped ones too.
     """
-
-    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
-        a, d = tokens.advantages, ratio.difference
-        left = ((a > 0) & (d > c.high)) | ((a < 0) & (d < -c.low))
-        return -a * ratio.value * ~left + c.kl_tau * ratio.log.square(), left
-
-    return term
+    a, d = tokens.advantages, ratio.difference
+    dropped = ((a > 0) & (d > c.high)) | ((a < 0) & (d < -c.low))
+    return -a * ratio.value * ~dropped + c.kl_tau * square(ratio.log), dropped
 
 
-def ppo(c: config.PPOConfig) -> RLTerm:
+def ppo(c: config.PPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """The clipped surrogate -min(r A, clip(r) A) (arXiv 1707.06347); its two bounds may differ, as in DAPO (arXiv
     2503.14476). The dual clip (arXiv 1912.09729) also bounds what one token of negative advantage can cost."""
-
-    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
-        a = tokens.advantages
-        loss, left = _clipped(ratio.value, a, c.clip_low, c.clip_high)
-        if c.dual_clip is not None:
-            ceiling = where(a < 0, -a * c.dual_clip, inf)
-            loss, left = minimum(loss, ceiling), left | (loss > ceiling)
-        return loss, left
-
-    return term
+    a = tokens.advantages
+    loss, clipped = _clipped(ratio.value, a, c.clip_low, c.clip_high)
+    if c.dual_clip is not None:
+        ceiling = where(a < 0, -a * c.dual_clip, inf)
+        loss, clipped = minimum(loss, ceiling), clipped | (loss > ceiling)
+    return loss, clipped
 
 
-def gspo(c: config.GSPOConfig) -> RLTerm:
+def gspo(c: config.GSPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """PPO's clip on the sequence's ratio s = exp(mean of log r over its rl tokens) (arXiv 2507.18071).
 
     The reward judges the whole sequence, so the whole sequence is inside the trust region or outside. Written per token
     as sg[s] * pi / sg[pi]: the same value everywhere in the sequence, and the gradient reaches each token.
     """
-
-    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
-        s = tokens.sequence_mean(stop(ratio.log)).exp()
-        here = (tokens.logprobs - stop(tokens.logprobs)).exp()
-        return _clipped(s * here, tokens.advantages, c.clip_low, c.clip_high)
-
-    return term
+    s = exp(tokens.sequence_mean(stop(ratio.log)))
+    here = exp(tokens.logprobs - stop(tokens.logprobs))
+    return _clipped(s * here, tokens.advantages, c.clip_low, c.clip_high)
 
 
-def cispo(c: config.CISPOConfig) -> RLTerm:
+def cispo(c: config.CISPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """-sg[clip(r)] * A * log pi (arXiv 2506.13585): the weight is clipped and not the update, so the rare tokens that
     turn a line of thought, whose ratios leave every range first, still learn."""
-
-    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
-        r = stop(ratio.value)
-        bounded = clip(r, c.min_ratio, c.max_ratio)
-        return -bounded * tokens.advantages * tokens.logprobs, bounded != r
-
-    return term
+    r = stop(ratio.value)
+    bounded = clip(r, c.min_ratio, c.max_ratio)
+    return -bounded * tokens.advantages * tokens.logprobs, bounded != r
 
 
-def reinforce(c: config.ReinforceConfig) -> RLTerm:
+def reinforce(c: config.ReinforceConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """-A log pi (Williams 1992): right when the policy itself has just sampled.
 
     For older samples `max_ratio` weighs tokens by sg[min(r, max_ratio)], a truncated importance weight: unbiased up to
     the cap, which bounds the variance.
     """
-
-    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
-        r = stop(ratio.value)
-        weight = ones_like(r) if c.max_ratio is None else clip(r, high=c.max_ratio)
-        return -weight * tokens.advantages * tokens.logprobs, (weight != r) & (c.max_ratio is not None)
-
-    return term
+    r = stop(ratio.value)
+    weight = ones_like(r) if c.max_ratio is None else clip(r, high=c.max_ratio)
+    return -weight * tokens.advantages * tokens.logprobs, (weight != r) & (c.max_ratio is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,62 +113,56 @@ class Streams:
     versions: Array
 
 
-def custom(c: config.CustomLossConfig) -> RLTerm:
+def custom(fn: Callable[..., Array], c: config.CustomLossConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """The user's `fn(streams, **kwargs)`, called once per sequence; it gives one loss per rl token."""
-    fn = import_object(c.import_path)
-
-    def term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
-        loss = zeros_like(tokens.logprobs)
-        columns = (tokens.logprobs, tokens.sampler, ratio.log, tokens.advantages, tokens.ref_logprobs, tokens.base)
-        for number, name in enumerate(tokens.names):
-            at = places(tokens.rl & (tokens.segments == number))
-            if len(at):
-                streams = Streams(*(x[at] for x in (*columns, tokens.versions)))
-                with user_code(f"the loss `{c.import_path}` (trainer.loss)", name):
-                    given = fn(streams, **c.kwargs)
-                loss = put(loss, at, _aligned(given, at, name, c.import_path))
-        return loss, zeros_like(tokens.rl)
-
-    return term
+    loss = zeros_like(tokens.logprobs)
+    columns = (tokens.logprobs, tokens.sampler, ratio.log, tokens.advantages, tokens.ref_logprobs, tokens.base)
+    for number, name in enumerate(tokens.names):
+        at = places(tokens.rl & (tokens.segments == number))
+        if len(at):
+            streams = Streams(*(x[at] for x in (*columns, tokens.versions)))
+            with user_code(f"the loss `{c.import_path}` (trainer.loss)", name):
+                given = fn(streams, **c.kwargs)
+            loss = put(loss, at, _aligned(given, at, name, c.import_path))
+    return loss, zeros_like(tokens.rl)
 
 
 def _aligned(given: Array, at: Array, name: str, path: str) -> Array:
     if not isinstance(given, type(at)):
-        raise TrainerError(f"{name}: the loss `{path}` must give {called(at)}, not {type(given).__name__}")
+        raise TrainerError(f"{name}: the loss `{path}` must give {ops_of(at).CALLED}, not {type(given).__name__}")
     if given.shape != at.shape:
         shape = f"{given.shape[0]} values" if given.ndim == 1 else f"a tensor of shape {list(given.shape)}"
         raise TrainerError(f"{name}: the loss `{path}` gave {shape} for {len(at)} rl tokens; give one per token")
     return given
 
 
+RL_TERMS: dict[str, Callable[..., Term]] = {
+    "dppo": dppo,
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
+
+
 def rl_term(c: config.LossConfig) -> RLTerm:
     """The configured rl term, picked once."""
-    match c:
-        case config.DPPOConfig():
-            return dppo(c)
-        case config.PPOConfig():
-            return ppo(c)
-        case config.GSPOConfig():
-            return gspo(c)
-        case config.CISPOConfig():
-            return cispo(c)
-        case config.ReinforceConfig():
-            return reinforce(c)
-        case config.CustomLossConfig():
-            return custom(c)
+    if isinstance(c, config.CustomLossConfig):
+        return partial(custom, import_object(c.import_path), c)
+    return partial(RL_TERMS[c.type], c)
 
 
-def _clipped(r: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:
+def _clipped(r: Array, advantages: Array, low: float, high: float) -> Term:
     plain, bounded = -advantages * r, -advantages * clip(r, 1 - low, 1 + high)
     return maximum(plain, bounded), bounded > plain
 
 
-def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> tuple[Array, Array]:
+def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
     """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * r, in the same trust region as dppo.
     The ratio is to the sampler."""
     pull = stop(tokens.ref_logprobs - tokens.logprobs)
-    left = where(pull > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
-    return -pull * ratio.value * ~left, left
+    dropped = where(pull > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
+    return -pull * ratio.value * ~dropped, dropped
 
 
 def importance(c: config.ProximalConfig, tokens: TrainedTokens) -> Array:
@@ -194,7 +176,7 @@ def importance(c: config.ProximalConfig, tokens: TrainedTokens) -> Array:
     if c.level == "sequence":
         sums, counts = tokens.per_sequence(log)
         log = take(sums / counts if c.geometric else sums, tokens.segments)
-    return clip(clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), high=c.cap)
+    return clip(exp(clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO)), high=c.cap)
 
 
 def k1(logprobs: Array, base: Array) -> Array:
@@ -206,13 +188,13 @@ def k1(logprobs: Array, base: Array) -> Array:
 
 def k2(logprobs: Array, base: Array) -> Array:
     """d^2 / 2: biased as a value, and differentiating it plainly gives the same d * grad log pi (arXiv 2510.01555)."""
-    return _log_difference(logprobs, base).square() / 2
+    return square(_log_difference(logprobs, base)) / 2
 
 
 def k3(logprobs: Array, base: Array) -> Array:
     """e^-d + d - 1: unbiased and never negative, the penalty of GRPO (arXiv 2402.03300)."""
     d = _log_difference(logprobs, base)
-    return (-d).exp() + d - 1
+    return exp(-d) + d - 1
 
 
 KL_TERMS: dict[str, Callable[[Array, Array], Array]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -220,3 +202,59 @@ KL_TERMS: dict[str, Callable[[Array, Array], Array]] = {"k1": k1, "k2": k2, "k3"
 
 def _log_difference(logprobs: Array, base: Array) -> Array:
     return clip(logprobs - base, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# -- reasons: the comparisons above with one token's numbers ----------------------------------------------------------
+
+
+def held_back(
+    c: config.LossConfig,
+    ratio: NDArray,
+    difference: NDArray,
+    advantages: NDArray,
+    rl: NDArray,
+    clipped: Mapping[str, NDArray],
+) -> list[tuple[int, str, str]]:
+    """The tokens of one sequence that a bound held back, as `clipped` has them by component: their places,
+    components and rules. `rl` says which tokens the rl component trains."""
+
+    def rule(component: str, at: int) -> str:
+        d = float(difference[at])
+        if component == "rl":
+            sequence = float(np.exp(np.log(ratio[rl].astype(np.float64)).mean()))
+            return _rl_rule(c, float(ratio[at]), sequence, d, advantages[at] > 0)
+        return (
+            f"dropped: its probability already {_way(d)} by more than {REF_KL_TRUST:g} since it was sampled, the way "
+            "the teacher pulls"
+        )
+
+    return [(int(at), name, rule(name, at)) for name, mask in clipped.items() for at in np.flatnonzero(mask)]
+
+
+def _rl_rule(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> str:
+    match c:
+        case config.DPPOConfig():
+            name = "high" if up else "low"
+            return (
+                f"dropped: its probability already {_way(d)} by {abs(d):.3g}, more than {name} = {getattr(c, name):g}"
+            )
+        case config.PPOConfig():
+            return _clip_rule("the ratio", r, up, c.clip_low, c.clip_high, c.dual_clip)
+        case config.GSPOConfig():
+            return _clip_rule("the sequence's ratio", s, up, c.clip_low, c.clip_high)
+        case config.CISPOConfig() | config.ReinforceConfig():
+            name = "min_ratio" if isinstance(c, config.CISPOConfig) and r <= c.max_ratio else "max_ratio"
+            return f"the ratio {r:.4g} is weighed as {name} = {getattr(c, name):g}; its gradient stays"
+    return "held back by the run's own loss"
+
+
+def _way(difference: float) -> str:
+    return "rose" if difference > 0 else "fell"
+
+
+def _clip_rule(what: str, ratio: float, up: bool, low: float, high: float, dual: float | None = None) -> str:
+    if up:
+        return f"clipped: {what} {ratio:.4g} is above 1 + clip_high = {1 + high:g}"
+    if ratio < 1 - low:
+        return f"clipped: {what} {ratio:.4g} is below 1 - clip_low = {1 - low:g}"
+    return f"clipped: {what} {ratio:.4g} is above dual_clip = {dual:g}"

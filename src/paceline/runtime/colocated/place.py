@@ -42,7 +42,7 @@ from paceline.runtime.signals import Signals
 from paceline.runtime.torch_backend import league_engine
 from paceline.trainer import TrainerError
 from paceline.trainer.batch import cost_of
-from paceline.trainer.world import call_off, leave
+from paceline.trainer.torch.world import call_off, leave
 from paceline.util.process_exit import end_child
 from paceline.weights.update import WeightUpdate
 

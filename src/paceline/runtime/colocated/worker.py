@@ -36,7 +36,7 @@ from paceline.runtime.local import share_cores
 from paceline.runtime.rpc import RpcCall, RpcResult, SentWeights, TrainerRpcHandler, decode_call, framed
 from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
 from paceline.trainer import TorchTrainer
-from paceline.trainer.world import join, leave
+from paceline.trainer.torch.world import join, leave
 from paceline.util.process_exit import ORPHANED, exit_with_stdin
 from paceline.weights.update import WeightUpdate
 

@@ -20,9 +20,9 @@ from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
-from paceline.trainer.preparing import Preparation, check_base
-from paceline.trainer.schedule import lengths
-from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
+from paceline.trainer.optimizer import lengths
+from paceline.trainer.preparing import check_base
+from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.weights.update import Array, Canary, fingerprint
 
 
@@ -99,57 +99,6 @@ Differentiated = tuple[mx.array, dict[str, mx.array]]
 """A loss, and sums as mlx can carry them out of a function that it differentiates."""
 
 
-class MlxStepper(Stepper):
-    """Each micro-batch is computed before the next begins, or the graphs of all would lie in memory at once."""
-
-    def __init__(self, model: MlxModel, c: config.TrainerConfig, forward: MlxForwardPass, optimizer: MlxAdamW) -> None:
-        super().__init__(c, model.net, optimizer)
-        self._forward, self._optimizer = forward, optimizer
-
-    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
-        if not len(trained(micro_batch)):
-            return LossStats({})
-        if self.watch is not None:
-            draws, tokens = self._forward.draws, self.tokens(micro_batch)
-            self.watch(micro_batch, tokens, self._loss.judge(tokens))
-            self._forward.draws = draws  # the pass that trains draws the same noise
-
-        def whole() -> Differentiated:
-            loss, sums = self._loss(self.tokens(micro_batch), version, first)
-            return loss, sums.values
-
-        return LossStats(self._optimizer.backward(whole))
-
-    def tokens(self, micro_batch: MicroBatch) -> TrainedTokens:
-        """The tokens that train, as the policy sees them now."""
-        streams = {name: mx.array(stream) for name, stream in streams_of(micro_batch).items()}
-        logprobs, entropy = self._forward.logprobs(
-            micro_batch, trained(micro_batch), entropy=True, entropy_grad=bool(self._config.entropy_coef)
-        )
-        assert entropy is not None
-        return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
-
-    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
-        """A pass for each component: what one has computed mlx does not keep for the next."""
-        sums, draws = LossStats({}), self._forward.draws
-        for name in components(micro_batch):
-            self._forward.draws = draws  # one micro-batch, one draw of noise
-
-            def part(name: str = name) -> Differentiated:
-                parts, sums = self._loss.parts(self.tokens(micro_batch), version)
-                return component(parts, name), sums.values
-
-            with stream.summing(name):
-                sums = LossStats(self._optimizer.backward(part))
-        return sums
-
-    def _clip(self) -> float:
-        return self._optimizer.clip()
-
-    def _over_ranks(self, values: mx.array | NDArray) -> NDArray:
-        return np.array(values, np.float64)
-
-
 class MlxKLReference:
     """The reference's values of the trainable arrays, put into the model for a forward pass and taken out again.
 
@@ -207,24 +156,65 @@ class MlxKLReference:
 
 
 class MlxLearner(Learner):
-    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic."""
+    """Each micro-batch is computed before the next begins, or the graphs of all would lie in memory at once."""
 
+    forward: MlxForwardPass
     optimizer: MlxAdamW
-    stepper: MlxStepper
 
     def __init__(self, model: MlxModel, c: config.TrainerConfig, total_steps: int | None = None) -> None:
-        super().__init__(c)
         _check(model, c)
         self._model = model
         model.net.eval()
         self.parameters = Parameters(model.net)
-        self.forward = MlxForwardPass(model, c.gradient_checkpointing)
+        forward = MlxForwardPass(model, c.gradient_checkpointing)
         own, critics = lengths(c, total_steps)
-        self.optimizer = MlxAdamW(self.parameters, c.optimizer, own, model.dtype == mx.float16)
-        self.stepper = MlxStepper(model, c, self.forward, self.optimizer)
-        self._reference = MlxKLReference(self.parameters, c.kl) if c.kl is not None else None
-        self._critic = MlxCritic(model, c, critics) if c.critic is not None else None
-        self._preparation = Preparation(c, self.forward, self._reference, self._critic)
+        optimizer = MlxAdamW(self.parameters, c.optimizer, own, model.dtype == mx.float16)
+        reference = MlxKLReference(self.parameters, c.kl) if c.kl is not None else None
+        critic = MlxCritic(model, c, critics) if c.critic is not None else None
+        super().__init__(c, model.net, forward, optimizer, reference, critic)
+
+    def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
+        if not len(trained(micro_batch)):
+            return LossStats({})
+        if self.watch is not None:
+            draws, tokens = self.forward.draws, self.tokens(micro_batch)
+            self.watch(micro_batch, tokens, self._loss.judge(tokens))
+            self.forward.draws = draws  # the pass that trains draws the same noise
+
+        def whole() -> Differentiated:
+            loss, sums = self._loss(self.tokens(micro_batch), version, first)
+            return loss, sums.values
+
+        return LossStats(self.optimizer.backward(whole))
+
+    def tokens(self, micro_batch: MicroBatch) -> TrainedTokens:
+        """The tokens that train, as the policy sees them now."""
+        streams = {name: mx.array(stream) for name, stream in streams_of(micro_batch).items()}
+        logprobs, entropy = self.forward.logprobs(
+            micro_batch, trained(micro_batch), entropy=True, entropy_grad=bool(self._config.entropy_coef)
+        )
+        assert entropy is not None
+        return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
+
+    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
+        """A pass for each component: what one has computed mlx does not keep for the next."""
+        sums, draws = LossStats({}), self.forward.draws
+        for name in components(micro_batch):
+            self.forward.draws = draws  # one micro-batch, one draw of noise
+
+            def part(name: str = name) -> Differentiated:
+                parts, sums = self._loss.parts(self.tokens(micro_batch), version)
+                return component(parts, name), sums.values
+
+            with stream.summing(name):
+                sums = LossStats(self.optimizer.backward(part))
+        return sums
+
+    def _clip(self) -> float:
+        return self.optimizer.clip()
+
+    def _over_ranks(self, values: mx.array | NDArray) -> NDArray:
+        return np.array(values, np.float64)
 
     def canary(self) -> Canary:
         ids = canary_ids(self._model)

@@ -1,6 +1,5 @@
 """Implements `ops.py` in mlx."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
@@ -8,22 +7,22 @@ import numpy as np
 
 CALLED = "an mlx array"
 
-where, minimum, maximum, isnan = mx.where, mx.minimum, mx.maximum, mx.isnan
+where, minimum, maximum, isnan, exp, square = mx.where, mx.minimum, mx.maximum, mx.isnan, mx.exp, mx.square
 zeros_like, ones_like, stop = mx.zeros_like, mx.ones_like, mx.stop_gradient
 
 
-def zeros(count: int, like: mx.array) -> mx.array:
+def zeros(like: mx.array, count: int) -> mx.array:
     return mx.zeros(count, like.dtype)
 
 
-def clip(x: mx.array, low: float | None, high: float | None) -> mx.array:
+def stack(*arrays: mx.array) -> mx.array:
+    return mx.stack(list(arrays))
+
+
+def clip(x: mx.array, low: float | None = None, high: float | None = None) -> mx.array:
     """mx.clip has no gradient on its bounds: with none to spare, as in PPO with a clip of 0, nothing would learn."""
     x = x if low is None else mx.where(x < low, low, x)
     return x if high is None else mx.where(x > high, high, x)
-
-
-def stack(arrays: Sequence[mx.array]) -> mx.array:
-    return mx.stack(list(arrays))
 
 
 def total(x: mx.array) -> mx.array:
@@ -51,6 +50,6 @@ def all_finite(x: mx.array) -> bool:
     return bool(mx.isfinite(x).all())
 
 
-def quiet() -> AbstractContextManager:
+def no_grad(_: mx.array) -> AbstractContextManager:
     """Only what is asked for is differentiated here."""
     return nullcontext()

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from paceline.config import trainer as config
-from paceline.trainer.schedule import LossScale, rate
+from paceline.trainer.optimizer import MasterOptimizer
 
 ADAPTER = ".default.weight"
 """peft's name for its only adapter, whose matrices are modules."""
@@ -67,29 +67,18 @@ def _is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
-class MlxAdamW:
+class MlxAdamW(MasterOptimizer):
     """torch's AdamW to the last digits, with masters, moments and gradient sums in float32, whatever the model computes
     in. All of it is computed as soon as it is asked for: what is put off keeps everything it is made of in memory."""
 
     def __init__(self, parameters: Parameters, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
-        self._parameters, self._config, self._total = parameters, c, total_steps
+        super().__init__(c, total_steps, half)
+        self._parameters = parameters
         self.masters = {name: p.astype(mx.float32) for name, p in parameters.now().items()}
         mx.eval(self.masters)
         self._moments: dict[str, tuple[mx.array, mx.array]] = {}
         self.gradients: dict[str, mx.array] = {}
         """Gradient sums since the last step."""
-        self.steps = 0
-        self._scale = LossScale(half)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return rate(self._config, self.steps, self._total)
-
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by before it is differentiated."""
-        return self._scale.value
 
     def backward(self, loss_of: Callable[[], tuple[mx.array, Any]]) -> Any:
         """Add the gradient of a loss, scaled until `clip`; answers with what comes beside the loss, computed too."""
@@ -99,12 +88,10 @@ class MlxAdamW:
         return beside
 
     def set_aside(self) -> dict[str, mx.array]:
-        """The gradient so far; what is added from here on is another one."""
         held, self.gradients = self.gradients, {}
         return held
 
     def restore(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
-        """Add a gradient that was set aside, times a factor."""
         self.add(held if factor == 1 else {name: gradient * factor for name, gradient in held.items()})
 
     def add(self, gradients: Mapping[str, mx.array]) -> None:
@@ -115,8 +102,6 @@ class MlxAdamW:
         mx.eval(self.gradients)
 
     def clip(self) -> float:
-        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
-        loss's gradient gets its true size here."""
         if not self.gradients:
             return 0.0
         size = mx.sqrt(mx.stack([g.square().sum() for g in self.gradients.values()]).sum()).item() / self.scale
@@ -126,16 +111,10 @@ class MlxAdamW:
             mx.eval(self.gradients)
         return size
 
-    def retreat(self, sound: bool) -> bool:
-        """After a gradient that was not finite: whether to compute it again, with its loss scaled up less."""
-        self.zero()
-        return self._scale.retreat(sound)
-
     def step(self) -> None:
-        """One update, then the masters rounded into the model. One parameter at a time, so that what is computed on the
-        way needs room for one."""
+        """One parameter at a time, so that what is computed on the way needs room for one."""
         c, lr = self._config, self.lr
-        self.steps += 1
+        self._count_step()
         beta, gamma = c.betas
         shrink, root = lr / (1 - beta**self.steps), sqrt(1 - gamma**self.steps)
         for name in list(self.gradients):
@@ -147,7 +126,6 @@ class MlxAdamW:
             self.masters[name] = decayed - shrink * mean / (square.sqrt() / root + c.eps)
             self._moments[name] = mean, square
             mx.eval(self.masters[name], mean, square)
-        self._scale.stepped(self.steps)
         self._parameters.put(self.masters)
         self.zero()
 
@@ -155,16 +133,13 @@ class MlxAdamW:
         self.gradients = {}
 
     def tensors(self) -> dict[str, mx.array]:
-        """Masters and moments by name, for a checkpoint."""
         out = {f"master/{name}": master for name, master in self.masters.items()}
         for name, (mean, square) in self._moments.items():
             out |= {f"exp_avg/{name}": mean, f"exp_avg_sq/{name}": square}
         return out
 
     def load(self, tensors: Mapping[str, mx.array], steps: int, scale: float | None = None) -> None:
-        """Back to a checkpoint's masters, moments, step count and loss scale."""
-        self.steps = steps
-        self._scale.load(scale)
+        self._load_counters(steps, scale)
         self.masters = {name: tensors[f"master/{name}"].astype(mx.float32) for name in self.masters}
         self._moments = {
             name: (tensors[f"exp_avg/{name}"], tensors[f"exp_avg_sq/{name}"])

@@ -1,6 +1,5 @@
 """Implements `ops.py` in torch."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -9,23 +8,16 @@ from torch import Tensor
 CALLED = "a torch tensor"
 
 where, minimum, maximum, isnan = torch.where, torch.minimum, torch.maximum, torch.isnan
-zeros_like, ones_like = torch.zeros_like, torch.ones_like
+exp, square, stop = torch.exp, torch.square, torch.detach
+zeros_like, ones_like, zeros = torch.zeros_like, torch.ones_like, Tensor.new_zeros
 
 
-def zeros(count: int, like: Tensor) -> Tensor:
-    return like.new_zeros(count)
+def stack(*arrays: Tensor) -> Tensor:
+    return torch.stack(arrays)
 
 
-def stop(x: Tensor) -> Tensor:
-    return x.detach()
-
-
-def clip(x: Tensor, low: float | None, high: float | None) -> Tensor:
+def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
     return x.clamp(low, high)
-
-
-def stack(arrays: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(arrays))
 
 
 def total(x: Tensor) -> Tensor:
@@ -52,5 +44,5 @@ def all_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def quiet() -> AbstractContextManager:
+def no_grad(_: Tensor) -> AbstractContextManager:
     return torch.no_grad()

@@ -29,8 +29,8 @@ from paceline.model import PLAN, LMHead, PackedPlan, token_logprobs
 from paceline.model.attention import AttentionPlan, sdpa, window_mask
 from paceline.model.background_compile import compile_blocks
 from paceline.model.varlen import VarlenPlan, can_varlen
-from paceline.trainer.prefix import TreePlan, share_prefixes
-from paceline.trainer.world import RankLayout, World
+from paceline.trainer.torch.prefix import TreePlan, share_prefixes
+from paceline.trainer.torch.world import RankLayout, World
 
 NEVER = 1 << 40
 """A position that no query comes after."""

@@ -24,16 +24,16 @@ from paceline.model.canary_prompts import canary_ids, signed
 from paceline.trainer.base import peak_bytes
 from paceline.trainer.batch import Batch, TrainedTokens, cost_of
 from paceline.trainer.critic import Critic, Lesson, value_loss
-from paceline.trainer.forward import ForwardPass
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
-from paceline.trainer.optimizer import MasterAdamW
-from paceline.trainer.preparing import Preparation, check_base
-from paceline.trainer.schedule import lengths
-from paceline.trainer.sharding import shard
-from paceline.trainer.stepping import Stepper, Stream, component, components, streams_of, trained
-from paceline.trainer.tuning import tuned
-from paceline.trainer.world import RankLayout, Ranks, World, local, together
+from paceline.trainer.optimizer import lengths
+from paceline.trainer.preparing import check_base
+from paceline.trainer.stepping import Stream, component, components, streams_of, trained
+from paceline.trainer.torch.forward import ForwardPass
+from paceline.trainer.torch.optimizer import MasterAdamW
+from paceline.trainer.torch.sharding import shard
+from paceline.trainer.torch.tuning import tuned
+from paceline.trainer.torch.world import RankLayout, Ranks, World, local, together
 
 
 class KLReference:
@@ -184,36 +184,54 @@ class TorchCritic(Critic):
         return self._ranks.data.sum(torch.from_numpy(np.array(numbers, np.float64))).tolist()
 
 
-class TorchStepper(Stepper):
-    """Of several ranks each has micro-batches of its own, and all take the same step."""
+class TorchLearner(Learner):
+    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks."""
+
+    forward: ForwardPass
+    optimizer: MasterAdamW
 
     def __init__(
         self,
         model: PreTrainedModel,
         c: config.TrainerConfig,
-        forward: ForwardPass,
-        optimizer: MasterAdamW,
-        ranks: Ranks,
+        total_steps: int | None = None,
+        fp32_head: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        compiled: bool = False,
     ) -> None:
-        super().__init__(c, model, optimizer, ranks.all.total)
-        self._forward, self._optimizer, self._ranks = forward, optimizer, ranks
+        self._model = model.eval()  # newly attached adapters come in training mode
+        self.device = model.device if device is None else device
+        # The compiler is not asked to see through matrices that lie on several ranks.
+        compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
+        self.ranks = Ranks(group, self.device, c.parallel)
+        self.world = self.ranks.data
+        forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
+        self.layout = forward.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
+        self._found: int | None = None
+        self._cost = cost_of(model.config)
+        own, critics = lengths(c, total_steps)
+        optimizer = MasterAdamW(trainable(model), c.optimizer, own, self.layout)
+        reference = KLReference(model, c.kl, self.layout) if c.kl is not None else None
+        critic = TorchCritic(model, c, critics, self.ranks) if c.critic is not None else None
+        super().__init__(c, model, forward, optimizer, reference, critic, self.ranks.all.total)
+        self._canary = CanaryScorer(model, forward.head)
 
     def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
-        """Add one micro-batch's gradient."""
         tokens, anchor = self.tokens(micro_batch)
         loss, sums = self._loss(tokens, version, first)
         if self.watch is not None:
             with torch.no_grad():
                 self.watch(micro_batch, tokens, self._loss.judge(tokens))
-        self._optimizer.backward(loss, anchor)
+        self.optimizer.backward(loss, anchor)
         return sums
 
     def tokens(self, micro_batch: MicroBatch) -> tuple[TrainedTokens, Tensor]:
         """The tokens that train, as the policy sees them now; and the forward pass's zero."""
-        streams = {name: self._forward.send(stream) for name, stream in streams_of(micro_batch).items()}
-        logprobs, entropy, anchor = self._forward.logprobs(
+        streams = {name: self.forward.send(stream) for name, stream in streams_of(micro_batch).items()}
+        logprobs, entropy, anchor = self.forward.logprobs(
             micro_batch,
-            self._forward.send(trained(micro_batch)),
+            self.forward.send(trained(micro_batch)),
             entropy=True,
             entropy_grad=bool(self._config.entropy_coef),
         )
@@ -226,54 +244,16 @@ class TorchStepper(Stepper):
         held = components(micro_batch)
         for name in held:
             with stream.summing(name):
-                self._optimizer.backward(component(parts, name), anchor, again=name != held[-1])
+                self.optimizer.backward(component(parts, name), anchor, again=name != held[-1])
         return sums
 
     def _clip(self) -> Tensor:
-        self._ranks.tokens.sum_gradients(self._optimizer.unsummed)
-        self._forward.layout.settle(self._optimizer.masters)
-        return self._optimizer.clip()
+        self.ranks.tokens.sum_gradients(self.optimizer.unsummed)
+        self.layout.settle(self.optimizer.masters)
+        return self.optimizer.clip()
 
     def _over_ranks(self, values: Tensor | NDArray) -> NDArray:
-        return self._ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
-
-
-class TorchLearner(Learner):
-    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks."""
-
-    optimizer: MasterAdamW
-    stepper: TorchStepper
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        c: config.TrainerConfig,
-        total_steps: int | None = None,
-        fp32_head: bool = False,
-        group: ProcessGroup | None = None,
-        device: torch.device | None = None,
-        compiled: bool = False,
-    ) -> None:
-        super().__init__(c)
-        self._model = model.eval()  # newly attached adapters come in training mode
-        self.device = model.device if device is None else device
-        # The compiler is not asked to see through matrices that lie on several ranks.
-        compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
-        self.ranks = Ranks(group, self.device, c.parallel)
-        self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
-        self.layout = self.forward.layout = shard(
-            model, self.ranks, c.parallel if group is not None else ParallelConfig()
-        )
-        self._found: int | None = None
-        self._cost = cost_of(model.config)
-        own, critics = lengths(c, total_steps)
-        self.optimizer = MasterAdamW(trainable(model), c.optimizer, own, self.layout)
-        self.stepper = TorchStepper(model, c, self.forward, self.optimizer, self.ranks)
-        self.world = self.ranks.data
-        self._reference = KLReference(model, c.kl, self.layout) if c.kl is not None else None
-        self._critic = TorchCritic(model, c, critics, self.ranks) if c.critic is not None else None
-        self._preparation = Preparation(c, self.forward, self._reference, self._critic)
-        self._songbook = CanaryScorer(model, self.forward.head)
+        return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
 
     @property
     def rank(self) -> int:
@@ -286,10 +266,9 @@ class TorchLearner(Learner):
         return peak_bytes(self.device)
 
     def canary(self) -> Canary:
-        """Log probabilities of a few fixed tokens under the current weights."""
         if not self.layout.lockstep:
             ids = canary_ids(self.forward.head)
-            return signed(ids, self._songbook.logprobs(ids), self.layout.dtype or self._model.dtype)
+            return signed(ids, self._canary.logprobs(ids), self.layout.dtype or self._model.dtype)
         # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
         with torch.no_grad():
             return self.layout.run(
@@ -313,7 +292,6 @@ class TorchLearner(Learner):
         return self._found
 
     def _together(self, samples: Sequence[Sample]) -> Batch:
-        """All ranks' samples, and the same cut of them on every rank."""
         if self._critic is not None and self._critic.pupils(samples):
             self._critic.make()  # before the memory left for a micro-batch is measured
         everything, self._found = together(samples, self.world, self._budget)

@@ -15,13 +15,13 @@ from paceline.data import Sample
 from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
 from paceline.model.adapters import trained_adapter
 from paceline.model.background_compile import BackgroundCompile
-from paceline.trainer import checkpoint
 from paceline.trainer.base import StepReport, TrainerError
-from paceline.trainer.checkpoint import export
-from paceline.trainer.threaded import ThreadedTrainer
-from paceline.trainer.torch_learner import TorchLearner
-from paceline.trainer.tuning import rehearse
-from paceline.trainer.world import local
+from paceline.trainer.torch import checkpoint
+from paceline.trainer.torch.checkpoint import export
+from paceline.trainer.torch.learner import TorchLearner
+from paceline.trainer.torch.tuning import rehearse
+from paceline.trainer.torch.world import local
+from paceline.trainer.trainer import ThreadedTrainer
 from paceline.util.gc_tuning import freeze_more
 from paceline.weights.bits import MASK
 

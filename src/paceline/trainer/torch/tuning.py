@@ -10,7 +10,7 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, fold, pack
 from paceline.model import trainable
 from paceline.trainer.batch import BUDGET
-from paceline.trainer.forward import ForwardPass
+from paceline.trainer.torch.forward import ForwardPass
 
 SMALLEST = 4096
 LARGEST = 1 << 17

@@ -15,8 +15,8 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.checkpoint import another_model, under
 from paceline.trainer.critic import cut
-from paceline.trainer.files import another_model
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.weights.tensors import writing
@@ -106,7 +106,7 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     def backward(self, micro_batch: MicroBatch) -> LossStats:
         """Add one micro-batch's gradient."""
-        return self.learner.stepper.backward(micro_batch, self.version)
+        return self.learner.backward(micro_batch, self.version)
 
     def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
         """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""
@@ -144,7 +144,7 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
         """Go on from a checkpoint that was read."""
-        saved = {name.removeprefix("master/"): t for name, t in tensors.items() if name.startswith("master/")}
+        saved = under("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
         if {name: _local_shape(tensor) for name, tensor in saved.items()} != own:
             raise TrainerError(another_model(folder))

@@ -29,7 +29,7 @@ from paceline.model.attention import UnsupportedModel
 from paceline.model.canary import make_canary
 from paceline.model.support import attention_shape
 from paceline.trainer.base import TrainerError
-from paceline.trainer.world import RankLayout, Ranks, T, local
+from paceline.trainer.torch.world import RankLayout, Ranks, T, local
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 STYLES = {

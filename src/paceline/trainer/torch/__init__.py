@@ -1,0 +1,1 @@
+"""Training in torch: on one device, or on many ranks."""

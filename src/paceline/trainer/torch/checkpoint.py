@@ -1,0 +1,213 @@
+"""Writes and reads the trainer's part of a checkpoint (`files.py`) in torch, by one process or many ranks.
+
+Parts are written and read by torch.distributed.checkpoint, which cuts them anew for any number of ranks. Its own format
+keeps the index in a pickle, through which a checkpoint could run code when read; so it is given safetensors storage,
+where each file's header says which part of which tensor it holds. What that lacks is an index that would miss a lost
+file: `trainer.json` has the number of files instead.
+
+Exports the trained policy as a Hugging Face folder that anything can load.
+"""
+
+import copy
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_rank, get_world_size
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paceline.model.dtypes import dtype_name, export_dtype
+from paceline.model.loading import trainable
+from paceline.trainer.base import TrainerError
+from paceline.trainer.checkpoint import (
+    FILE,
+    FOLDER,
+    another_model,
+    check_files,
+    is_checkpoint,
+    read_state,
+    reading,
+    under,
+    write_state,
+)
+from paceline.trainer.torch.world import local
+from paceline.weights.manifest import write_manifest
+from paceline.weights.tensors import write_tensors, writing
+
+Room = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Memory for this rank's part of a tensor, by its name and what the checkpoint says of it."""
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: ProcessGroup | None) -> None:
+    """Write this rank's parts, and as the first rank the state. Every rank must call it, with the same folder."""
+    if group is None:
+        write_tensors({name: local(t).contiguous().cpu() for name, t in tensors.items()}, folder / FILE)
+    else:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        storage = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
+        with writing(), _told():
+            dcp.save(dict(tensors), storage_writer=storage, process_group=group)
+    if group is None or get_rank(group) == 0:
+        write_state(folder, state, 1 if group is None else get_world_size(group))
+
+
+def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
+    """All tensors, of each what this rank has room for, and the state. However many ranks wrote them."""
+    with reading(folder):
+        return _read(folder, room, group)
+
+
+def _read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
+    state = read_state(folder)
+    whole = (folder / FILE).is_file()
+    if whole and group is None:
+        return load_file(folder / FILE), state
+    if not is_checkpoint(folder):
+        raise TrainerError(f"checkpoint {folder} is damaged: {FILE} is missing")
+    if not whole:
+        _check_complete(folder, state.get("ranks", 1))
+    storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
+    tensors = {}
+    own = _names(folder / FILE) if whole else None  # beside it lie past versions, which are not the trainer's
+    for name, saved in storage.read_metadata().state_dict_metadata.items():
+        if own is not None and name not in own:
+            continue
+        assert isinstance(saved, TensorStorageMetadata)
+        tensors[name] = room(name, saved.size, saved.properties.dtype)
+    with _told():
+        dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
+    return tensors, state
+
+
+def masters(folder: Path) -> dict[str, Tensor]:
+    """The float32 weights of a checkpoint by parameter name, whole, whether one process or many ranks wrote it."""
+    check_files(folder)
+    if (folder / FILE).is_file():
+        with reading(folder), safe_open(folder / FILE, "pt") as file:
+            names = [name for name in file.keys() if name.startswith("master/")]  # noqa: SIM118 - no mapping
+            tensors = {name: file.get_tensor(name) for name in names}
+    else:
+        tensors, _ = read(folder, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), None)
+    return under("master/", tensors)
+
+
+def put_masters(model: nn.Module, folder: Path) -> None:
+    """Give a model the weights of a checkpoint, rounded to the types it computes in."""
+    saved, own = masters(folder), trainable(model)
+    if {name: t.shape for name, t in saved.items()} != {name: p.shape for name, p in own.items()}:
+        raise TrainerError(another_model(folder))
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(saved.pop(name))
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """Raise a rank's error as an ordinary exception: `except Exception` does not catch torch's own."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        if refused is not None:
+            raise OSError(refused.errno, refused.strerror) from error
+        raise next((c for c in causes if isinstance(c, SafetensorError)), TrainerError(f"{causes[0]}")) from error
+
+
+def _names(file: Path) -> set[str]:
+    with safe_open(file, "pt") as opened:
+        return set(opened.keys())
+
+
+def _check_complete(folder: Path, ranks: int) -> None:
+    found = len(list((folder / FOLDER).glob("*.safetensors")))
+    if found != ranks:
+        raise TrainerError(
+            f"checkpoint {folder} was written by {ranks} ranks but has the files of {found}: copy all of "
+            f"{folder / FOLDER}, or go back to another checkpoint"
+        )
+
+
+def export(
+    model: PreTrainedModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    written: torch.dtype | None = None,
+    adapter: bool = True,
+) -> None:
+    """Weights, config and tokenizer. Adapters are merged into the weights and also saved beside them in peft's form.
+
+    Of a sharded model the whole tensors must be given, with the type they are in. Weights are `written` in the type of
+    the checkpoint the model was loaded from unless another is given, so that an export is as large as its source."""
+    folder.mkdir(parents=True, exist_ok=True)
+    adapted = hasattr(model, "peft_config")
+    state = model.state_dict() if state is None else state
+    state = merged_state(model, state) if adapted else state
+    # Saving reads the module's config, which names Paceline's attention and the adapters: a copy forgets both.
+    shell = copy.copy(model)
+    shell.config = copy.deepcopy(model.config)
+    shell._hf_peft_config_loaded = False
+    written = written or getattr(torch, export_dtype(model.name_or_path, dtype_name(dtype or model.dtype)))
+    shell.save_pretrained(folder, state_dict=_plain(state, written))
+    if written != model.dtype:  # which saving takes from the module
+        shell.config.dtype = written
+        shell.config.save_pretrained(folder)
+    if adapted and adapter:
+        save_adapter(model, folder / "adapter")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    write_manifest(folder)
+
+
+def _plain(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors to write. What two names share stays shared, so that saving leaves the second one out."""
+    out: dict[str, Tensor] = {}
+    seen: dict[tuple, Tensor] = {}
+    for name, tensor in state.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in seen:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            seen[key] = tensor.detach().to("cpu", kind).contiguous()
+        out[name] = seen[key]
+    return out
+
+
+def merged_state(model: PreTrainedModel, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A whole state dict with base + scale * B A computed in float32 and rounded once."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    state = {name.replace(".base_layer.", "."): t for name, t in whole.items() if "lora_" not in name}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            base = state[f"{path}.weight"]
+            total = base.float()
+            for adapter in module.active_adapters:
+                a, b = (whole[f"{path}.lora_{half}.{adapter}.weight"].float() for half in "AB")
+                total = total + (b @ a) * module.scaling[adapter]
+            state[f"{path}.weight"] = total.to(base.dtype)
+    return state
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """The adapter alone, in peft's form."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, adapter in model.peft_config.items():
+        state = get_peft_model_state_dict(model, adapter_name=name)
+        save_file(
+            {f"base_model.model.{key}": t.detach().cpu().contiguous() for key, t in state.items()},
+            folder / "adapter_model.safetensors",
+        )
+        adapter.save_pretrained(folder)
