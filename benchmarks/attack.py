@@ -669,6 +669,8 @@ def main() -> int:
     names = [*halves, *ATTACKS, *TRAINING]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="these attacks, or this half, alone")
     given = parser.parse_args()
+    # A shell that starts this in the background has it ignore Ctrl-C, and every run would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not os.environ.get(MOUNTED) and may_mount():
         # A mount of our own: what fills it does not fill the machine's disk.
         os.environ[MOUNTED] = "1"

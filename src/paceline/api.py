@@ -317,7 +317,7 @@ def train(
 @contextmanager
 def _clean(config: RunConfig) -> Generator[None]:
     """A call that fails before the run begins leaves no folder behind."""
-    directory = RunDirectory(Path(config.runs) / config.name)
+    directory = RunDirectory(Path(config.runs).absolute() / config.name)
     missing = [folder for folder in (directory.root, *directory.root.parents) if not folder.exists()]
     try:
         yield

@@ -112,6 +112,35 @@ def test_what_a_hook_raises_is_the_outcome_of_its_run(hooks, tmp_path, case):
         assert message in RunFolder(RunDirectory(done.directory)).status().message
 
 
+WANDERER = """
+import os
+import paceline
+
+
+class Wanderer(paceline.SingleTurn):
+    def examples(self, split):
+        return [{"messages": [{"role": "user", "content": f"copy: {word}"}]} for word in ("ab", "cd", "ef")]
+
+    def score(self, example, reply):
+        os.chdir("/")
+        return paceline.Outcome.solo(float(len(reply.text)))
+"""
+
+
+def test_user_code_may_leave_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "wanderer.py").write_text(WANDERER)
+    monkeypatch.chdir(tmp_path)
+    env = [CustomEnvConfig(name="toy", import_path="wanderer.py:Wanderer")]
+    done = run(Path(), runs="runs", name="away", steps=3, env=env, checkpoint={"every": 1})
+    assert Path.cwd() == Path("/")
+    assert (done.outcome.status, done.outcome.step) == ("finished", 3), done.outcome.message
+    assert [line["step"] for line in done.metrics][-3:] == [1, 2, 3]
+    assert done.directory == tmp_path / "runs" / "away"
+    assert (done.directory / "export" / "config.json").is_file()
+    assert done.summary[1].startswith("run runs/away, curve runs/away/rewards.png, model runs/away/export")
+    assert "paceline train runs/away/config.toml --resume latest" in done.summary[2]
+
+
 def test_a_bug_of_our_own_ends_the_run_as_failed_and_asks_for_a_report(tmp_path, monkeypatch):
     broken = compile("def keep_plan(config, root):\n    return {}['lost']\n", str(Path(session.__file__)), "exec")
     names: dict = {}

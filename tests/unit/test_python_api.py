@@ -204,7 +204,7 @@ def test_a_config_a_loaded_file_and_a_path_train():
     config = paceline.RunConfig(**small, name="config", env=[{"type": "arithmetic"}])
     Path("run.toml").write_text(paceline.config.dump(config))
     loaded = paceline.load("run.toml", ["--name", "loaded"])
-    assert paceline.train(loaded).directory == Path("runs/loaded")
+    assert paceline.train(loaded).directory == Path("runs/loaded").absolute()
     assert paceline.train(config, quiet=True).outcome.step == 1
     assert paceline.train("run.toml", **SMALL | {"name": "path"}).outcome.step == 1
     assert (
@@ -230,7 +230,7 @@ def test_environments_need_no_import_path():
 
 def test_runs_without_a_name_do_not_meet(two_rewards):
     first, second = (paceline.train(dataset=ROWS, reward=right, **SMALL).directory for _ in range(2))
-    assert (first, second) == (Path("runs/run-1"), Path("runs/run-2"))
+    assert (first, second) == (Path("runs/run-1").absolute(), Path("runs/run-2").absolute())
 
 
 def test_a_run_of_objects_goes_on_from_python_and_says_so_elsewhere(capsys):

@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"paceline: did you mean the option `{near}` instead of `{word}`?", file=sys.stderr)
         return 2
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        from paceline.observe.monitor.text import shown
+
+        print(f"paceline: {shown(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "peft"):

@@ -28,6 +28,7 @@ from paceline.observe.monitor import (
     summary,
     watching,
 )
+from paceline.observe.monitor.text import keep_home, shown
 from paceline.observe.record import RolloutRecorder
 from paceline.orchestrator import (
     CheckpointError,
@@ -75,6 +76,8 @@ def train(
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     `signals` lets another thread stop the run; `paceline.train` is the function for users.
     """
+    keep_home()
+    config = config.model_copy(update={"runs": str(Path(config.runs).absolute())})  # user code may change the directory
     refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
     if config.placement != "colocated":
@@ -387,7 +390,7 @@ def _warnings_as_notes(monitor: Monitor) -> Generator[None]:
 
 def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) -> RunOutcome:
     frames, trace = failure_traces(error)
-    message = str(error)
+    message = shown(error)
     if not directory.begun and not config.resume:
         return RunOutcome("failed", 0, message, frames=frames, trace=trace)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
 from paceline.observe.monitor.summary import Curve, MetricHistory
-from paceline.observe.monitor.text import amount, change, count, one_line, reasons, score, seconds
+from paceline.observe.monitor.text import amount, change, count, one_line, reasons, score, seconds, shown
 
 _HEARTBEAT = 10.0
 """Seconds of silence after which known work shows its progress again."""
@@ -63,7 +63,7 @@ class PlainLines(Monitor):
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.write(shown(line).encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
         self._printed = self._clock()
 

@@ -22,7 +22,7 @@ from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
 from paceline.observe.monitor.directory import RunDirectory, read_sound
 from paceline.observe.monitor.plain import PlainLines, Sparkline, block, known, share, standing
 from paceline.observe.monitor.summary import MetricHistory
-from paceline.observe.monitor.text import amount, clock, count, one_line, reasons, score, seconds
+from paceline.observe.monitor.text import amount, clock, count, one_line, reasons, score, seconds, shown
 
 _MAX_WIDTH: Final = 120
 _ROWS_AROUND: Final = 16
@@ -73,6 +73,7 @@ class Screen(Monitor):
             self._finished_steps.append(self._now())
 
     def note(self, text: str) -> None:
+        text = shown(text)
         if self._closed:
             self._console.print(Text(f"! {text}", "yellow"))
             return
@@ -138,7 +139,7 @@ class Screen(Monitor):
 
     def _footer(self, plan: RunPlan, width: int) -> Text:
         facts = f"{plan.device} · {count(plan.parameters)} parameters · "
-        place, room = str(plan.directory), width - len(facts) - 8
+        place, room = shown(plan.directory), width - len(facts) - 8
         # The end of a path says most.
         return Text(facts + (place if len(place) <= room else f"…{place[1 - room :]}"), "dim")
 

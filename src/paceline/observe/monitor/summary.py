@@ -12,7 +12,7 @@ from typing import Any, Final, Self, TypeGuard
 
 from paceline.observe.monitor.base import RunOutcome
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.monitor.text import amount, one_line, score, seconds
+from paceline.observe.monitor.text import amount, one_line, score, seconds, shown
 
 Curve = list[tuple[int, float]]
 """Points (step, value), in the order they came."""
@@ -88,7 +88,7 @@ def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory
     files = RunDirectory(directory)
     history = MetricHistory.of(metrics)
     lines = [_reached(history, metrics, outcome), _places(outcome, files), _next(outcome, files, bool(history.trained))]
-    return [one_line(line) for line in lines]
+    return [one_line(shown(line)) for line in lines]
 
 
 def _reached(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:

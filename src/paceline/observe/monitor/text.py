@@ -1,6 +1,9 @@
-"""Formats counts, scores and durations as short text."""
+"""Formats counts, scores, durations and paths as short text."""
 
+import contextlib
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def count(value: float) -> str:
@@ -52,6 +55,24 @@ def reasons(dropped: Mapping[str, int], separator: str = ", ") -> str:
     """12 zero advantage, 3 stale."""
     shown = sorted(((number, reason) for reason, number in dropped.items() if number), reverse=True)
     return separator.join(f"{number} {reason.replace('_', ' ')}" for number, reason in shown)
+
+
+def keep_home() -> None:
+    """Show paths as seen from the working directory of this moment: user code may change it while a run is led."""
+    global _home
+    with contextlib.suppress(FileNotFoundError):
+        _home = str(Path.cwd())
+
+
+_home = ""
+keep_home()
+
+
+def shown(text: object) -> str:
+    """The text with paths below the working directory written relative to it: `runs/quickstart`."""
+    if len(_home) < 2:  # the root: nothing is shorter from there
+        return str(text)
+    return re.sub(rf"(?<![\w/.~-]){re.escape(_home)}/", "", str(text))
 
 
 def one_line(value: str) -> str:
