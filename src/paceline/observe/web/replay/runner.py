@@ -53,8 +53,8 @@ class ReplayProcess:
         self.failure = ""
         self.began = time.monotonic()
         self.ended: float | None = None
-        replay = ["-P", "-m", "paceline.commands", "replay", str(run), str(step), "--json"]
-        self._command = [sys.executable, *replay, *flags]
+        command = [sys.executable, "-P", "-m", "paceline.commands", "replay", str(run), str(step), "--json"]
+        self._command = [*command, *flags]
         self._finished, self._limit = finished, limit
         self._stop = threading.Event()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
