@@ -28,7 +28,7 @@ from paceline.observe.monitor import (
     summary,
     watching,
 )
-from paceline.observe.monitor.text import keep_home, shown
+from paceline.observe.monitor.text import show_as_written, shown
 from paceline.observe.record import RolloutRecorder
 from paceline.orchestrator import (
     CheckpointError,
@@ -76,8 +76,6 @@ def train(
     `environments` replaces environments of the run file by objects, by name. `screen` is where progress is shown.
     `signals` lets another thread stop the run; `paceline.train` is the function for users.
     """
-    keep_home()
-    config = config.model_copy(update={"runs": str(Path(config.runs).absolute())})  # user code may change the directory
     refuse_unready(config, environments or ())
     config = with_settled_dtype(config)
     if config.placement != "colocated":
@@ -193,6 +191,7 @@ class _RunContext:
 
     @classmethod
     def open(cls, stack: ExitStack, run: RunSession, overwrite: bool) -> "_RunContext":
+        run = replace(run, config=run.config.model_copy(update={"runs": show_as_written(run.config.runs)}))
         config, path = run.config, Path(run.config.runs) / run.config.name
         directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]

@@ -1,6 +1,5 @@
 """Formats counts, scores, durations and paths as short text."""
 
-import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,22 +56,24 @@ def reasons(dropped: Mapping[str, int], separator: str = ", ") -> str:
     return separator.join(f"{number} {reason.replace('_', ' ')}" for number, reason in shown)
 
 
-def keep_home() -> None:
-    """Show paths as seen from the working directory of this moment: user code may change it while a run is led."""
-    global _home
-    with contextlib.suppress(FileNotFoundError):
-        _home = str(Path.cwd())
+_written: dict[str, str] = {}
+"""Absolute paths of folders, and how the user wrote them."""
 
 
-_home = ""
-keep_home()
+def show_as_written(folder: str) -> str:
+    """The folder's absolute path, which holds also when user code changes the working directory; `shown` takes it back
+    to what is written here."""
+    absolute = str(Path(folder).absolute())
+    _written[absolute] = folder
+    return absolute
 
 
 def shown(text: object) -> str:
-    """The text with paths below the working directory written relative to it: `runs/quickstart`."""
-    if len(_home) < 2:  # the root: nothing is shorter from there
-        return str(text)
-    return re.sub(rf"(?<![\w/.~-]){re.escape(_home)}/", "", str(text))
+    """The text with such folders as the user wrote them: `runs/quickstart`."""
+    out = str(text)
+    for absolute, folder in _written.items():
+        out = re.sub(rf"(?<![\w/.~-]){re.escape(absolute)}(?![\w.~-])", lambda _, f=folder: f, out)
+    return out
 
 
 def one_line(value: str) -> str:
