@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -302,6 +303,8 @@ class Supervisor:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         if words or last:
             return words or f"{last} (all of it is in {child.log})"
+        if trouble := _unwritable(child.log):
+            return f"nothing, and {child.log.parent} cannot be written ({trouble}): make room, then add --resume latest"
         return self._last_wait(child) or f"nothing (all of it is in {child.log})"
 
     def _last_wait(self, child: ManagedProcess) -> str:
@@ -352,3 +355,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
     end_child(process, CLOSE_SECONDS, CLOSE_SECONDS)
+
+
+def _unwritable(log: Path) -> str:
+    """Why no more can be written beside a log, such as a full disk; empty where it can."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=log.parent) as probe:
+            probe.write(b" " * 4096)
+            probe.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
