@@ -10,7 +10,7 @@ The trainer also dies while the very first checkpoint is written, and while the 
 Bars: as many kills as asked for, each kind among them; every ticket ended once, trained ones in the batch the books
 name and in no other, dropped ones because they were stale or, few, because graders failed; each trained token's log
 probability is what the weights of its version give it; each death named in a sentence, and never more than a minute
-without a word; reward, over all steps and over the last, within noise of runs that nobody disturbed.
+without a word; reward, over all steps and over the last, within noise of undisturbed runs.
 
     python benchmarks/chaos.py --json benchmarks/results/chaos-cpu.json
 """

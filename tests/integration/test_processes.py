@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import train
-from paceline.runtime.processes.supervisor import Supervisor
+from paceline.runtime.processes.supervisor import ManagedProcess, Supervisor
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 STEPS = 6
@@ -158,6 +159,25 @@ def test_the_current_folder_is_on_no_childs_path_and_user_code_is_found(run_file
 def test_what_cannot_start_is_said_at_once(run_file, capfd):
     with pytest.raises(PacelineError, match="no such folder"):
         train(config_of(run_file, "--name", "bad", "--placement", "processes", "--model.name", "./nowhere"))
+
+
+def test_a_full_disk_is_named_where_a_child_died_silently(run_file):
+    run = Supervisor(config_of(run_file, "--name", "full", "--placement", "processes"))
+    log = run.directory.live / "server.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    with subprocess.Popen(["true"]) as ended:
+        child = ManagedProcess("server", ended, log)
+    assert "cannot be written" not in run._last_word(child)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
+    try:
+        said = run._last_word(child)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written (File too large)" in said
+    assert "--resume latest" in said
+    assert "--overwrite" not in said
 
 
 def test_objects_do_not_travel(run_file):
