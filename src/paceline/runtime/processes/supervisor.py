@@ -360,7 +360,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _unwritable(log: Path) -> str:
     """Why no more can be written beside a log, such as a full disk; empty where it can."""
     try:
-        with tempfile.NamedTemporaryFile(dir=log.parent) as probe:
+        with tempfile.TemporaryFile(dir=log.parent) as probe:
             probe.write(b" " * 4096)
             probe.flush()
     except OSError as error:
