@@ -12,7 +12,7 @@ import pytest
 
 from paceline.runtime.signals import run_to_the_end
 from paceline.simulate.engine import leap
-from paceline.util.deadlines import DeadlineError, abandonable
+from paceline.util.deadlines import DeadlineError, UserCall
 
 
 def test_a_task_that_refuses_to_be_cancelled_is_left_behind(caplog):
@@ -111,7 +111,7 @@ def test_work_that_swallows_its_cancellation_is_abandoned_with_its_line():
                 await asyncio.sleep(1)
 
     async def main():
-        task = asyncio.create_task(abandonable(5, "an episode of `code`", stubborn()))
+        task = asyncio.ensure_future(UserCall(5, "an episode of `code`", stubborn()))
         with pytest.raises(DeadlineError, match=r"cancelled and did not end within 30 s, at .*, line \d+, in stubborn"):
             await task
         over.set()

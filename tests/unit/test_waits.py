@@ -27,7 +27,7 @@ from paceline.observe.monitor.watchdog import Watchdog, stalled_file, waits_file
 from paceline.orchestrator import DeadlineError, RealClock
 from paceline.orchestrator.metrics import Stopwatch
 from paceline.simulate import leap
-from paceline.util.deadlines import AbandonedError, abandonable, registry, waiting, within
+from paceline.util.deadlines import AbandonedError, UserCall, registry, waiting, within
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -256,9 +256,9 @@ def test_user_code_that_never_ends_is_left_30_s_after_its_deadline_or_its_cancel
     async def run():
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         with pytest.raises(AbandonedError, match=r"it was cancelled and did not end within 30 s, at .*test_waits.py"):
-            await abandonable(60, "it", work())
+            await UserCall(60, "it", work())
         late, left = loop.time(), task.cancelling()
-        task = asyncio.create_task(abandonable(60, "it", work()))
+        task = asyncio.ensure_future(UserCall(60, "it", work()))
         loop.call_later(10, task.cancel)
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -283,7 +283,7 @@ def test_user_code_may_clean_up_after_its_deadline():
 
     async def run():
         with pytest.raises(DeadlineError, match="it took longer than 60 s"):
-            await abandonable(60, "it", work())
+            await UserCall(60, "it", work())
         return asyncio.get_running_loop().time(), asyncio.current_task().cancelling()
 
     assert leap(run()) == (89, 0)
@@ -303,7 +303,7 @@ def test_user_code_keeps_its_own_time_outs_and_tasks():
         return first.result(), await asyncio.gather(answers(), asyncio.sleep(1, "second")), asyncio.current_task()
 
     async def run():
-        first, rest, task = await abandonable(1000, "it", own())
+        first, rest, task = await UserCall(1000, "it", own())
         return first, rest, task is asyncio.current_task(), task.cancelling(), asyncio.get_running_loop().time()
 
     assert leap(run()) == ("first", ["soon", "second"], True, 0, 43)
@@ -312,9 +312,9 @@ def test_user_code_keeps_its_own_time_outs_and_tasks():
 def test_user_code_that_raises_a_base_exception_raises_it_here():
     async def run():
         with pytest.raises(SystemExit):
-            await abandonable(60, "it", leaves())
+            await UserCall(60, "it", leaves())
         with pytest.raises(GeneratorExit):
-            await abandonable(60, "it", leaves(GeneratorExit))
+            await UserCall(60, "it", leaves(GeneratorExit))
 
     async def leaves(what=SystemExit):
         await asyncio.sleep(1)

@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from paceline.clients.registry import SHAPES, EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
 from paceline.engine.base import Completion, Engine, EngineStats, GenerateRequest
@@ -34,18 +34,27 @@ class NoEngineLeft(EngineError):
 class PendingRequest:
     """One request on its way: what it needs, and what it has met so far."""
 
-    what: str
     length: int
     """Tokens an engine's context must hold."""
-    model: str = ""
+    model: str
+    deadline: float | None
+    request: GenerateRequest | None = None
+    """None where sequences are scored."""
     weight: int = 1
-    full: set[PoolMember] = field(default_factory=set)
+    full: tuple[PoolMember, ...] = ()
     """Those that had no room in this round."""
-    broken: list[PoolMember] = field(default_factory=list)
+    broken: tuple[PoolMember, ...] = ()
     lost: int = 0
     rounds: int = 0
     waited: float = 0.0
     trouble: EngineError | None = None
+
+    @property
+    def what(self) -> str:
+        """Names it in an error."""
+        if (request := self.request) is None:
+            return f"the scoring of {self.weight} sequences"
+        return f"the request of {len(request.prompt_ids)} prompt tokens, order {request.order}, noise {request.noise}"
 
 
 class Pool:
@@ -60,11 +69,9 @@ class Pool:
         self._affinity = PrefixAffinity()
         self._unanswered = 0
 
-    async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
+    def generate(self, request: GenerateRequest, deadline: float | None = None) -> Coroutine[Any, Any, Completion]:
         """One completion, within `deadline` seconds."""
         prompt = request.prompt_ids
-        what = f"the request of {len(prompt)} prompt tokens, order {request.order}, noise {request.noise}"
-        pending = PendingRequest(what, len(prompt) + 1, request.model)
 
         def route(candidates: list[PoolMember]) -> PoolMember:
             if len(candidates) == 1:
@@ -85,7 +92,7 @@ class Pool:
                 raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
             return completion
 
-        return await self._run(pending, route, ask, deadline)
+        return self._run(PendingRequest(len(prompt) + 1, request.model, deadline, request), route, ask)
 
     async def score(
         self,
@@ -95,11 +102,11 @@ class Pool:
         deadline: float | None = None,
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
-        pending = PendingRequest(
-            f"the scoring of {len(sequences)} sequences", max(map(len, sequences), default=0), model, len(sequences)
-        )
+        longest, count = max(map(len, sequences), default=0), len(sequences)
         return await self._run(
-            pending, choose, lambda member: member.engine.score(sequences, temperature, model), deadline
+            PendingRequest(longest, model, deadline, weight=count),
+            choose,
+            lambda member: member.engine.score(sequences, temperature, model),
         )
 
     async def load_weights(self, update: WeightUpdate) -> float:
@@ -144,61 +151,54 @@ class Pool:
         members = self._registry.members
         return sum(member.engine.busy_seconds for member in members) / len(members)
 
-    async def _run(
+    def _run(
         self,
         pending: PendingRequest,
         route: Callable[[list[PoolMember]], PoolMember],
         ask: Callable[[PoolMember], Awaitable[T]],
-        deadline: float | None,
-    ) -> T:
-        self._unanswered += 1
-        try:
-            if deadline is None:
-                return await self._attempt(pending, route, ask, None)
-            async with asyncio.timeout(deadline) as limit:
-                return await self._attempt(pending, route, ask, deadline)
-        except TimeoutError:
-            if deadline is None or not limit.expired():
-                raise
-            cause = f" ({pending.trouble})" if pending.trouble else ""
-            raise EngineError(f"no completion within {deadline:g} s{cause}: give it a longer deadline") from None
-        finally:
-            self._unanswered -= 1
+    ) -> Coroutine[Any, Any, T]:
+        work = self._attempt(pending, route, ask)
+        return work if pending.deadline is None else _in_time(pending, pending.deadline, work)
 
     async def _attempt(
         self,
         pending: PendingRequest,
         route: Callable[[list[PoolMember]], PoolMember],
         ask: Callable[[PoolMember], Awaitable[T]],
-        deadline: float | None,
     ) -> T:
-        await self._registry.meet()
-        while True:
-            member = route(await self._candidates(pending, deadline))
-            member.unanswered += pending.weight
-            try:
+        self._unanswered += 1
+        try:
+            await self._registry.meet()
+            while True:
+                member = route(await self._candidates(pending))
+                member.unanswered += pending.weight
                 try:
-                    return await ask(member)
-                finally:
-                    member.unanswered -= pending.weight
-            except UnknownModel as error:
-                if not self._registry.forgot(member, pending.model, error):
+                    try:
+                        return await ask(member)
+                    finally:
+                        member.unanswered -= pending.weight
+                except UnknownModel as error:
+                    if not self._registry.forgot(member, pending.model, error):
+                        raise
+                except RequestError:
                     raise
-            except RequestError:
-                raise
-            except Overloaded as error:
-                pending.full.add(member)
-                pending.trouble = error
-            except EngineError as error:
-                await self._retry_or_raise(pending, member, error)
-            except SHAPES as error:
-                if not isinstance(member.engine, RejoiningEngine):
-                    raise  # nothing came over a wire: it is a bug, and its traceback says where
-                garbled = EngineError(f"{member.name} answered what cannot be read ({type(error).__name__}: {error})")
-                garbled.__cause__ = error
-                await self._retry_or_raise(pending, member, garbled)
+                except Overloaded as error:
+                    pending.full += (member,)
+                    pending.trouble = error
+                except EngineError as error:
+                    await self._retry_or_raise(pending, member, error)
+                except SHAPES as error:
+                    if not isinstance(member.engine, RejoiningEngine):
+                        raise  # nothing came over a wire: it is a bug, and its traceback says where
+                    garbled = EngineError(
+                        f"{member.name} answered what cannot be read ({type(error).__name__}: {error})"
+                    )
+                    garbled.__cause__ = error
+                    await self._retry_or_raise(pending, member, garbled)
+        finally:
+            self._unanswered -= 1
 
-    async def _candidates(self, pending: PendingRequest, deadline: float | None) -> list[PoolMember]:
+    async def _candidates(self, pending: PendingRequest) -> list[PoolMember]:
         """Engines in service that are large enough and have not just refused; waits until there is one."""
         members = self._registry.members
         if len(members) == 1 and members[0].trouble is members[0].context is None and not pending.full:
@@ -215,12 +215,12 @@ class Pool:
             if self._registry.hopeless:
                 trouble = pending.trouble or self._registry.trouble
                 raise NoEngineLeft(str(trouble)) from trouble
-            await self._wait(pending, deadline)
-            pending.full.clear()
+            await self._wait(pending)
+            pending.full = ()
 
-    async def _wait(self, pending: PendingRequest, deadline: float | None) -> None:
+    async def _wait(self, pending: PendingRequest) -> None:
         delay = self._registry.delay(pending.rounds)
-        if deadline is None and pending.waited + delay > PATIENCE_SECONDS:
+        if pending.deadline is None and pending.waited + delay > PATIENCE_SECONDS:
             raise pending.trouble or self._registry.trouble
         pending.rounds += 1
         pending.waited += delay
@@ -239,7 +239,7 @@ class Pool:
         except SHAPES:
             raise error from None  # it cannot even say what it serves
         if fails:
-            pending.broken.append(member)
+            pending.broken += (member,)
         elif isinstance(error, Unreachable):
             pending.lost += 1
         else:
@@ -249,6 +249,17 @@ class Pool:
             raise EngineError(f"{pending.what} is given up after {names} failed under it: {error}") from error
         if pending.lost >= MOST_LOST:
             raise error
+
+
+async def _in_time(pending: PendingRequest, deadline: float, work: Coroutine[Any, Any, T]) -> T:
+    try:
+        async with asyncio.timeout(deadline) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        cause = f" ({pending.trouble})" if pending.trouble else ""
+        raise EngineError(f"no completion within {deadline:g} s{cause}: give it a longer deadline") from None
 
 
 class LeaguePool(Pool):
@@ -276,10 +287,10 @@ class LeaguePool(Pool):
             engine.start()
         await self._past[name][1].load_weights(update)
 
-    async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
+    def generate(self, request: GenerateRequest, deadline: float | None = None) -> Coroutine[Any, Any, Completion]:
         if request.model not in self._past:
-            return await super().generate(request, deadline)
-        return await self._past[request.model][1].generate(dataclasses.replace(request, model=""), deadline)
+            return super().generate(request, deadline)
+        return self._past[request.model][1].generate(dataclasses.replace(request, model=""), deadline)
 
     def close(self) -> None:
         super().close()

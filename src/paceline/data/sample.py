@@ -6,7 +6,7 @@ An array travels as (dtype, shape, bytes). Decoding wraps the buffer without cop
 views; the trainer copies once, when it packs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, Self
 
@@ -79,27 +79,28 @@ class Sample:
     spans: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, dtype in STREAM_DTYPES.items():
-            stream = getattr(self, name)
-            if stream is not None:
-                object.__setattr__(self, name, np.ascontiguousarray(stream, dtype=dtype))
-        self._check(STREAM_DTYPES)
+        self._set(self.streams())
 
-    def _check(self, names: Iterable[str]) -> None:
-        if len(self) == 0:
+    def _set(self, streams: Mapping[str, NDArray | None]) -> None:
+        """Set streams, each as a contiguous array of its type, and check them."""
+        for name, stream in streams.items():
+            if stream is not None:
+                stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES[name])
+            object.__setattr__(self, name, stream)
+        length = len(self.token_ids)
+        if length == 0:
             raise ValueError(f"{self.where}: a sample needs at least one token")
-        shape = (len(self),)
-        for name in names:
+        for name in streams:
             stream = getattr(self, name)
             if stream is None:
                 continue
-            if stream.shape != shape:
+            if stream.shape != (length,):
                 raise ValueError(
-                    f"{self.where}: stream `{name}` has shape {stream.shape}, but the sample has {len(self)} tokens"
+                    f"{self.where}: stream `{name}` has shape {stream.shape}, but the sample has {length} tokens"
                 )
             if name in FIRST_IS_ZERO and stream[0]:
                 raise ValueError(f"{self.where}: `{name}` trains the first token, which nothing precedes")
-        if not NAMED_TOGETHER.isdisjoint(names):
+        if not NAMED_TOGETHER.isdisjoint(streams):
             self._check_sampling()
 
     def _check_sampling(self) -> None:
@@ -127,15 +128,11 @@ class Sample:
         return {name: value for name in STREAM_DTYPES if (value := getattr(self, name)) is not None}
 
     def with_streams(self, **streams: NDArray | None) -> Self:
-        """A copy with some streams set; only what changed is checked again."""
+        """A copy with some streams set; only what changed is checked."""
         clone = object.__new__(type(self))
         for name in FIELDS:
             object.__setattr__(clone, name, getattr(self, name))
-        for name, stream in streams.items():
-            if stream is not None:
-                stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES[name])
-            object.__setattr__(clone, name, stream)
-        clone._check(streams)
+        clone._set(streams)
         return clone
 
     def truncated_to(self, limit: int) -> Self:

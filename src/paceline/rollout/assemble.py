@@ -87,6 +87,7 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
     versions, temperatures = np.empty(length, np.int32), np.empty(length, np.float32)
     versions.fill(-1)
     temperatures.fill(1.0)
+    mixed = False
     for turn, (start, end) in spoken:
         mask[start:end] = True
         temperatures[start:end] = turn.temperature or 1.0
@@ -98,15 +99,16 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
             logprobs[start:end] = np.frombuffer(said, np.float32)
             versions[start:end] = np.frombuffer(each(by, len(turn.versions)), np.int32)
             turn.pack(Packed(packed, start, end, said, by, (tokens, logprobs, temperatures)))
+            mixed |= type(by) is bytes
     except (OverflowError, TypeError):  # numbers of an engine of the user's own, which numpy may still take
-        tokens = np.array(thread.tokens, np.int64)
+        tokens, mixed = np.array(thread.tokens, np.int64), True
         for turn, (start, end) in spoken:
             logprobs[start:end] = turn.logprobs
             versions[start:end] = turn.versions
     for stream in (tokens, logprobs, temperatures):
         stream.flags.writeable = False
     kept = None
-    for turn, (start, end) in spoken:
+    for turn, (start, end) in spoken if mixed else ():
         # The weights changed under it, and its cache stayed as it was.
         if not turn.recomputed and start < end and not all_equal(turn.versions):
             kept = np.zeros(length, np.bool_) if kept is None else kept

@@ -238,7 +238,8 @@ class RecordingServer:
         given = body.model_dump(exclude_none=True)
         _check(body)
         seat = session.seat
-        seat.overrides.update([*_overridden(given, seat), *ignored_fields(request)])
+        for name in (*_overridden(given, seat), *ignored_fields(request)):
+            seat.overrides[name] = seat.overrides.get(name, 0) + 1
         tools = given.get("tools") if body.tool_choice != "none" else None
         return await unless_gone(request.receive, session.answer(_all(seat, given["messages"], tools, body.n or 1)))
 

@@ -1,6 +1,5 @@
 """A seat in an episode: a client that speaks for the policy and records every token."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -104,7 +103,7 @@ class Seat:
         self.max_tokens: int | None = None
         """Longest reply from here; the run's own limit when None."""
         self.turns: list[Turn] = []
-        self.overrides: Counter[str] = Counter()
+        self.overrides: dict[str, int] = {}
         """Settings an agent asked for over its URL, in whose place the run's own were used."""
         self._sampling, self._lodge = sampling, lodge
         self._left = False

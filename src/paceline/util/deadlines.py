@@ -8,15 +8,13 @@ Open waits stand in a registry that the watchdog reads from its own thread. A wa
 """
 
 import asyncio
-import inspect
 import logging
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import CoroutineType, FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from paceline.errors import PacelineError
 from paceline.util.user_code import user_place
@@ -38,52 +36,74 @@ class AbandonedError(DeadlineError):
 
 
 class Wait:
-    """One open wait. It costs about a microsecond, for there is one for each episode."""
+    """One open wait, in a `with` block of its task or thread. It costs about a microsecond, for there is one for each
+    episode."""
 
-    __slots__ = ("cancels", "on", "parent", "seconds", "since", "timer", "what", "who")
+    __slots__ = ("_cancelling", "_timer", "_token", "cancels", "on", "parent", "seconds", "since", "what", "who")
 
-    def __init__(
-        self,
-        what: str,
-        who: "asyncio.Task[Any] | threading.Thread",
-        seconds: float | None = None,
-        on: tuple[str, ...] = (),
-    ) -> None:
-        parent = _current.get()
-        while parent is not None and parent.who is None:  # that wait is over by now
-            parent = parent.parent
+    def __init__(self, what: str, seconds: float | None = None, on: tuple[str, ...] = ()) -> None:
         self.what = what
-        self.who: asyncio.Task[Any] | threading.Thread | None = who
-        """None once the wait is over, so that a reference to it keeps no task alive."""
-        self.since = time.monotonic()
         self.seconds = seconds
         """How long it may take, where it has a deadline of its own."""
         self.on = on
         """Beginnings of the names of waits that must end before this one can."""
-        self.parent: Wait | None = parent
+        self.who: asyncio.Task[Any] | threading.Thread | None = None
+        """None once the wait is over, so that a reference to it keeps no task alive."""
+        self.parent: Wait | None = None
         self.cancels = 0
         """How often the waiting task was cancelled because the deadline is over."""
-        self.timer: asyncio.TimerHandle | None = None
-        """The next time, once it is over."""
+        self._timer: asyncio.TimerHandle | None = None
 
-    def expire(self) -> None:
+    def __enter__(self) -> Self:
+        parent = _current.get()
+        while parent is not None and parent.who is None:  # that wait is over by now
+            parent = parent.parent
+        self.parent = parent
+        self.since = time.monotonic()
+        if self.seconds is None:
+            self.who = _who()
+        else:
+            self.who = task = asyncio.current_task()
+            assert task is not None
+            self._cancelling = task.cancelling()
+            self._timer = task.get_loop().call_later(self.seconds, self._expire)
+        _open[self] = None
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave the registry; a cancellation that the deadline caused becomes a `DeadlineError`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        late = self.cancels and self._uncancel() and isinstance(error, asyncio.CancelledError)
+        self.who = None
+        del _open[self]
+        try:  # noqa: SIM105 - a context manager costs more than the wait
+            _current.reset(self._token)
+        except ValueError:  # thrown away half-way: the garbage collector ran in another context
+            pass
+        if late:
+            raise self._late() from error
+
+    def _expire(self) -> None:
         """The deadline is over: cancel the waiting task, and again until it leaves."""
         assert isinstance(self.who, asyncio.Task)
-        self.timer = self.who.get_loop().call_later(AGAIN_SECONDS, self.expire)
+        self._timer = self.who.get_loop().call_later(AGAIN_SECONDS, self._expire)
         if self.cancels == round(ABANDON_SECONDS / AGAIN_SECONDS) + 1:  # user code is abandoned by now
             text = "%s does not let itself be cancelled, %g s after its %g s are over: pass asyncio.CancelledError on"
             log.warning(text, self.what, self.cancels * AGAIN_SECONDS, self.seconds)
         self.cancels += 1
         self.who.cancel()
 
-    def uncancel(self) -> int:
-        """Take all of that back; answers with the cancellations that others asked for."""
+    def _uncancel(self) -> bool:
+        """Take all of that back; answers with whether nothing else has cancelled the task meanwhile."""
         assert isinstance(self.who, asyncio.Task)
         for _ in range(self.cancels):
             self.who.uncancel()
-        if self.timer is not None:
-            self.timer.cancel()
-        return self.who.cancelling()
+        return self.who.cancelling() <= self._cancelling
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(f"{self.what} took longer than {self.seconds:g} s")
 
 
 class Registry:
@@ -125,89 +145,69 @@ async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool =
     The same as `asyncio.timeout` around a named wait, in one object and one timer instead of two. `moves` says whether
     a good end is progress of the run, which is not so for a health check.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    cancelling = task.cancelling()
-    wait = Wait(what, task, seconds)
-    timer = task.get_loop().call_later(seconds, wait.expire)
-    _open[wait] = None
-    token = _current.set(wait)
-    try:
+    with Wait(what, seconds):
         result = await work  # bounded: here is the bound
-    except asyncio.CancelledError as error:
-        left = work.left if type(work) is _UserCall else None
-        if wait.cancels and wait.uncancel() <= cancelling:
-            if left is not None:
-                raise AbandonedError(left) from error
-            raise DeadlineError(f"{what} took longer than {seconds:g} s") from error
-        if left is not None:
-            log.warning(left)
-        raise
-    except BaseException:
-        if wait.cancels:
-            wait.uncancel()
-        raise
-    else:
-        if wait.cancels:
-            wait.uncancel()
-        if moves:
-            registry.moved += 1
-        return result
-    finally:
-        timer.cancel()
-        if type(work) is _UserCall:
-            work.close()
-        _leave(wait, token)
+    if moves:
+        registry.moved += 1
+    return result
 
 
-def abandonable(seconds: float, what: str, work: Awaitable[T]) -> Coroutine[Any, Any, T]:
+class UserCall(Wait):
     """As `within`, for user code, which may swallow its cancellation.
 
     A task cannot be killed, but its work can be left where it stands. `ABANDON_SECONDS` after the deadline, or after
     the caller was cancelled, the work is abandoned: the caller goes on with an `AbandonedError` or its cancellation,
     and the work is not resumed. Timers of the work may still cancel the caller's task, so that task should end soon.
+
+    Wait and driver of the work are one object: at thousands of episodes in flight each further one is felt.
     """
-    return within(seconds, what, _UserCall(work))
 
+    __slots__ = ("_give_up_timer", "_given_up", "_left", "work")
 
-class _UserCall:
-    """Awaits user code within the caller's task, and can stop awaiting it although it has not ended."""
-
-    __slots__ = ("_begun", "_given_up", "_timer", "_wait", "_work", "left")
-
-    def __init__(self, work: Awaitable[Any]) -> None:
-        self.left: str | None = None
+    def __init__(self, seconds: float, what: str, work: Awaitable[Any]) -> None:
+        super().__init__(what, seconds)
+        self.work = work
+        self._left: str | None = None
         """The message about it, once it is abandoned."""
-        self._work = work
-        self._wait: Wait | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._begun = self._given_up = False
+        self._give_up_timer: asyncio.TimerHandle | None = None
+        self._given_up = False
 
     def __await__(self) -> Generator[Any, None, Any]:
-        self._wait, self._begun = _current.get(), True
-        work: Any = self._work
+        work: Any = self.work
         driven = work if type(work) is CoroutineType else work.__await__()  # a wrapper less for each episode
         error: BaseException | None = None
-        while True:
-            try:
-                future = driven.send(None) if error is None else driven.throw(error)
-            except StopIteration as end:
-                return end.value
-            error = None
-            try:
-                if future is None or type(future) is asyncio.Future:
-                    yield future
-                else:
-                    yield from self._ended(future)
-            except GeneratorExit:
-                driven.close()
-                raise
-            except BaseException as thrown:
-                error = thrown
-                if self._given_up:
-                    self._abandon()
+        with self:
+            while True:
+                try:
+                    future = driven.send(None) if error is None else driven.throw(error)
+                except StopIteration as end:
+                    registry.moved += 1
+                    return end.value
+                error = None
+                try:
+                    if future is None or type(future) is asyncio.Future:
+                        yield future
+                    else:
+                        yield from self._ended(future)
+                except GeneratorExit:
+                    driven.close()
                     raise
-                self._give_up_later()
+                except BaseException as thrown:
+                    error = thrown
+                    if self._given_up:
+                        self._abandon()
+                        raise
+                    self._give_up_later()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+        super().__exit__(kind, error, trace)
+        if self._left is not None:
+            log.warning(self._left)
+
+    def _late(self) -> DeadlineError:
+        return super()._late() if self._left is None else AbandonedError(self._left)
 
     def _ended(self, future: "asyncio.Future[Any]") -> Generator[Any, None, None]:
         """Wait for a task, or for several: unlike a plain future it may outlive its cancellation."""
@@ -223,38 +223,29 @@ class _UserCall:
                 self._give_up_later()
 
     def _give_up_later(self) -> None:
-        if self._timer is None:
+        if self._give_up_timer is None:
             task = asyncio.current_task()
             assert task is not None
-            assert self._wait is not None
             # After the deadline the wait itself cancels every `AGAIN_SECONDS`: the last time must find it given up.
-            seconds = ABANDON_SECONDS - (0.5 * AGAIN_SECONDS if self._wait.cancels else 0.0)
-            self._timer = task.get_loop().call_later(seconds, self._give_up, task, task.cancelling())
+            seconds = ABANDON_SECONDS - (0.5 * AGAIN_SECONDS if self.cancels else 0.0)
+            self._give_up_timer = task.get_loop().call_later(seconds, self._give_up, task, task.cancelling())
 
     def _give_up(self, task: "asyncio.Task[Any]", cancelling: int) -> None:
-        self._timer = None
+        self._give_up_timer = None
         if not task.cancelling() >= cancelling > 0:
             return  # it has dealt with it: a time-out of its own
-        assert self._wait is not None
         self._given_up = True
-        if not self._wait.cancels:
+        if not self.cancels:
             task.cancel()
 
     def _abandon(self) -> None:
         """Keep the work from the garbage collector, and say where it stands."""
-        _keep(self._work)
-        at = user_place(awaited_frames(self._work))
-        assert self._wait is not None
-        self.left = (
-            f"{self._wait.what} was cancelled and did not end within {ABANDON_SECONDS:g} s{at and f', at {at}'}: it is "
+        _keep(self.work)
+        at = user_place(awaited_frames(self.work))
+        self._left = (
+            f"{self.what} was cancelled and did not end within {ABANDON_SECONDS:g} s{at and f', at {at}'}: it is "
             "abandoned; let asyncio.CancelledError pass there"
         )
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._begun and inspect.iscoroutine(self._work):
-            self._work.close()  # it never will be awaited
 
 
 class _End(asyncio.Future[None]):
@@ -296,32 +287,16 @@ def awaited_frames(coroutine: Any) -> Iterator[FrameType]:
             return
         yield frame
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-        if frame.f_code is _UserCall.__await__.__code__:
-            coroutine = frame.f_locals["self"]._work
+        if frame.f_code is UserCall.__await__.__code__:
+            coroutine = frame.f_locals["self"].work
 
 
-@contextmanager
-def waiting(what: str, on: str | tuple[str, ...] = ()) -> Generator[Wait]:
-    """Name a wait whose deadline is kept by the other side.
+def waiting(what: str, on: str | tuple[str, ...] = ()) -> Wait:
+    """Name a wait whose deadline is kept by the other side, in a `with` block.
 
     `on` names that side: open waits whose names begin so are drawn below this one.
     """
-    wait = Wait(what, _who(), on=(on,) if isinstance(on, str) else on)
-    _open[wait] = None
-    token = _current.set(wait)
-    try:
-        yield wait
-    finally:
-        _leave(wait, token)
-
-
-def _leave(wait: Wait, token: Token[Wait | None]) -> None:
-    wait.who = None
-    del _open[wait]
-    try:  # noqa: SIM105 - a context manager costs more than the wait
-        _current.reset(token)
-    except ValueError:  # thrown away half-way: the garbage collector ran in another context
-        pass
+    return Wait(what, on=(on,) if isinstance(on, str) else on)
 
 
 def _who() -> "asyncio.Task[Any] | threading.Thread":
@@ -368,4 +343,4 @@ class RealClock:
         await asyncio.sleep(seconds)
 
     def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
-        return abandonable(seconds, what, work)
+        return UserCall(seconds, what, work)
