@@ -671,6 +671,7 @@ def main() -> int:
     given = parser.parse_args()
     # A shell that starts this in the background has it ignore Ctrl-C, and every run would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started is ended on the way out
     if not os.environ.get(MOUNTED) and may_mount():
         # A mount of our own: what fills it does not fill the machine's disk.
         os.environ[MOUNTED] = "1"

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import uvicorn
@@ -218,6 +219,22 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_others_are_not_held_up(lo
         made(Grammar("regex", "(ab{1,4}){1,4}"))
     monkeypatch.undo()
     assert made(Grammar("regex", "(ab{1,4}){1,4}")).allowed(103).any()
+
+
+def test_one_small_worker_stays_for_the_next_grammar(load, monkeypatch):
+    pytest.importorskip("xgrammar")
+    made = grammars(load("quickstart"), [1])
+    workers = made._workers
+    with ThreadPoolExecutor(2) as threads:  # two workers, of which one stays
+        assert all(threads.map(lambda most: made(Grammar("regex", f"(ab{{1,{most}}}){{1,3}}")), (3, 4)))
+    (first,) = workers._idle
+    assert first.poll() is None
+    made(Grammar("regex", "(ab{1,5}){1,3}"))
+    assert workers._idle == [first]
+    monkeypatch.setattr(grammar, "MOST_GROWN", -1)
+    made(Grammar("regex", "(ab{1,6}){1,3}"))
+    assert workers._idle == []
+    assert first.wait(30) != 0
 
 
 def sleeping(info):

@@ -32,6 +32,10 @@ MOST_SOURCE = 1 << 16
 THREADS = 4
 WORKER = Path(__file__).with_name("grammar_worker.py")
 MOST_WORKERS = 2
+MOST_IDLE = 1
+"""A worker's libraries take hundreds of megabytes."""
+MOST_GROWN = 64 << 20
+"""Bytes by which an idle worker may have grown."""
 COMPILE_SECONDS = 30
 """For a grammar that is not sure to be quick, the start of its process included."""
 COMPILE_BYTES = 4 << 30
@@ -125,7 +129,8 @@ class Grammars:
 
 
 class GrammarWorkers:
-    """Up to `MOST_WORKERS` processes that compile what may take long; one that takes too long is ended."""
+    """Up to `MOST_WORKERS` processes that compile what may take long; one that takes too long is ended, and a small one
+    stays for the next grammar."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(MOST_WORKERS)
@@ -141,7 +146,10 @@ class GrammarWorkers:
             while worker is None or worker.poll() is not None:
                 worker = self._idle.pop() if self._idle else _start(info)
             answer = _ask(worker, {"kind": kind, "source": source, "whitespace": MOST_WHITESPACE})
-            self._idle.append(worker)
+            if answer["grown"] > MOST_GROWN or len(self._idle) >= MOST_IDLE:
+                worker.kill()
+            else:
+                self._idle.append(worker)
         except (OSError, ValueError):  # ended by the deadline or by its own limits: the answer is no JSON
             if worker is not None:
                 worker.kill()
@@ -171,7 +179,7 @@ def _start(info: "TokenizerInfo") -> "subprocess.Popen[str]":
     return worker
 
 
-def _ask(worker: "subprocess.Popen[str]", question: dict[str, Any]) -> dict[str, str]:
+def _ask(worker: "subprocess.Popen[str]", question: dict[str, Any]) -> dict[str, Any]:
     """One answer, or a ValueError where the worker has ended."""
     assert worker.stdin is not None
     assert worker.stdout is not None

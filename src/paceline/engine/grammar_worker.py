@@ -1,7 +1,8 @@
 """Compiles grammars in a process of its own, which can be given up: a short pattern may take minutes and gigabytes.
 
 Run as a file, so that it imports xgrammar and nothing of Paceline. Each line of its input is a JSON object: first the
-tokenizer, then one grammar after another. Each grammar is answered by a line of JSON.
+tokenizer, then one grammar after another. Each grammar is answered by a line of JSON, which also says by how many bytes
+compiling has made this process grow: memory that is not given back is a reason to end it.
 """
 
 import json
@@ -19,10 +20,17 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (begin["memory"], begin["memory"]))
     info = xgrammar.TokenizerInfo.deserialize_json(begin["tokenizer"])
     compiler = xgrammar.GrammarCompiler(info, max_threads=begin["threads"], cache_enabled=False)
+    small = peak()
     for line in sys.stdin:
         signal.alarm(begin["seconds"])  # ends this process, also where the one that asks is gone
-        print(json.dumps(answer(compiler, json.loads(line))), file=answers, flush=True)
+        found = answer(compiler, json.loads(line))
+        print(json.dumps({**found, "grown": peak() - small}), file=answers, flush=True)
         signal.alarm(0)
+
+
+def peak() -> int:
+    """The most memory this process has held, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def answer(compiler: Any, asked: dict[str, Any]) -> dict[str, str]:
