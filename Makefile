@@ -17,6 +17,8 @@ LAWS := $(addprefix tests/unit/test_,$(addsuffix .py,engine engine_scheduler eng
 MLX_SMOKE := 'tests/mlx/test_mlx_losses.py::test_log_probabilities_and_entropies_are_torchs' \
 	'tests/mlx/test_mlx_runs.py::test_a_run_needs_no_torch'
 VERIFIERS_SMOKE := tests/integration/test_doors_train.py::test_one_question_and_a_talk_of_several_turns_train_from_a_run_file
+# The documentation's site; it reads the source and imports nothing of it.
+DOCS := .venv-docs
 SEED ?= 0
 # torch is pinned first and constrains all that follows: any other order may pull gigabytes of CUDA.
 CONSTRAINTS := constraints.txt
@@ -30,7 +32,7 @@ define install
 	touch $@
 endef
 
-.PHONY: setup demo test smoke test-mlx doors clients learn scale vllm lint bench clean help
+.PHONY: setup demo test smoke docs test-mlx doors clients learn scale vllm lint bench clean help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -61,10 +63,19 @@ demo: $(VENV)/.core ## Install the package alone into .venv, train the quickstar
 test: lint ## Lint, types, layers and the tests that need no other package: short ones of Ray, ranks and colocated among them
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rsfE -n 4 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
 
-smoke: $(MLX)/.smoke $(VERIFIERS)/.smoke ## What needs other environments, in short: mlx against torch, a run on mlx, a `verifiers` run, the wheel in a clean one
+smoke: $(MLX)/.smoke $(VERIFIERS)/.smoke ## What needs other environments, in short: mlx against torch, a run on mlx, a `verifiers` run, the wheel in a clean one, the docs' site
 	PACELINE_NO_SKIPS=1 $(MLX)/bin/python -m pytest -rsfE $(MLX_SMOKE)
 	PACELINE_NO_SKIPS=1 $(VERIFIERS)/bin/python -m pytest -rsfE $(VERIFIERS_SMOKE)
 	$(PYTHON) scripts/smoke_wheel.py
+	$(MAKE) docs
+
+docs: $(DOCS)/.ready ## Build the documentation into site/; a link or an anchor that leads nowhere fails (.venv-docs)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.ready: requirements-docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(call pip,$(DOCS)) -r requirements-docs.txt
+	touch $@
 
 $(MLX)/.smoke: pyproject.toml $(CONSTRAINTS)
 	$(call install,$(MLX),[test$(comma)torch$(comma)mlx])
@@ -117,4 +128,4 @@ learn: setup ## Show that four tasks and every algorithm are learnt, three seeds
 	$(BIN)/python benchmarks/learn.py
 
 clean: ## Remove the environments and caches; runs stay
-	rm -rf $(VENV) $(VERIFIERS) $(CLIENTS) $(MLX) .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VERIFIERS) $(CLIENTS) $(MLX) $(DOCS) site .pytest_cache .ruff_cache .hypothesis dist

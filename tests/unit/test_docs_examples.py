@@ -22,15 +22,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def block(page: str, start: str) -> str:
-    """The indented block of a page that begins with this line."""
-    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
-    first = lines.index(f"    {start}")
-    taken = []
-    for line in lines[first:]:
-        if line and not line.startswith("    "):
-            break
-        taken.append(line[4:])
-    return "\n".join(taken).strip() + "\n"
+    """The fenced block of a page that begins with this line."""
+    found = re.findall(r"(?ms)^```\w+\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"))
+    return next(text for text in found if text.startswith(f"{start}\n"))
 
 
 def test_a_custom_loss_as_shown_gets_the_streams_that_are_listed(tmp_path: Path, monkeypatch):
@@ -50,7 +44,7 @@ def test_a_custom_loss_as_shown_gets_the_streams_that_are_listed(tmp_path: Path,
 
 
 def test_a_tool_call_has_the_shape_that_is_shown():
-    (line,) = re.findall(r'^    (\{"id": "call_.*)$', (DOCS / "environments.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r'^(\{"id": "call_.*)$', (DOCS / "environments.md").read_text(), re.MULTILINE)
     shown = json.loads(line)
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     reader = ToolReader(["add"])
@@ -77,8 +71,8 @@ def test_a_module_as_shown_plays_and_scores(tmp_path: Path, monkeypatch, said, r
     Path("guess.py").write_text(block("environments.md", "# guess.py"))
     Path("rows.jsonl").write_text('{"prompt": "3 + 4?", "answer": "7"}\n')
     shown = (DOCS / "environments.md").read_text(encoding="utf-8").partition("## A module of two functions")[2]
-    (table,) = re.findall(r"(?:^    .*\n)+", shown.partition("# guess.py")[0], re.MULTILINE)[:1]
-    section = tomllib.loads(re.sub(r"(?m)^    ", "", table))["env"][0]
+    table = shown.partition("```toml\n")[2].partition("```")[0]
+    section = tomllib.loads(table)["env"][0]
     environment = ModuleEnvironment(ModuleEnvConfig.model_validate(section))
     (row,) = environment.examples("train")
     outcome = asyncio.run(environment.play(row, {POLICY: Said(*said)}))
