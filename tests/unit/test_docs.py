@@ -134,6 +134,28 @@ def test_the_site_has_every_page_once_and_the_api_page_every_name():
     assert sorted(written) == sorted(set(paceline.__all__) - {"__version__"})
 
 
+def test_every_function_of_the_architecture_page_is_where_it_says():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = ROOT / "src" / "paceline"
+    files = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert [file for file in files if not (source / file).is_file()] == []
+    named = re.findall(r"`([\w/]+\.py)` `([\w.]+)`", page)
+    assert len(named) > 40
+    for file, name in named:
+        scope: list[ast.stmt] = ast.parse((source / file).read_text()).body
+        for part in name.split("."):
+            found = [node for node in scope if getattr(node, "name", "") == part]
+            assert found, f"{file}: {name}"
+            scope = getattr(found[0], "body", [])
+
+
+def test_the_ways_through_the_code_are_short():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for title, most in (("a row to a gradient", 20), ("a request to a token", 15), ("an optimizer step to served", 10)):
+        way = page.partition(f"## From {title}")[2].partition("\n## ")[0]
+        assert 5 < len(set(re.findall(r"\| `([\w/]+\.py)` `", way))) <= most
+
+
 def test_keys_of_other_libraries_are_translated_to_keys_that_exist():
     page = (ROOT / "docs" / "coming-from.md").read_text()
     ours = [row.split("|")[2] for row in re.findall(r"(?m)^\|.*\|$", page)]
