@@ -1,5 +1,18 @@
 """`python -m paceline` is the `paceline` command."""
 
-from paceline.commands import command
+import sys
 
-command()
+
+def main() -> None:
+    """The `paceline` command as a process: Ctrl-C while its modules are loaded is no traceback either."""
+    try:
+        from paceline.commands import command
+
+        command()
+    except KeyboardInterrupt:
+        print("paceline: stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """User code that raises ends its run as failed, and everything that speaks of the run names file, line and row."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def test_what_a_hook_raises_is_the_outcome_of_its_run(hooks, tmp_path, case):
 
 WANDERER = """
 import os
+import sys
 import paceline
 
 
@@ -123,16 +125,23 @@ class Wanderer(paceline.SingleTurn):
 
     def score(self, example, reply):
         os.chdir("/")
+        sys.path.clear()
+        sys.setrecursionlimit(400)
         return paceline.Outcome.solo(float(len(reply.text)))
 """
 
 
-def test_user_code_may_leave_the_working_directory(tmp_path, monkeypatch):
+def test_user_code_may_leave_the_working_directory_and_what_modules_are_found_by(tmp_path, monkeypatch):
+    limit = sys.getrecursionlimit()
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "wanderer.py").write_text(WANDERER)
     monkeypatch.chdir(tmp_path)
     env = [CustomEnvConfig(name="toy", import_path="wanderer.py:Wanderer")]
     done = run(Path(), runs="runs", name="away", steps=3, env=env, checkpoint={"every": 1})
     assert Path.cwd() == Path("/")
+    assert (done.directory / "rewards.png").is_file()
+    assert any(entry.endswith("site-packages") for entry in sys.path)
+    assert sys.getrecursionlimit() == limit
     assert (done.outcome.status, done.outcome.step) == ("finished", 3), done.outcome.message
     assert [line["step"] for line in done.metrics][-3:] == [1, 2, 3]
     assert done.directory == tmp_path / "runs" / "away"

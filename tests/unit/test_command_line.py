@@ -3,10 +3,12 @@
 import asyncio
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+import paceline.__main__
 from paceline.commands import main, the_commands
 from paceline.commands.commands import COMMON_KEYS
 from paceline.config import ConfigError, load
@@ -340,3 +342,16 @@ def test_a_module_that_is_nowhere_is_named(tmp_path):
     (tmp_path / "env.py").write_text("import no_such_module_here\n")
     with pytest.raises(HookError, match="No module named 'no_such_module_here'"):
         import_object(f"{tmp_path}/env.py:f")
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_no_traceback(monkeypatch, capsys):
+    class Loading(types.ModuleType):
+        @property
+        def command(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "paceline.commands", Loading("paceline.commands"))
+    with pytest.raises(SystemExit) as ended:
+        paceline.__main__.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "paceline: stopped\n"

@@ -309,6 +309,51 @@ def test_user_code_keeps_its_own_time_outs_and_tasks():
     assert leap(run()) == ("first", ["soon", "second"], True, 0, 43)
 
 
+@pytest.mark.parametrize("then", ["awaits", "returns", "raises"])
+def test_user_code_that_cancels_its_own_task_loses_its_own_call_alone(then):
+    async def cancels():
+        await asyncio.sleep(1)
+        asyncio.current_task().cancel()
+        if then == "awaits":
+            await asyncio.sleep(1)
+        if then == "raises":
+            raise ZeroDivisionError
+        return "done"
+
+    async def run():
+        try:
+            answer = await UserCall(60, "it", cancels())
+        except (asyncio.CancelledError, ZeroDivisionError) as error:
+            answer = type(error)
+        left = asyncio.current_task().cancelling()
+        await asyncio.sleep(1)  # nothing is left to be thrown here
+        return answer, left
+
+    expected = {"awaits": asyncio.CancelledError, "returns": "done", "raises": ZeroDivisionError}
+    assert leap(run()) == (expected[then], 0)
+
+
+@pytest.mark.parametrize("then", ["awaits", "returns"])
+def test_a_caller_that_is_cancelled_stays_so_whatever_its_work_asked_of_the_task(then):
+    async def cancels():
+        try:
+            await forever()
+        finally:
+            asyncio.current_task().cancel()
+            if then == "awaits":
+                await asyncio.sleep(0)
+
+    async def run():
+        task = asyncio.ensure_future(UserCall(60, "it", cancels()))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return task.cancelled(), task.cancelling()
+
+    assert leap(run()) == (True, 1)
+
+
 def test_user_code_that_raises_a_base_exception_raises_it_here():
     async def run():
         with pytest.raises(SystemExit):

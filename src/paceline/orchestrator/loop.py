@@ -31,6 +31,7 @@ from paceline.orchestrator.train_env import ReplayedGroup, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, together
+from paceline.util.user_code import restore_interpreter
 
 
 @dataclass(slots=True)
@@ -202,6 +203,7 @@ class Orchestrator:
 
     async def _settle(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
         """The batch is trained and published: enter it in the books, report, evaluate, save."""
+        restore_interpreter()
         self.step += 1
         self._scored.clear()
         for group in batch:

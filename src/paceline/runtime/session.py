@@ -53,7 +53,7 @@ from paceline.runtime.preflight import NEEDS_RAY, refuse_unready
 from paceline.runtime.signals import USER, Signals, run_to_the_end
 from paceline.trainer import TrainerLost
 from paceline.util.gc_tuning import rarely_collected
-from paceline.util.user_code import UserCodeError, failure_traces, unexpected
+from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected
 
 MOST_RETURNS = 8
 """Times in a row that a run may go back to the same checkpoint."""
@@ -228,8 +228,12 @@ class _RunContext:
         # Before the run began, whatever lies in the directory is an older run's, unless that is the one to resume.
         own = self.directory.begun or self.run.config.resume
         metrics = _metrics(self.directory) if own else []
+        restore_interpreter()
         if outcome.status != "failed" and any(line["step"] for line in metrics):
-            plot_rewards(metrics, self.directory.plot, self.run.config.name)
+            try:
+                plot_rewards(metrics, self.directory.plot, self.run.config.name)
+            except Exception as failure:  # the run is over and saved
+                self.monitor.note(f"there is no picture of the rewards ({type(failure).__name__}: {failure})")
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
             self.monitor.end(outcome)
         return _result(outcome, self.directory.root, metrics, error)

@@ -129,7 +129,10 @@ def build_app(
             tuple(folder.resolve() for folder in allowed),
             frozenset(peers),
         )
+        # A tenth of a second on the event loop, if the first request for it had to make it there.
+        document = asyncio.ensure_future(asyncio.to_thread(app.openapi))
         yield
+        await document  # bounded: by its work
         service.spool.close()
         if service.receiver is not None:
             service.receiver.close()

@@ -177,12 +177,21 @@ class UserCall(Wait):
         driven = work if type(work) is CoroutineType else work.__await__()  # a wrapper less for each episode
         error: BaseException | None = None
         with self:
+            task = self.who
+            assert isinstance(task, asyncio.Task)
             while True:
+                before = task.cancelling()
                 try:
                     future = driven.send(None) if error is None else driven.throw(error)
-                except StopIteration as end:
+                except BaseException as end:
+                    if task.cancelling() > before:
+                        yield from _uncancelled(task, before)
+                    if not isinstance(end, StopIteration):
+                        raise
                     registry.moved += 1
                     return end.value
+                while task.cancelling() > before:  # by the work itself: a CancelledError of its own is on its way to it
+                    task.uncancel()
                 error = None
                 try:
                     if future is None or type(future) is asyncio.Future:
@@ -246,6 +255,17 @@ class UserCall(Wait):
             f"{self.what} was cancelled and did not end within {ABANDON_SECONDS:g} s{at and f', at {at}'}: it is "
             "abandoned; let asyncio.CancelledError pass there"
         )
+
+
+def _uncancelled(task: "asyncio.Task[Any]", before: int) -> Generator[Any, None, None]:
+    """Take back what user code asked of the caller's task at its end: the caller goes on."""
+    while task.cancelling() > before:
+        task.uncancel()
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task.cancelling() > before:  # the caller was cancelled as well
+            raise
 
 
 class _End(asyncio.Future[None]):

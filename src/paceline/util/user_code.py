@@ -6,6 +6,7 @@ with user_code("trainer.loss, losses.py:mine", "sequence 3"): loss = fn(streams)
 import asyncio
 import os
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -25,6 +26,8 @@ _LIBRARIES = tuple({str(path) + os.sep for place in _INSTALLS for path in (place
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
+_SYS_PATH = tuple(sys.path)
+_RECURSION_LIMIT = sys.getrecursionlimit()
 Takes = Callable[[traceback.FrameSummary], bool]
 
 
@@ -72,6 +75,13 @@ _open_hooks: dict[object, tuple[str, float]] = {}
 def open_hooks() -> list[tuple[str, float]]:
     """Hooks that run now, and since when by the monotonic clock. Safe from any thread."""
     return list(_open_hooks.values())
+
+
+def restore_interpreter() -> None:
+    """Undo what user code may have done to the interpreter: modules that are imported later would not be found."""
+    sys.path += [entry for entry in _SYS_PATH if entry not in sys.path]
+    if sys.getrecursionlimit() < _RECURSION_LIMIT:
+        sys.setrecursionlimit(_RECURSION_LIMIT)
 
 
 def is_cancelled() -> bool:
