@@ -162,12 +162,12 @@ class UserCall(Wait):
     Wait and driver of the work are one object: at thousands of episodes in flight each further one is felt.
     """
 
-    __slots__ = ("_give_up_timer", "_given_up", "_left", "work")
+    __slots__ = ("_give_up_timer", "_given_up", "_notice", "work")
 
     def __init__(self, seconds: float, what: str, work: Awaitable[Any]) -> None:
         super().__init__(what, seconds)
         self.work = work
-        self._left: str | None = None
+        self._notice: str | None = None
         """The message about it, once it is abandoned."""
         self._give_up_timer: asyncio.TimerHandle | None = None
         self._given_up = False
@@ -212,11 +212,11 @@ class UserCall(Wait):
         if self._give_up_timer is not None:
             self._give_up_timer.cancel()
         super().__exit__(kind, error, trace)
-        if self._left is not None:
-            log.warning(self._left)
+        if self._notice is not None:
+            log.warning(self._notice)
 
     def _late(self) -> DeadlineError:
-        return super()._late() if self._left is None else AbandonedError(self._left)
+        return super()._late() if self._notice is None else AbandonedError(self._notice)
 
     def _ended(self, future: "asyncio.Future[Any]") -> Generator[Any, None, None]:
         """Wait for a task, or for several: unlike a plain future it may outlive its cancellation."""
@@ -251,7 +251,7 @@ class UserCall(Wait):
         """Keep the work from the garbage collector, and say where it stands."""
         _keep(self.work)
         at = user_place(awaited_frames(self.work))
-        self._left = (
+        self._notice = (
             f"{self.what} was cancelled and did not end within {ABANDON_SECONDS:g} s{at and f', at {at}'}: it is "
             "abandoned; let asyncio.CancelledError pass there"
         )
