@@ -6,13 +6,12 @@ import torch
 from transformers import PreTrainedModel
 
 from backends import paged
-from paceline.engine.catalog import Catalog
 from paceline.engine.pages import PAGE, PageCache
-from paceline.engine.parts import Landed
-from paceline.engine.sequence import Drawn, Sequence
+from paceline.engine.runner import Runner, StepInFlight
+from paceline.engine.sequence import Catalog, Drawn, Sequence
 from paceline.model import twin
 from paceline.model.adapters import merge
-from paceline.weights.bits import mix_int
+from paceline.weights.update import mix_int
 
 MATRIX = [
     paged({"cache": cache, "in_flight": in_flight}, id=f"{cache}-{in_flight}")
@@ -64,25 +63,20 @@ def content(weights: tuple, tokens: list[int]) -> list[int]:
     return out
 
 
-class SymbolicRunner:
+class SymbolicRunner(Runner):
     """Writes `chain` numbers where a model would write keys, reading what came before from the same cache."""
 
     def __init__(self, cache, depth: int, catalog: Catalog) -> None:
         self.depth, self.cache, self.catalog = depth, cache, catalog
         self.sampled: dict[Sequence, list[int]] = {}
         self.table: dict[tuple[int, int], int] = {}
-        self.writes: dict[Landed, set[int]] = {}
+        self.writes: dict[StepInFlight, set[int]] = {}
         self.computed: dict[Sequence, set[int]] = {}
 
-    is_compiling = False
-
-    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
-        return False
-
-    def launch(self, chunks) -> Landed:
+    def launch(self, chunks) -> StepInFlight:
         assert len({id(c.sequence) for c in chunks}) == len(chunks)
         assert all(c.length > 0 for c in chunks)
-        flight = Landed(chunks)
+        flight = StepInFlight(chunks)
         self.writes[flight] = self._pages(chunks) if isinstance(self.cache, PageCache) else set()
         for chunk in sorted(chunks, key=lambda c: c.start):  # whoever shares in this very step reads what it wrote
             self._compute(chunk)

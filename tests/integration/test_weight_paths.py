@@ -23,7 +23,7 @@ from paceline.runtime.rpc import RpcHello
 from paceline.server import build_app
 from paceline.trainer import TorchTrainer
 from paceline.util.private_folder import socket_parent
-from paceline.weights.torch_bits import bits_of
+from paceline.weights.update import bits_of
 from samples import PLAIN as RL
 from samples import make_batch
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine import GenerateRequest
-from paceline.engine.cuda.steps import StepShape, decode_only
+from paceline.engine.cuda.step import StepShape, decode_only
 from paceline.engine.sequence import Chunk, Sequence
 
 ROWS, EXTRA, COLUMNS = 6, 16, 8

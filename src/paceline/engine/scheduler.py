@@ -13,9 +13,8 @@ order; a sequence that is done leaves only when no launched step can write to it
 import heapq
 from collections.abc import Iterable
 
-from paceline.engine.cache import Cache
-from paceline.engine.catalog import Catalog
-from paceline.engine.sequence import Chunk, Family, Sequence
+from paceline.engine.kv_cache import Cache
+from paceline.engine.sequence import Catalog, Chunk, Family, Sequence
 
 
 class Scheduler:

@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.model.attention import PLAN, PackedPlan
-from paceline.model.canary_prompts import canary_ids, signed
 from paceline.model.head import LMHead, token_logprobs
-from paceline.weights.update import Canary
+from paceline.weights.update import Canary, canary_ids, canary_of
 
 
 def make_canary(
@@ -21,10 +20,10 @@ def make_canary(
 ) -> Canary:
     """Arbitrary tokens, always the same for a vocabulary, as this model sees them now. `dtype` is what it computes in,
     where it keeps its weights in another; `quiet` turns gradients off."""
-    ids = canary_ids(head)
+    ids = canary_ids(head.vocabulary)
     with quiet():
         logprobs = sequence_logprobs(model, head, ids)
-    return signed(ids, logprobs, dtype or model.dtype)
+    return canary_of(ids, logprobs, dtype or model.dtype)
 
 
 def sequence_logprobs(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> list[float]:

@@ -23,7 +23,7 @@ from paceline.trainer.torch.tuning import rehearse
 from paceline.trainer.torch.world import local
 from paceline.trainer.trainer import ThreadedTrainer
 from paceline.util.gc_tuning import freeze_more
-from paceline.weights.bits import MASK
+from paceline.weights.update import MASK
 
 CPU, GPU = "rng", "rng_cuda"
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
+from paceline.engine.cpu.sampler import columns, sample
 from paceline.engine.cuda import attention
-from paceline.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only, draw
+from paceline.engine.cuda.sampler import draw
+from paceline.engine.cuda.step import TILE_ROWS, StepShape, decode_only, fields
 from paceline.engine.pages import PageCache
-from paceline.engine.sampler import SamplerOutput, SamplingMetadata, draw_rows, sample
+from paceline.engine.runner import Runner, StepInFlight
+from paceline.engine.sampling import SamplerOutput, SamplingMetadata
 from paceline.engine.sequence import Chunk, Drawn
 from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
@@ -66,7 +70,7 @@ class Captured:
 
     shape: StepShape
     inputs: Tensor
-    fields: Fields
+    fields: SimpleNamespace
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Tensor | None = None
     logits: Tensor | None = None
@@ -74,11 +78,11 @@ class Captured:
     """Rows of its last step that want more than a plain draw."""
 
 
-class GraphFlight:
+class GraphFlight(StepInFlight):
     """A launched step on its way back."""
 
     def __init__(self, chunks: Sequence[Chunk], drawn: Sequence[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
-        self.chunks = chunks
+        super().__init__(chunks)
         self._drawn, self._out, self._done = drawn, out, done
         self.special: list[tuple[list[Chunk], SamplerOutput]] = []
         self.scored: list[tuple[Chunk, Tensor]] = []
@@ -91,12 +95,12 @@ class GraphFlight:
         for chunk, token, logprob in zip(self._drawn, tokens, logprobs, strict=True):
             chunk.drawn = Drawn(token, logprob)
         for chunks, sampled in self.special:
-            draw_rows(chunks, sampled)
+            sampled.hand_out(chunks)
         for chunk, logprobs in self.scored:
             chunk.scores = logprobs.tolist()
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     """Captures one graph per step size at the start, and picks the smallest that fits."""
 
     def __init__(
@@ -140,9 +144,9 @@ class GraphRunner:
 
     def _captured(self, shape: StepShape) -> Captured:
         inputs = torch.zeros(shape.size, dtype=torch.long, device=self._device)
-        return Captured(shape, inputs, Fields(inputs, shape.sizes))
+        return Captured(shape, inputs, fields(inputs, shape.sizes))
 
-    def place(self) -> AbstractContextManager[object]:
+    def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
     def sync(self) -> None:
@@ -290,7 +294,8 @@ class GraphRunner:
         assert step.logits is not None
         chunks = [drawn[row] for row in step.special]
         logits = step.logits[torch.tensor(step.special, device=self._device)].float()
-        sampled = sample(logits, SamplingMetadata.of(chunks, self._device).at(chunks, logits.shape[-1]))
+        column = columns(self._device)
+        sampled = sample(logits, SamplingMetadata.of(chunks, column).at(chunks, logits.shape[-1], column))
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))
 

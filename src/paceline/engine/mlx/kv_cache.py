@@ -1,9 +1,7 @@
-"""One call of the model within a step: rows of tokens, where their keys go, and what of the cache each row sees.
+"""The KV cache in MLX: a slot per running request, and what of it each row of a step's passes sees.
 
-mlx-lm's models ask a cache object, one a layer, for three things: the rows' offsets, the mask, and all keys and values
-after adding the new ones. A pass answers for all layers.
-
-A slot per running request, in MLX.
+A pass is one call of the model. mlx-lm's models ask a cache object, one a layer, for three things: the rows' offsets,
+the mask, and all keys and values after adding the new ones. A pass answers for all layers.
 """
 
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from paceline.engine.cache import Slots
+from paceline.engine.kv_cache import Slots
 from paceline.engine.sequence import Chunk
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.source import ModelError

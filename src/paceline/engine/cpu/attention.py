@@ -2,34 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.engine.cpu.kv_cache import SlotCache
+from paceline.engine.pages import PageCache
 from paceline.model.attention import PackedPlan, sdpa, window_mask
 from paceline.model.native import layers as native
-
-
-class Store(Protocol):
-    """A cache that plain torch can read and write."""
-
-    slots: int
-    max_length: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None: ...
-
-    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]: ...
-
-    def whole(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """All keys and values as [slots, length, kv heads, dim], if they lie like that."""
-        ...
-
-    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +30,7 @@ class CachedPlan:
 
     def __init__(
         self,
-        cache: Store,
+        cache: SlotCache | PageCache,
         singles: Sequence[SlotSpan],
         fresh: Sequence[SlotSpan],
         resumed: Sequence[SlotSpan],
