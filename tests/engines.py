@@ -10,7 +10,6 @@ from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sequence import Catalog, Drawn, Sequence
 from paceline.model import twin
-from paceline.model.adapters import merge
 from paceline.weights.update import mix_int
 
 MATRIX = [
@@ -36,6 +35,11 @@ def random_adapter(model: PreTrainedModel, seed: int, rank: int = 4) -> dict[str
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * 0.3
             tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
     return tensors
+
+
+def merge(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """base + scale * B A in float32 from a pristine base, rounded once."""
+    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
 def merged(model: PreTrainedModel, adapter: dict[str, torch.Tensor], scale: float) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from paceline.engine.cpu.sampler import sample, uniform
 from paceline.engine.sampling import SamplingMetadata
 from paceline.errors import EngineError
 from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 
 pytestmark = pytest.mark.gpu
 

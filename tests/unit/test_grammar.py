@@ -18,7 +18,7 @@ from backends import engine_of
 from paceline.config import RunConfig
 from paceline.engine import GenerateRequest, Grammar, noise_key
 from paceline.engine.grammar import Grammars, grammars
-from paceline.engine.patterns import rewritten
+from paceline.engine.schemas import rewritten
 from paceline.errors import RequestError
 from paceline.model import end_tokens, load_model, load_tokenizer
 

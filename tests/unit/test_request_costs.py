@@ -20,8 +20,7 @@ from paceline.config.serve import ServeConfig
 from paceline.engine import grammar
 from paceline.engine.base import EngineLimits, Grammar
 from paceline.engine.grammar import grammars
-from paceline.engine.patterns import MOST_STATES, rewritten
-from paceline.engine.schemas import prepared
+from paceline.engine.schemas import MOST_STATES, prepared, rewritten
 from paceline.errors import RequestError
 from paceline.server import http
 from paceline.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody

@@ -20,7 +20,7 @@ from paceline.errors import EngineError, Mismatch, OtherBase
 from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
-from paceline.model.canary import CanaryScorer, sequence_logprobs
+from paceline.model.head import CanaryScorer, sequence_logprobs
 from paceline.model.native.layers import Product
 from paceline.model.native.layers import install as install_native
 from paceline.model.support import AttentionShape, attention_shape

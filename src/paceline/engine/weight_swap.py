@@ -108,16 +108,13 @@ class WeightApplier(ABC):
 
     def read(self, update: WeightUpdate, check: bool = True, mark: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
-        if check and update.canary is not None:
-            self._check_form(update.canary)
+        if check and (canary := update.canary) is not None:
+            ids, most = canary.token_ids, self._vocabulary
+            if len(ids) < 2 or len(ids) != len(canary.logprobs) or min(ids) < 0 or max(ids) >= most:
+                raise EngineError(f"the canary needs two or more tokens from 0 to {most - 1}, each with its logprob")
         if update.delta is not None:
             return self._read_delta(update, check)
-        if update.adapter is not None:
-            tensors = self._fit_adapter(update)
-        else:
-            self._check_names(update.tensors)
-            tensors = self._stage(update.tensors)
-            self._check_fit(tensors)
+        tensors = self._fit_base(update.tensors) if update.adapter is None else self._fit_adapter(update.tensors)
         sent = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, sent):
             raise Mismatch(
@@ -126,31 +123,25 @@ class WeightApplier(ABC):
             )
         return StagedUpdate(update, tensors, sent, check)
 
-    def _check_form(self, canary: Canary) -> None:
-        ids, most = canary.token_ids, self._vocabulary
-        if len(ids) < 2 or len(ids) != len(canary.logprobs) or min(ids) < 0 or max(ids) >= most:
-            raise EngineError(f"the canary needs two or more tokens from 0 to {most - 1}, each with its logprob")
-
-    def _check_names(self, tensors: Mapping[str, Array]) -> None:
+    def _fit_base(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """The base's new tensors, ready to be copied; refuses what does not fit."""
+        held = self.parameters
         if not tensors:
             raise EngineError("the update holds no tensors")
-        unknown = tensors.keys() - self.parameters.keys()
-        if unknown:
+        if unknown := tensors.keys() - held.keys():
             raise EngineError(f"the update names tensors this model does not have: {sorted(unknown)[:3]}")
+        staged = self._stage(tensors)
+        for name, tensor in staged.items():
+            if held[name].shape != tensor.shape or held[name].dtype != tensor.dtype:
+                raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(held[name])} in the model")
+        return staged
 
-    def _check_fit(self, tensors: Mapping[str, Array]) -> None:
-        held = self.parameters
-        for name, tensor in tensors.items():
-            mine = held[name]
-            if mine.shape != tensor.shape or mine.dtype != tensor.dtype:
-                raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(mine)} in the model")
-
-    def _fit_adapter(self, update: WeightUpdate) -> dict[str, Array]:
+    def _fit_adapter(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """The adapter as its slot would hold it; refuses what does not fit."""
         if self._slots is None:
             raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
         try:
-            return self._slots.fitted(update.tensors)
+            return self._slots.fitted(tensors)
         except AdapterError as error:
             raise EngineError(str(error)) from error
 
@@ -158,14 +149,19 @@ class WeightApplier(ABC):
 
     def apply(self, staged: StagedUpdate) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
-        breaks off in the middle leaves weights that have no name, and is told as `PartialUpdateError`."""
+        breaks off in the middle leaves weights that have no name, and raises `PartialUpdateError`."""
         update, sent = staged.update, staged.sent
         if update.delta is not None:
             sent = self._apply_delta(update, staged.check)
         elif update.adapter is not None:
             self._apply_adapter(staged, update.adapter)
         else:
-            self._apply_base(staged)
+            if left := self._torn - staged.tensors.keys():
+                raise OtherBase(
+                    f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
+                )
+            with self._writing(update):
+                self._copy(staged.tensors)
         self.catalog.renew(_touched(update), update.version)
         return sent
 
@@ -192,12 +188,6 @@ class WeightApplier(ABC):
             raise OtherBase(
                 "an update broke off here, so nothing can build on what this engine holds: send all weights"
             )
-
-    def _apply_base(self, staged: StagedUpdate) -> None:
-        if left := self._torn - staged.tensors.keys():
-            raise OtherBase(f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all")
-        with self._writing(staged.update):
-            self._copy(staged.tensors)
 
     def _apply_adapter(self, staged: StagedUpdate, adapter: Adapter) -> None:
         assert self._slots is not None
@@ -305,7 +295,7 @@ class WeightApplier(ABC):
             if version not in sequence.versions or past.get(version) == sent:
                 sequence.weights = carried.setdefault(tuple(past.items()), past)
             elif sequence.streamed:
-                scheduler.dismiss(sequence)
+                scheduler.dismiss([sequence])
                 why = f"version {version} came again with other weights under a stream: ask again"
                 fail(sequence, why, EngineError)
             else:

@@ -172,7 +172,8 @@ class WeightStore:
         delta, known = self._advance(update)
         link = self.link = self._write_delta(delta) if delta is not None else None
         self._chain = (*self._chain, link) if link else ()
-        if link is None or self._file is None or self._is_long():
+        written = sum(delta.stat().st_size for delta in self._chain)
+        if not link or not self._file or len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size:
             self._file, self._chain = self._write(update.version, update.tensors), ()
         self._ours.append((self._file, *self._chain, *([link] if link else [])))
         self._leave(self._most)
@@ -190,11 +191,6 @@ class WeightStore:
         delta = self._last.advance(update.version, update.tensors)
         assert self._last.policy is not None
         return delta, self._last.policy.fingerprint
-
-    def _is_long(self) -> bool:
-        assert self._file is not None
-        written = sum(link.stat().st_size for link in self._chain)
-        return len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size
 
     def _leave(self, most: int) -> None:
         while len(self._ours) > most:

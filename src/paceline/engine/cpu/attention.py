@@ -1,7 +1,7 @@
 """Attention of one eager step: what each token sees of the cache, in plain torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ from paceline.model.attention import PackedPlan, sdpa, window_mask
 from paceline.model.native import layers as native
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSpan:
+class SlotSpan(NamedTuple):
     """`length` tokens of one slot, from position `start`."""
 
     slot: int
@@ -29,13 +28,9 @@ class CachedPlan:
     """
 
     def __init__(
-        self,
-        cache: SlotCache | PageCache,
-        singles: Sequence[SlotSpan],
-        fresh: Sequence[SlotSpan],
-        resumed: Sequence[SlotSpan],
-        fixed_shape: bool = False,
-    ) -> None:
+        self, cache: SlotCache | PageCache, singles: Sequence[SlotSpan], fresh: Sequence[SlotSpan],
+        resumed: Sequence[SlotSpan], fixed_shape: bool,
+    ) -> None:  # fmt: skip
         device = cache.device
         self._cache = cache
         spans = [*singles, *fresh, *resumed]

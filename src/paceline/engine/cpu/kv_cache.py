@@ -19,16 +19,10 @@ class SlotCache(Slots):
         self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
         steady: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(slots, length, max_length, steady)
         self._shape, self._dtype, self._device = shape, dtype, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.wake()
-
-    @property
-    def scratch(self) -> int:
-        """The slot that is never read."""
-        return self.slots
+        super().__init__(slots, length, max_length, steady)
 
     @property
     def device(self) -> torch.device:

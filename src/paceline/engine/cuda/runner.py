@@ -104,17 +104,10 @@ class GraphRunner(Runner):
     """Captures one graph per step size at the start, and picks the smallest that fits."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head: LMHead,
-        cache: PageCache,
-        shape: AttentionShape,
-        config: inference.EngineConfig,
-        adapters: Adapters | None,
-        deterministic: bool,
-        background: BackgroundCompile | None = None,
-        steps: int | None = None,
-    ) -> None:
+        self, model: PreTrainedModel, head: LMHead, cache: PageCache, shape: AttentionShape,
+        config: inference.EngineConfig, adapters: Adapters | None, deterministic: bool,
+        background: BackgroundCompile | None, steps: int | None,
+    ) -> None:  # fmt: skip
         device = model.device
         # Deterministic steps launch several graphs each; with none in flight they cannot take each other's buffers.
         self.depth = 0 if deterministic else DEPTH if config.in_flight is None else config.in_flight

@@ -19,7 +19,7 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, cuts
 from paceline.model import Canary, trainable, twin
-from paceline.model.canary import CanaryScorer, make_canary
+from paceline.model.head import CanaryScorer, make_canary
 from paceline.trainer.base import peak_bytes
 from paceline.trainer.batch import Batch, TrainedTokens, cost_of
 from paceline.trainer.critic import Critic, Lesson, value_loss
