@@ -1,4 +1,4 @@
-"""What samplers of every tensor library take and give."""
+"""Defines the input and output of samplers, independent of the tensor library."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
