@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from backends import paged
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.runner import Runner, StepInFlight
-from paceline.engine.sequence import Catalog, Drawn, Sequence
+from paceline.engine.sequence import Catalog, SampledToken, Sequence
 from paceline.model import twin
 from paceline.weights.update import mix_int
 
@@ -124,4 +124,4 @@ class SymbolicRunner(Runner):
             assert chunk.index == len(known) - len(sequence.request.prompt_ids)
             token = mix_int(last) % 20  # one in twenty stops
             self.sampled.setdefault(sequence, []).append(token)
-            chunk.drawn = Drawn(token, -float(last % 1000))
+            chunk.drawn = SampledToken(token, -float(last % 1000))

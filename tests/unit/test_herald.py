@@ -10,7 +10,7 @@ from test_engine import serve, together
 
 from conftest import tiny_model
 from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
-from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, Drawn, Sequence, TokenStreamer
+from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, SampledToken, Sequence, TokenStreamer
 
 
 class Hall:
@@ -24,7 +24,7 @@ class Hall:
         self.sequences = [Sequence(request, Future(), [1, 2, 3], 1000, pieces.append) for pieces in self.heard]
 
     def draw(self, index: int, token: int) -> None:
-        self.sequences[index].append(Drawn(token, -float(token)), version=token % 3)
+        self.sequences[index].append(SampledToken(token, -float(token)), version=token % 3)
         self.herald.add(self.sequences[index])
 
     def tokens(self, index: int) -> list[int]:

@@ -24,7 +24,7 @@ from paceline.engine.base import Completion, EngineLimits, EngineStats, Generate
 from paceline.engine.kv_cache import Cache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Chunk, Drawn, Guide, TokenStreamer
+from paceline.engine.sequence import Chunk, Guide, SampledToken, TokenStreamer
 from paceline.engine.sequence import Sequence as Running
 from paceline.engine.weight_swap import StagedUpdate, WeightApplier
 from paceline.errors import EngineError, OtherBase, Overloaded, RequestError
@@ -321,7 +321,7 @@ class DecodingEngine:
             self._scheduler.release(sequence)
             _answer(sequence, [0.0, *sequence.scores])
 
-    def _process_token(self, sequence: Running, chunk: Chunk, drawn: Drawn) -> None:
+    def _process_token(self, sequence: Running, chunk: Chunk, drawn: SampledToken) -> None:
         if not math.isfinite(drawn.logprob):
             sequence.broken = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")

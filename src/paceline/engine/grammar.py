@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from paceline.engine.base import Grammar
-from paceline.engine.schemas import is_quick_pattern, is_quick_schema, prepared, rewritten
+from paceline.engine.schemas import is_quick_pattern, is_quick_schema, prepare_schema, rewrite_pattern
 from paceline.errors import Overloaded, RequestError
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class Grammars:
 
     def _translate(self, grammar: Grammar) -> "CompiledGrammar":
         if grammar.kind == "regex":
-            pattern = rewritten(grammar.source)
+            pattern = rewrite_pattern(grammar.source)
             if not is_quick_pattern(grammar.source):
                 return self._workers.compile(self._vocabulary, "regex", pattern)
             return self._compiler.compile_regex(pattern)
-        schema = '{"type": "object"}' if grammar.kind == "json" else prepared(grammar.source)
+        schema = '{"type": "object"}' if grammar.kind == "json" else prepare_schema(grammar.source)
         if not is_quick_schema(schema):
             return self._workers.compile(self._vocabulary, "json_schema", schema)
         return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.engine.sequence import Chunk, Drawn
+from paceline.engine.sequence import Chunk, SampledToken
 from paceline.weights.update import Array
 
 Column = Callable[..., Array]
@@ -69,7 +69,7 @@ class SamplerOutput(NamedTuple):
         for chunk, token, logprob, z in zip(chunks, self.tokens.tolist(), self.logprobs.tolist(), log_z, strict=True):
             request = chunk.sequence.request
             bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
-            chunk.drawn = Drawn(token, logprob, z if bounded else None)
+            chunk.drawn = SampledToken(token, logprob, z if bounded else None)
         if self.top is not None:
             ids, values = (array.tolist() for array in self.top)
             for chunk, best, logprobs in zip(chunks, ids, values, strict=True):

@@ -201,7 +201,7 @@ class Scheduler:
         sequences keep their mixed caches or compute them anew."""
         touched = _of(model, self.running.values())
         for sequence in touched:
-            sequence.kept = sequence.kept or (bool(sequence.sampled) and not recompute)
+            sequence.kept_cache = sequence.kept_cache or (bool(sequence.sampled) and not recompute)
         # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
         self.requeue(s for s in touched if recompute or not s.sampled)
         for sequence in (*touched, *self._leaving):

@@ -34,7 +34,7 @@ NOTES = {
     "$comment", "$anchor", "discriminator", "format",
 }  # fmt: skip
 """Says something about a value but does not constrain it; the formats the compiler knows it does enforce."""
-SHELVES = {"$defs", "definitions"}
+DEFINITIONS = {"$defs", "definitions"}
 ONE_OF_KIND = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """The compiler looks at the first of these only, and not at what stands beside it."""
 ALONE = {"patternProperties", "propertyNames", "minProperties", "maxProperties"}
@@ -46,10 +46,10 @@ PLAIN = {
 }  # fmt: skip
 
 
-def rewritten(pattern: str) -> str:
+def rewrite_pattern(pattern: str) -> str:
     r"""The pattern for a compiler that always matches whole texts. What it would misread is refused by name.
 
-    >>> rewritten(r"^(?P<word>a.\s[.])$")
+    >>> rewrite_pattern(r"^(?P<word>a.\s[.])$")
     '(a[^\\n][ \\t\\n\\r\\f\\v][.])'
     """
     check_states(states(pattern), "the regular expression")
@@ -154,7 +154,7 @@ def _item(code: Any, given: Any) -> int:
     return 1
 
 
-def prepared(source: str) -> str:
+def prepare_schema(source: str) -> str:
     """The schema as the compiler takes it."""
     try:
         schema = json.loads(source)
@@ -250,25 +250,25 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]
             yield key, None, value
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
             yield from ((key, number, part) for number, part in enumerate(value))
-        elif key in ("properties", "patternProperties", *SHELVES) and isinstance(value, dict):
+        elif key in ("properties", "patternProperties", *DEFINITIONS) and isinstance(value, dict):
             yield from ((key, name, part) for name, part in value.items())
 
 
 def _refuse(schema: dict[str, Any], place: str) -> None:
-    said = {key for key in schema if key not in NOTES and key not in SHELVES}
+    keys = {key for key in schema if key not in NOTES and key not in DEFINITIONS}
     if schema.get("uniqueItems") is False:
-        said.discard("uniqueItems")
-    unknown = sorted(said - PLAIN - ALONE - {*ONE_OF_KIND})
+        keys.discard("uniqueItems")
+    unknown = sorted(keys - PLAIN - ALONE - {*ONE_OF_KIND})
     if unknown:
         raise RequestError(f"JSON schema, {place}: constrained output cannot enforce `{unknown[0]}`")
-    leading = next((key for key in ONE_OF_KIND if key in said), None)
-    if leading and (beside := sorted(said - {leading, "type"})):
+    leading = next((key for key in ONE_OF_KIND if key in keys), None)
+    if leading and (beside := sorted(keys - {leading, "type"})):
         raise RequestError(f"JSON schema, {place}: constrained output takes `{leading}` alone, not with `{beside[0]}`")
     if len(schema.get("allOf", ())) > 1:
         raise RequestError(f"JSON schema, {place}: constrained output takes one schema under `allOf`: merge them")
-    if "properties" in said and (beside := sorted(said & ALONE)):
+    if "properties" in keys and (beside := sorted(keys & ALONE)):
         raise RequestError(f"JSON schema, {place}: constrained output cannot enforce `{beside[0]}` with `properties`")
-    if "multipleOf" in said and schema.get("type") != "integer":
+    if "multipleOf" in keys and schema.get("type") != "integer":
         raise RequestError(f"JSON schema, {place}: constrained output enforces `multipleOf` for integers only")
     for key in ("minLength", "maxLength"):
         if key in schema and not (type(schema[key]) is int and schema[key] >= 0):
@@ -283,6 +283,6 @@ def _check_pattern(schema: dict[str, Any], place: str) -> None:
     if not isinstance(schema["pattern"], str):
         raise RequestError(f"JSON schema, {place}: `pattern` must be a string")
     try:
-        rewritten(schema["pattern"])
+        rewrite_pattern(schema["pattern"])
     except RequestError as error:
         raise RequestError(f"JSON schema, {place}/pattern: {error}") from error

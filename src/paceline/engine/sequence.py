@@ -114,7 +114,7 @@ class Sequence:
     streamed: int = 0
     """How many of its sampled tokens its listener has received."""
     recomputed: bool = False
-    kept: bool = False
+    kept_cache: bool = False
     """Weights changed under it while its cache stayed as it was."""
     requeue: bool = False
     broken: bool = False
@@ -128,7 +128,7 @@ class Sequence:
     def sampled(self) -> int:
         return len(self.tokens) + self.flying - len(self.request.prompt_ids)
 
-    def append(self, drawn: "Drawn", version: int) -> Finish | None:
+    def append(self, drawn: "SampledToken", version: int) -> Finish | None:
         """Take one sampled token; tells how the sequence ended, if it did."""
         self.tokens.append(drawn.token)
         self.logprobs.append(drawn.logprob)
@@ -152,7 +152,7 @@ class Sequence:
         del self.tokens[len(self.request.prompt_ids) :]
         for stream in (self.logprobs, self.log_z, self.top, self.versions):
             stream.clear()
-        self.weights, self.recomputed, self.kept = None, False, False
+        self.weights, self.recomputed, self.kept_cache = None, False, False
 
     def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
         """All of it, its last token drawn from these weights."""
@@ -163,14 +163,14 @@ class Sequence:
             finish=finish,
             log_z=self.log_z or None,
             top=self.top or None,
-            recomputed=self.recomputed and not self.kept,
+            recomputed=self.recomputed and not self.kept_cache,
             cached=self.cached or 0,
             weights=weights if self.weights is None else self.weights | weights,
         )
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledToken:
     """One sampled token."""
 
     token: int
@@ -193,7 +193,7 @@ class Chunk:
     """Slot of the adapter it runs through; 0 for none."""
     index: int = 0
     """Number of the sampled token in its completion: its place in the noise stream."""
-    drawn: Drawn | None = None
+    drawn: SampledToken | None = None
     scores: list[float] | None = None
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.model.adapter_names import AdapterError, check_scale, paired
+from paceline.model.adapter_names import AdapterError, check_scale, pair_halves
 from paceline.weights.manifest import problems, several
 
 
@@ -158,7 +158,7 @@ class Adapters:
     def _fit(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """The tensors as pairs in the model's type, or an error that says what is wrong with them."""
         widths = {name: (layer.in_features, layer.out_features) for name, layer in self.layers.items()}
-        given = paired(tensors, widths, self.rank)
+        given = pair_halves(tensors, widths, self.rank)
         mine = {name: layer.lora_a for name, layer in self.layers.items()}
         pairs = {name: (a.detach().to(mine[name]), b.detach().to(mine[name])) for name, (a, b) in given.items()}
         # All tensors at once: one answer from the device instead of one a tensor.

@@ -23,7 +23,7 @@ from paceline.engine.cuda.step import TILE_ROWS, StepShape, decode_only, fields
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sampling import SamplerOutput, SamplingMetadata
-from paceline.engine.sequence import Chunk, Drawn
+from paceline.engine.sequence import Chunk, SampledToken
 from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
 from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
@@ -65,7 +65,7 @@ class OpPlan:
 
 
 @dataclass(slots=True)
-class Captured:
+class CapturedStep:
     """A graph, and the static tensors it reads and writes."""
 
     shape: StepShape
@@ -93,7 +93,7 @@ class GraphFlight(StepInFlight):
         tokens = self._out[0, :n].tolist()
         logprobs = self._out[1, :n].view(torch.float64).tolist()
         for chunk, token, logprob in zip(self._drawn, tokens, logprobs, strict=True):
-            chunk.drawn = Drawn(token, logprob)
+            chunk.drawn = SampledToken(token, logprob)
         for chunks, sampled in self.special:
             sampled.hand_out(chunks)
         for chunk, logprobs in self.scored:
@@ -135,9 +135,9 @@ class GraphRunner(Runner):
         self._turn = 0
         self._now = self._decoding[0]
 
-    def _captured(self, shape: StepShape) -> Captured:
+    def _captured(self, shape: StepShape) -> CapturedStep:
         inputs = torch.zeros(shape.size, dtype=torch.long, device=self._device)
-        return Captured(shape, inputs, fields(inputs, shape.sizes))
+        return CapturedStep(shape, inputs, fields(inputs, shape.sizes))
 
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -206,7 +206,7 @@ class GraphRunner(Runner):
         shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
         return buffer
 
-    def _body(self, step: Captured) -> None:
+    def _body(self, step: CapturedStep) -> None:
         """The work of one graph, from the step's integers to its sampled tokens."""
         f = step.fields
         self._now = step
@@ -268,7 +268,7 @@ class GraphRunner(Runner):
         done.record(self._stream)
         return flight
 
-    def _pick(self, chunks: Sequence[Chunk]) -> Captured:
+    def _pick(self, chunks: Sequence[Chunk]) -> CapturedStep:
         lengths = [c.length for c in chunks]
         if extra := sum(lengths) - lengths.count(1):
             return next(step for step in self._mixed if step.shape.extra >= extra)
@@ -282,7 +282,7 @@ class GraphRunner(Runner):
         self._table.copy_(torch.from_numpy(self._cache.table).pin_memory(), non_blocking=True)
         return {}
 
-    def _draw_special(self, step: Captured, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
+    def _draw_special(self, step: CapturedStep, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
         """Rows that want more than a plain draw are drawn again, over the graph's token."""
         assert step.logits is not None
         chunks = [drawn[row] for row in step.special]
@@ -292,7 +292,7 @@ class GraphRunner(Runner):
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))
 
-    def _score(self, step: Captured, chunks: Sequence[Chunk], flight: GraphFlight) -> None:
+    def _score(self, step: CapturedStep, chunks: Sequence[Chunk], flight: GraphFlight) -> None:
         row, at = 0, step.shape.rows
         for chunk in chunks:
             begin = row if chunk.length == 1 else at
