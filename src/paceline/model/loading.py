@@ -23,7 +23,7 @@ from paceline.config.model import ModelConfig
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import compute_dtype
-from paceline.model.source import ModelError, base_name, export_problems, resolve, source_problems, unloadable
+from paceline.model.source import ModelError, base_name, check_source, resolve, unloadable
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
 from paceline.weights.manifest import several
 
@@ -40,10 +40,7 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTr
     """The causal LM with Paceline's attention, ready for `attach_lora` or full fine-tuning."""
     source = resolve(config.name)
     if Path(source).is_dir():
-        for problem in source_problems(Path(source), trust_remote_code=config.trust_remote_code):
-            raise ModelError(problem)
-        for problem in export_problems(Path(source)):
-            raise ModelError(problem)
+        check_source(Path(source), config.trust_remote_code)
     with refusals_name(config.name):
         model = _read(config, source, str(device)).to(device).eval()
         check_finite(model, config.name)

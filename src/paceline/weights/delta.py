@@ -22,7 +22,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,12 +53,9 @@ class DeltaError(PacelineError):
     """A delta that cannot be read, or does not fit what it is applied to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """The elements of one tensor that are not as they were."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     positions: Tensor
     """Into the flat tensor, ascending."""
     bits: Tensor
@@ -154,10 +151,14 @@ class LastSent:
 
     def advance(self, version: int, tensors: Mapping[str, Tensor]) -> WeightDelta | None:
         """The delta from the last version to this one; None if there was none, or a full update would be shorter."""
-        made = self._encoded(version, tensors) if self._fits(tensors) else None
+        alike = _forms(tensors) == _forms(self._copy)
+        made = self._encoded(version, tensors) if self.policy is not None and alike else None
         if made is None:
             self.policy = ServedPolicy(version, fingerprint(tensors.items()))
-            self._keep(tensors)
+            if not alike:
+                self._copy = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            elif tensors:
+                torch._foreach_copy_(list(self._copy.values()), [tensors[name].detach() for name in self._copy])
             return None
         delta = WeightDelta(made)
         self.policy = None  # a write that breaks off leaves nothing to build on
@@ -165,15 +166,6 @@ class LastSent:
         self.policy = delta.result
         delta.forget()
         return delta
-
-    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        return self.policy is not None and _forms(tensors) == _forms(self._copy)
-
-    def _keep(self, tensors: Mapping[str, Tensor]) -> None:
-        if _forms(tensors) != _forms(self._copy):
-            self._copy = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        elif tensors:
-            torch._foreach_copy_(list(self._copy.values()), [tensors[name].detach() for name in self._copy])
 
     def _encoded(self, version: int, tensors: Mapping[str, Tensor]) -> bytes | None:
         assert self.policy is not None
@@ -277,7 +269,7 @@ def _change(name: str, entry: Entry, payload: Tensor) -> Change:
     except DeltaError as error:
         raise DeltaError(f"the positions of `{name}` cannot be read: {error}") from error
     raw = payload[middle : entry.end].clone()  # aligned, whatever came before
-    return Change(entry.dtype, entry.shape, positions, raw.view(WIDTHS[entry.dtype.itemsize]))
+    return Change(positions, raw.view(WIDTHS[entry.dtype.itemsize]))
 
 
 def pack(positions: Tensor) -> tuple[str, Tensor]:
