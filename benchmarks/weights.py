@@ -55,8 +55,7 @@ from paceline.engine import EmbeddedEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
 from paceline.trainer.torch.trainer import TorchTrainer
 from paceline.weights.delta import LastSent
-from paceline.weights.torch_bits import bits_of
-from paceline.weights.update import ServedPolicy
+from paceline.weights.update import ServedPolicy, bits_of
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}

@@ -14,9 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paceline.engine import sampler as torch_sampler
-from paceline.engine.sampler import uniform as torch_uniform
-from paceline.engine.slots import SlotCache as TorchSlotCache
+from paceline.engine.cpu import sampler as torch_sampler
+from paceline.engine.cpu.kv_cache import SlotCache as TorchSlotCache
+from paceline.engine.cpu.sampler import uniform as torch_uniform
+from paceline.engine.sampling import SamplerOutput, SamplingMetadata
 from paceline.model.support import AttentionShape
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
@@ -44,9 +45,9 @@ if MLX:
     from paceline.engine.engine import DecodingEngine
     from paceline.engine.mlx import MlxEngine, sampler
     from paceline.engine.mlx import engine as served
-    from paceline.engine.mlx.step import KeyShape, MlxSlots
-    from paceline.weights.bits import uniform_array
+    from paceline.engine.mlx.kv_cache import KeyShape, MlxSlots
     from paceline.weights.mlx_arrays import as_array
+    from paceline.weights.update import uniform_array
 
     def engine_of(model: PreTrainedModel, config: Any, **settings: Any) -> DecodingEngine:
         return MlxEngine(as_mlx(model), config, **settings)
@@ -86,19 +87,17 @@ if MLX:
             lambda model, name, array: copy_one(next(numbers), functools.partial(put, model, name), array),
         )
 
-    def _numpy(draw: torch_sampler.SamplingMetadata) -> sampler.MlxSamplingMetadata:
-        fields = {name: getattr(draw, name) for name in torch_sampler.SamplingMetadata.__dataclass_fields__}
-        return sampler.MlxSamplingMetadata(
-            **{n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
-        )
+    def _numpy(draw: SamplingMetadata) -> SamplingMetadata:
+        fields = {name: getattr(draw, name) for name in SamplingMetadata.__dataclass_fields__}
+        return SamplingMetadata(**{n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
 
     def _torch(array: mx.array | None) -> torch.Tensor | None:
         return None if array is None else torch.from_numpy(np.array(array))
 
-    def sample(logits: torch.Tensor, draw: torch_sampler.SamplingMetadata) -> torch_sampler.SamplerOutput:
+    def sample(logits: torch.Tensor, draw: SamplingMetadata) -> SamplerOutput:
         got = sampler.sample(as_array(logits), _numpy(draw))
         top = None if got.top is None else (_torch(got.top[0]), _torch(got.top[1]))
-        return torch_sampler.SamplerOutput(_torch(got.tokens).long(), _torch(got.logprobs), _torch(got.log_z), top)
+        return SamplerOutput(_torch(got.tokens).long(), _torch(got.logprobs), _torch(got.log_z), top)
 
     def keep_top(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
         ranks = sampler._ranks(top_k.numpy(), probs.shape[-1])

@@ -6,13 +6,11 @@ import torch
 from transformers import PreTrainedModel
 
 from backends import paged
-from paceline.engine.catalog import Catalog
 from paceline.engine.pages import PAGE, PageCache
-from paceline.engine.parts import Landed
-from paceline.engine.sequence import Drawn, Sequence
+from paceline.engine.runner import Runner, StepInFlight
+from paceline.engine.sequence import Catalog, SampledToken, Sequence
 from paceline.model import twin
-from paceline.model.adapters import merge
-from paceline.weights.bits import mix_int
+from paceline.weights.update import mix_int
 
 MATRIX = [
     paged({"cache": cache, "in_flight": in_flight}, id=f"{cache}-{in_flight}")
@@ -37,6 +35,11 @@ def random_adapter(model: PreTrainedModel, seed: int, rank: int = 4) -> dict[str
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * 0.3
             tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
     return tensors
+
+
+def merge(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """base + scale * B A in float32 from a pristine base, rounded once."""
+    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
 def merged(model: PreTrainedModel, adapter: dict[str, torch.Tensor], scale: float) -> PreTrainedModel:
@@ -64,25 +67,20 @@ def content(weights: tuple, tokens: list[int]) -> list[int]:
     return out
 
 
-class SymbolicRunner:
+class SymbolicRunner(Runner):
     """Writes `chain` numbers where a model would write keys, reading what came before from the same cache."""
 
     def __init__(self, cache, depth: int, catalog: Catalog) -> None:
         self.depth, self.cache, self.catalog = depth, cache, catalog
         self.sampled: dict[Sequence, list[int]] = {}
         self.table: dict[tuple[int, int], int] = {}
-        self.writes: dict[Landed, set[int]] = {}
+        self.writes: dict[StepInFlight, set[int]] = {}
         self.computed: dict[Sequence, set[int]] = {}
 
-    is_compiling = False
-
-    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
-        return False
-
-    def launch(self, chunks) -> Landed:
+    def launch(self, chunks) -> StepInFlight:
         assert len({id(c.sequence) for c in chunks}) == len(chunks)
         assert all(c.length > 0 for c in chunks)
-        flight = Landed(chunks)
+        flight = StepInFlight(chunks)
         self.writes[flight] = self._pages(chunks) if isinstance(self.cache, PageCache) else set()
         for chunk in sorted(chunks, key=lambda c: c.start):  # whoever shares in this very step reads what it wrote
             self._compute(chunk)
@@ -126,4 +124,4 @@ class SymbolicRunner:
             assert chunk.index == len(known) - len(sequence.request.prompt_ids)
             token = mix_int(last) % 20  # one in twenty stops
             self.sampled.setdefault(sequence, []).append(token)
-            chunk.drawn = Drawn(token, -float(last % 1000))
+            chunk.drawn = SampledToken(token, -float(last % 1000))

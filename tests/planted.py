@@ -129,8 +129,8 @@ def one_request_at_a_time(_: Path) -> dict[str, Any]:
 
 def stale_prefix(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Keys and values of prompts outlive the weights they were computed with."""
-    from paceline.engine.catalog import Catalog
     from paceline.engine.pages import PageCache
+    from paceline.engine.sequence import Catalog
 
     patch.setattr(PageCache, "forget", lambda self: None)
     patch.setattr(Catalog, "family", lambda self, model: (model, 0))

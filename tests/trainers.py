@@ -49,7 +49,7 @@ if MLX:
     import mlx.core as mx
 
     from paceline.config.model import LoRAConfig, ModelConfig
-    from paceline.model.adapters import trained_adapter
+    from paceline.model.loading import trained_adapter
     from paceline.model.mlx.loading import MlxModel, load_model, twin
     from paceline.model.mlx.lora import attach_lora, load_adapter
     from paceline.trainer.mlx.optimizer import named, tree

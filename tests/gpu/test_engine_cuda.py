@@ -15,10 +15,11 @@ from engines import merged, random_adapter
 from families import FAMILIES, tiny
 from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.engine.sampler import SamplingMetadata, sample, uniform
+from paceline.engine.cpu.sampler import sample, uniform
+from paceline.engine.sampling import SamplingMetadata
 from paceline.errors import EngineError
 from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +120,7 @@ def test_deterministic_is_bit_for_bit_in_any_order():
 
 
 def test_the_kernel_draws_what_the_plain_sampler_draws():
-    from paceline.engine.cuda.steps import draw
+    from paceline.engine.cuda.sampler import draw
 
     torch.manual_seed(0)
     rows, vocabulary = 300, 151_936

@@ -13,7 +13,7 @@ from paceline.config import RunConfig
 from paceline.engine import GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.model import Adapter, Canary, LMHead, WeightUpdate, load_model
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 from paceline.runtime.serving import embedded
 
 KEY = "secret"

@@ -17,13 +17,13 @@ from paceline.config import trainer as settings
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost, life
 from paceline.runtime.rpc import RpcHello
 from paceline.server import build_app
 from paceline.trainer import TorchTrainer
 from paceline.util.private_folder import socket_parent
-from paceline.weights.torch_bits import bits_of
+from paceline.weights.update import bits_of
 from samples import PLAIN as RL
 from samples import make_batch
 

@@ -10,7 +10,7 @@ from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import MicroBatch, Sample, fold, pack
 from paceline.model import attach_lora, load_model
-from paceline.model.adapters import trained_adapter
+from paceline.model.loading import trained_adapter
 from paceline.model.mlx.loading import MlxModel, twin
 from paceline.model.mlx.loading import load_model as load_mlx
 from paceline.model.mlx.lora import attach_lora as attach_mlx

@@ -27,7 +27,7 @@ from paceline.engine.engine import DecodingEngine
 from paceline.engine.mlx import MlxEngine
 from paceline.errors import EngineError
 from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, load_model, token_logprobs
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 from paceline.model.mlx.loading import load_model as load_mlx
 
 QUICKSTART = ModelConfig(name="paceline:quickstart")

@@ -16,9 +16,8 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.engine import GenerateRequest
 from paceline.errors import EngineError, Mismatch, RequestError
 from paceline.model import WeightUpdate, attach_lora, load_model, trainable
-from paceline.model.adapters import trained_adapter
-from paceline.model.canary import make_canary
-from paceline.model.head import LMHead
+from paceline.model.head import LMHead, make_canary
+from paceline.model.loading import trained_adapter
 from paceline.weights.update import Adapter
 
 pytestmark = [

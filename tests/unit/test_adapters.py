@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
+from engines import merge
 from families import FAMILIES, eager_logprobs, largest_gap, packed_logprobs, sequences, tiny
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.config.trainer import TrainerConfig
@@ -19,11 +20,10 @@ from paceline.model.adapters import (
     SlotLinear,
     adapter_scale,
     install,
-    merge,
     read_adapter,
     target_layers,
-    trained_adapter,
 )
+from paceline.model.loading import trained_adapter
 from paceline.trainer import TorchTrainer
 from paceline.trainer.torch.checkpoint import export
 

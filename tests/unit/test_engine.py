@@ -15,9 +15,9 @@ from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest, noise_key
-from paceline.engine.catalog import POLICY
-from paceline.engine.sampler import SamplingMetadata
+from paceline.engine.sampling import SamplingMetadata
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import POLICY
 from paceline.errors import EngineError, RequestError
 from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
 from paceline.model.support import attention_shape

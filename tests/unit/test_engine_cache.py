@@ -20,7 +20,7 @@ from conftest import tiny_model
 from engines import MATRIX, SymbolicRunner, content, random_adapter
 from paceline.config.inference import EngineConfig
 from paceline.engine import GenerateRequest
-from paceline.engine.embedded import PlainMemory
+from paceline.engine.cpu.kv_cache import PlainMemory
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence

@@ -18,7 +18,7 @@ from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import EngineError, OtherBase, PartialUpdateError, RequestError, UnknownModel
 from paceline.model import PLAN, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, fingerprint, twin
 from paceline.model.attention import sdpa, window_mask
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 from paceline.weights.delta import LastSent, WeightDelta
 
 POLICIES = [tiny_model(seed) for seed in range(4)]

@@ -18,7 +18,7 @@ from backends import engine_of
 from paceline.config import RunConfig
 from paceline.engine import GenerateRequest, Grammar, noise_key
 from paceline.engine.grammar import Grammars, grammars
-from paceline.engine.patterns import rewritten
+from paceline.engine.schemas import rewrite_pattern
 from paceline.errors import RequestError
 from paceline.model import end_tokens, load_model, load_tokenizer
 
@@ -321,4 +321,4 @@ def test_without_the_library_the_request_is_refused(tokenizer, monkeypatch, mode
 
 
 def test_rewriting_keeps_what_is_in_sets():
-    assert rewritten(r"[.^$(?]\.\]") == r"[.^$(?]\.\]"
+    assert rewrite_pattern(r"[.^$(?]\.\]") == r"[.^$(?]\.\]"

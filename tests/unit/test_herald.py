@@ -10,7 +10,7 @@ from test_engine import serve, together
 
 from conftest import tiny_model
 from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
-from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, Drawn, Sequence, TokenStreamer
+from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, SampledToken, Sequence, TokenStreamer
 
 
 class Hall:
@@ -24,8 +24,8 @@ class Hall:
         self.sequences = [Sequence(request, Future(), [1, 2, 3], 1000, pieces.append) for pieces in self.heard]
 
     def draw(self, index: int, token: int) -> None:
-        self.sequences[index].append(Drawn(token, -float(token)), version=token % 3)
-        self.herald.note(self.sequences[index])
+        self.sequences[index].append(SampledToken(token, -float(token)), version=token % 3)
+        self.herald.add(self.sequences[index])
 
     def tokens(self, index: int) -> list[int]:
         return [token for piece in self.heard[index] for token in piece.token_ids]
@@ -45,8 +45,8 @@ def test_every_token_is_told_once_in_order_whenever_it_is_told(script: list[tupl
         elif what == "wait":
             hall.now += LONGEST_SECONDS
         else:
-            hall.herald.tell(now=what == "now")
-    hall.herald.tell(now=True)
+            hall.herald.flush(now=what == "now")
+    hall.herald.flush(now=True)
     assert [hall.tokens(index) for index in range(4)] == drawn
     for pieces in hall.heard:
         for piece in pieces:
@@ -61,14 +61,14 @@ def test_a_crowd_is_told_as_rarely_as_telling_it_takes(crowd: int) -> None:
     pause = min(crowd * LISTENER_SECONDS, LONGEST_SECONDS)
     for index in range(crowd):
         hall.draw(index, 5)
-    hall.herald.tell()
+    hall.herald.flush()
     assert all(len(pieces) == 1 for pieces in hall.heard), "the first token is told at once"
     hall.draw(0, 6)
     hall.now = pause * 0.99
-    hall.herald.tell()
+    hall.herald.flush()
     assert hall.tokens(0) == [5]
     hall.now = pause
-    hall.herald.tell()
+    hall.herald.flush()
     assert hall.tokens(0) == [5, 6]
 
 
@@ -77,7 +77,7 @@ def test_the_forgotten_hear_nothing_more() -> None:
     hall.draw(0, 5)
     hall.draw(1, 6)
     hall.herald.forget(hall.sequences[0])
-    hall.herald.tell(now=True)
+    hall.herald.flush(now=True)
     assert (hall.tokens(0), hall.tokens(1)) == ([], [6])
 
 

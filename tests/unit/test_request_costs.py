@@ -20,8 +20,7 @@ from paceline.config.serve import ServeConfig
 from paceline.engine import grammar
 from paceline.engine.base import EngineLimits, Grammar
 from paceline.engine.grammar import grammars
-from paceline.engine.patterns import MOST_STATES, rewritten
-from paceline.engine.schemas import prepared
+from paceline.engine.schemas import MOST_STATES, prepare_schema, rewrite_pattern
 from paceline.errors import RequestError
 from paceline.server import http
 from paceline.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
@@ -165,19 +164,19 @@ def test_a_prompt_has_four_forms(prompt):
 )
 def test_a_pattern_that_spells_out_to_too_many_states_is_refused(pattern):
     with pytest.raises(RequestError, match="the regular expression is too large"):
-        rewritten(pattern)
+        rewrite_pattern(pattern)
     with pytest.raises(RequestError, match="too large"):
-        prepared(json.dumps({"type": "string", "pattern": pattern}))
+        prepare_schema(json.dumps({"type": "string", "pattern": pattern}))
 
 
 def test_a_pattern_that_nests_too_deeply_is_refused():
     with pytest.raises(RequestError, match="the regular expression nests its groups too deeply"):
-        rewritten("(" * 5000 + "a" + ")" * 5000)
+        rewrite_pattern("(" * 5000 + "a" + ")" * 5000)
 
 
 def test_usual_patterns_are_taken():
     for pattern in (r"\d{4}-\d{2}-\d{2}", r"(yes|no)", r".{0,1000}", r"[a-z]+(, [a-z]+){0,20}"):
-        rewritten(pattern)
+        rewrite_pattern(pattern)
 
 
 def nested(depth: int, **bounds: int) -> dict:
@@ -196,15 +195,15 @@ def nested(depth: int, **bounds: int) -> dict:
 )
 def test_a_schema_that_spells_out_to_too_many_states_is_refused(schema):
     with pytest.raises(RequestError, match="the JSON schema is too large"):
-        prepared(json.dumps(schema))
+        prepare_schema(json.dumps(schema))
 
 
 def test_a_reference_that_leads_nowhere_is_refused():
     item = {"type": "object", "properties": {"next": {"$ref": "#/$defs/item"}}}
-    assert prepared(json.dumps({"$ref": "#/$defs/item", "$defs": {"item": item}}))
+    assert prepare_schema(json.dumps({"$ref": "#/$defs/item", "$defs": {"item": item}}))
     for reference in ("#/$defs/other", "other.json", "#/$defs/item/properties/none", "http://host/schema"):
         with pytest.raises(RequestError, match="which is not in the schema"):
-            prepared(json.dumps({"type": "array", "items": {"$ref": reference}, "$defs": {"item": item}}))
+            prepare_schema(json.dumps({"type": "array", "items": {"$ref": reference}, "$defs": {"item": item}}))
 
 
 def test_a_grammar_that_takes_too_long_is_given_up_and_others_are_not_held_up(load, monkeypatch):

@@ -9,9 +9,8 @@ import torch
 
 from backends import SlotCache
 from paceline.engine import GenerateRequest
-from paceline.engine.catalog import Catalog
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Sequence
+from paceline.engine.sequence import Catalog, Sequence
 from paceline.model.support import AttentionShape
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine import GenerateRequest
-from paceline.engine.cuda.steps import StepShape, decode_only
+from paceline.engine.cuda.step import StepShape, decode_only, split
 from paceline.engine.sequence import Chunk, Sequence
 
 ROWS, EXTRA, COLUMNS = 6, 16, 8
@@ -97,7 +97,7 @@ def test_a_prompt_among_them_is_written_whole() -> None:
     for _ in range(2):
         told, drawn = _written(shape, [prompt, _decoding(a, 2)], {(1, 0): 5})
         assert not shape.same
-        fields = dict(shape._split(np.array(told)))
+        fields = split(np.array(told), shape.sizes)
         assert fields["ids"][ROWS : ROWS + 9].tolist() == list(b.request.prompt_ids)
         assert fields["positions"][ROWS : ROWS + 9].tolist() == list(range(9))
         assert fields["rows"][:2].tolist() == [0, ROWS + 8]

@@ -23,7 +23,7 @@ from paceline.data import Sample, Ticket
 from paceline.engine import Completion, EmbeddedEngine, GenerateRequest
 from paceline.errors import EngineError, Mismatch
 from paceline.model import Adapter, LMHead, WeightUpdate, fingerprint, twin
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 from paceline.orchestrator import buffered
 from paceline.orchestrator.buffered import Held, decode_held, encode_held
 from paceline.orchestrator.dispatcher import Tally

@@ -19,9 +19,7 @@ from paceline.errors import RequestError
 from paceline.runtime.ray.engines import tensors_in
 from paceline.server.service import write_all
 from paceline.util.private_folder import PrivateFolder, sweep
-from paceline.weights.bits import MASK
-from paceline.weights.torch_bits import bits_of, mix
-from paceline.weights.update import PIECE, STRETCH, tensor_sums
+from paceline.weights.update import MASK, PIECE, STRETCH, bits_of, mix_tensor, tensor_sums
 
 
 class Stingy:
@@ -111,6 +109,6 @@ def test_bytes_that_are_no_file_are_refused(data):
 def test_marks_are_the_plain_sum_however_it_is_cut(kind):
     lengths = [0, 1, PIECE - 1, PIECE, PIECE + 1, STRETCH, STRETCH + PIECE + 3]
     tensors = [torch.randint(256, (length,), dtype=torch.uint8).to(kind) for length in lengths]
-    plain = [int((bits_of(t).long() * mix(torch.arange(len(t)))).sum()) & MASK for t in tensors]
+    plain = [int((bits_of(t).long() * mix_tensor(torch.arange(len(t)))).sum()) & MASK for t in tensors]
     assert tensor_sums(tensors) == plain
     assert [tensor_sums([tensor])[0] for tensor in tensors] == plain

@@ -15,8 +15,8 @@ import orjson
 from paceline.clients.remote import CONNECT_SECONDS, JSON, HttpConnection, finite_canary, in_one_piece
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
-from paceline.weights.folders import Folders, remove
 from paceline.weights.update import ServedPolicy, WeightUpdate
+from paceline.weights.weight_store import WeightFolders, remove_folder
 
 SCORED_AT_ONCE = 32
 SEED_BITS = (1 << 63) - 1
@@ -64,7 +64,7 @@ class ExternalEngine(HttpConnection, Engine):
     ) -> None:
         super().__init__(url, api_key)
         self._capacity, self._vocabulary = capacity, vocabulary
-        self._folders = Folders(folder)
+        self._folders = WeightFolders(folder)
         self._verify = verify
         self._session = uuid.uuid4().hex[:8]
         self._version: int | None = None
@@ -180,7 +180,7 @@ class ExternalEngine(HttpConnection, Engine):
         for adapter in self._loaded:
             with contextlib.suppress(EngineError):
                 self.look(self.unload_path, {"lora_name": adapter.name})
-            remove(adapter.folder)
+            remove_folder(adapter.folder)
         self._loaded.clear()
         self._folders.clear()
         super().close()
@@ -210,7 +210,7 @@ class ExternalEngine(HttpConnection, Engine):
             self._trouble = error
             raise
         finally:
-            remove(folder)
+            remove_folder(folder)
         self._trouble = None
         self._swaps += 1
         self._paused += pause
@@ -247,7 +247,7 @@ class ExternalEngine(HttpConnection, Engine):
     async def _forget(self, adapter: LoadedAdapter) -> None:
         with contextlib.suppress(EngineError):  # a server that was restarted does not know it
             await self.order(self.unload_path, {"lora_name": adapter.name})
-        remove(adapter.folder)
+        remove_folder(adapter.folder)
         if adapter in self._loaded:
             self._loaded.remove(adapter)
 

@@ -15,7 +15,7 @@ from paceline.clients.remote import CONNECT_SECONDS, HttpConnection, Question, R
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
 from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.weights import tensors as libraries
-from paceline.weights.transports import UPDATE_HEADER, Carrier, WeightPath, carrier_for
+from paceline.weights.transports import UPDATE_HEADER, WeightPath, WeightTransport, transport_for
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import copied
 
@@ -47,7 +47,7 @@ class HttpEngine(HttpConnection, RemoteEngine):
     ) -> None:
         super().__init__(url, api_key, timeout)
         self._travel = path, folder
-        self._carries: Carrier | None = None
+        self._carries: WeightTransport | None = None
         self._asked = 0.0
         self._asking: asyncio.Task[EngineStats] | None = None
 
@@ -123,10 +123,10 @@ class HttpEngine(HttpConnection, RemoteEngine):
     # -- the wire -----------------------------------------------------------------------------------------------------
 
     @property
-    def _carrier(self) -> Carrier:
+    def _carrier(self) -> WeightTransport:
         """Made when weights first travel: most engines behind HTTP only answer."""
         if self._carries is None:
-            self._carries = carrier_for(*self._travel)
+            self._carries = transport_for(*self._travel)
         return self._carries
 
     async def stream(self, path: str, head: dict[str, Any], size: int, pieces: AsyncIterator[bytes]) -> Any:

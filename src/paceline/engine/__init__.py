@@ -15,7 +15,7 @@ from paceline.engine.base import (
     TopLogprobs,
 )
 from paceline.util.lazy_import import lazily
-from paceline.weights.bits import noise_key
+from paceline.weights.update import noise_key
 
 if TYPE_CHECKING:
     from paceline.engine.embedded import EmbeddedEngine

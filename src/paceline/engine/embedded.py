@@ -1,7 +1,8 @@
 """The engine that runs in this process, with torch: on a CPU or a GPU."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,114 +10,30 @@ from transformers import PreTrainedModel
 
 from paceline.config import inference
 from paceline.engine.base import Grammar
-from paceline.engine.catalog import POLICY, Catalog
+from paceline.engine.cpu.kv_cache import PlainMemory, SlotCache
+from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
-from paceline.engine.pages import PAGE, PageCache
-from paceline.engine.parts import EngineParts
-from paceline.engine.runner import EagerRunner
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Guide
-from paceline.engine.served_weights import ServedWeights
-from paceline.engine.slots import SlotCache
+from paceline.engine.pages import PAGE, PageCache, PageMemory
+from paceline.engine.sequence import BASE, Guide
+from paceline.engine.weight_swap import StagedUpdate, WeightApplier
+from paceline.errors import EngineError, Mismatch, OtherBase
 from paceline.model import LMHead, set_cpu_threads
-from paceline.model.adapters import Adapters
-from paceline.model.adapters import install as install_adapters
+from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
+from paceline.model.head import CanaryScorer, sequence_logprobs
+from paceline.model.native.layers import Product
 from paceline.model.native.layers import install as install_native
 from paceline.model.support import AttentionShape, attention_shape
+from paceline.weights.delta import DeltaError, WeightDelta
+from paceline.weights.update import WeightUpdate, canary_ids, fingerprint, rounding
 
 FIRST_CACHE_LENGTH = 256
 CPU_PAGES_BYTES = 1 << 30
 FREE_MEMORY_SHARE = 0.5
 """Part of the GPU's free memory that the KV cache takes when the run file names no size."""
-
-
-def build(
-    model: PreTrainedModel,
-    config: inference.EngineConfig,
-    deterministic: bool,
-    fp32_head: bool,
-    version: int,
-    lora_targets: list[str] | str,
-    background: BackgroundCompile | None = None,
-    steps: int | None = None,
-) -> EngineParts:
-    head = LMHead(model, fp32_head)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    max_context = min(config.max_context or limit, limit)
-    shape = attention_shape(model)
-    adapters = _adapters(model, config, lora_targets)
-    native = install_native(model, config.products)
-    catalog = Catalog()
-    catalog.versions[POLICY] = version
-    if model.device.type == "cuda":
-        from paceline.engine.cuda.graphs import GraphRunner
-        from paceline.engine.cuda.memory import LentMemory
-
-        memory = LentMemory(model.device)
-        pages = _pages(config, shape, model.dtype, max_context, torch.cuda.mem_get_info(model.device)[0])
-        cache = PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, steady=deterministic)
-        runner = GraphRunner(model, head, cache, shape, config, adapters, deterministic, background, steps)
-    elif config.cache == "pages":
-        pages = _pages(config, shape, model.dtype, max_context, CPU_PAGES_BYTES)
-        memory = PlainMemory(model.device)
-        cache = PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, steady=deterministic)
-        runner = EagerRunner(model, head, cache, deterministic, adapters, config.in_flight or 0)
-    else:
-        first = max_context if deterministic else min(FIRST_CACHE_LENGTH, max_context)
-        cache = SlotCache(
-            shape, config.max_running, first, max_context, model.dtype, str(model.device), steady=deterministic
-        )
-        runner = EagerRunner(model, head, cache, deterministic, adapters, config.in_flight or 0)
-    return EngineParts(
-        cache=cache,
-        scheduler=Scheduler(cache, config.prefill_tokens, deterministic, catalog),
-        runner=runner,
-        served=ServedWeights(model, head, adapters, catalog, native),
-        catalog=catalog,
-        max_context=max_context,
-        vocabulary=model.config.get_text_config().vocab_size,
-    )
-
-
-def _adapters(model: PreTrainedModel, config: inference.EngineConfig, targets: list[str] | str) -> Adapters | None:
-    if not config.adapters:
-        return None
-    # Captured steps round both numbers up, the second to a power of two from 128 on.
-    most = max(2, config.max_running) + 2 * max(config.prefill_tokens, 128)
-    return install_adapters(model, targets, config.adapters, config.adapter_rank, most)
-
-
-def _pages(
-    config: inference.EngineConfig, shape: AttentionShape, dtype: torch.dtype, max_context: int, free_bytes: int
-) -> int:
-    """As many pages as the budget holds, but no more than all requests could ever fill."""
-    page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * dtype.itemsize
-    budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
-    return max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
-
-
-class PlainMemory:
-    """Pages as an ordinary tensor."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pages: Tensor | None = None
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._pages = torch.zeros(shape, dtype=dtype, device=self._device)
-        return self._pages
-
-    def sleep(self) -> None:
-        """Shrink the tensor to nothing in place, so that its holders need not be told."""
-        assert self._pages is not None
-        self._size = self._pages.untyped_storage().size()
-        self._pages.untyped_storage().resize_(0)
-
-    def wake(self) -> None:
-        assert self._pages is not None
-        self._pages.untyped_storage().resize_(self._size)
-        self._pages.zero_()
+PINNED_BYTES = 16 << 30
+"""Of one update that lies in the host's memory and goes to a GPU: what is copied to where the GPU fetches it at full
+speed. What is beyond waits where it is, and lengthens the pause."""
 
 
 class EmbeddedEngine(DecodingEngine):
@@ -137,13 +54,194 @@ class EmbeddedEngine(DecodingEngine):
     ) -> None:
         """`background` makes compiled code beside the engine where `compile` is "auto"; without it `auto` stays
         uncompiled. `steps` is how many weight updates are to come, where that is known."""
-        parts = build(model, config, deterministic, fp32_head, version, lora_targets, background, steps)
-        super().__init__(parts, config, grammars)
-        self._threads = config.threads if model.device.type == "cpu" else None
+        head, text, device = LMHead(model, fp32_head), model.config.get_text_config(), model.device
+        limit = getattr(text, "max_position_embeddings", None) or 1 << 20
+        max_context = min(config.max_context or limit, limit)
+        shape, adapters = attention_shape(model), None
+        if config.adapters:
+            # Captured steps round both numbers up, the second to a power of two from 128 on.
+            most = max(2, config.max_running) + 2 * max(config.prefill_tokens, 128)
+            adapters = install(model, lora_targets, config.adapters, config.adapter_rank, most)
+        native = install_native(model, config.products)
+
+        def paged(memory: PageMemory, free_bytes: int) -> PageCache:
+            pages = _pages(config, shape, model.dtype, max_context, free_bytes)
+            return PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, deterministic)
+
+        if device.type == "cuda":
+            from paceline.engine.cuda.kv_cache import LentMemory
+            from paceline.engine.cuda.runner import GraphRunner
+
+            cache = paged(LentMemory(device), torch.cuda.mem_get_info(device)[0])
+            runner = GraphRunner(model, head, cache, shape, config, adapters, deterministic, background, steps)
+        else:
+            if config.cache == "pages":
+                cache = paged(PlainMemory(device), CPU_PAGES_BYTES)
+            else:
+                first = max_context if deterministic else min(FIRST_CACHE_LENGTH, max_context)
+                slots = config.max_running
+                cache = SlotCache(shape, slots, first, max_context, model.dtype, str(device), deterministic)
+            runner = EagerRunner(model, head, cache, deterministic, adapters, config.in_flight or 0)
+        served = TorchWeights(model, head, adapters, native, version)
+        super().__init__(
+            config, cache, runner, served, max_context=max_context, vocabulary=text.vocab_size,
+            deterministic=deterministic, grammars=grammars,
+        )  # fmt: skip
+        self._threads = config.threads if device.type == "cpu" else None
 
     @contextmanager
-    def _place(self) -> Generator[None]:
+    def _context(self) -> Generator[None]:
         if self._threads:
             set_cpu_threads(self._threads)
-        with torch.inference_mode(), self._runner.place():
+        with torch.inference_mode(), self._runner.context():
             yield
+
+
+def _pages(
+    config: inference.EngineConfig, shape: AttentionShape, dtype: torch.dtype, max_context: int, free_bytes: int
+) -> int:
+    """As many pages as the budget holds, but no more than all requests could ever fill."""
+    page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * dtype.itemsize
+    budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
+    return max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
+
+
+class TorchWeights(WeightApplier):
+    """The base and the adapters beside it, changed in place, and proved to be what was sent."""
+
+    def __init__(
+        self, model: PreTrainedModel, head: LMHead, adapters: Adapters | None, native: list[Product], version: int
+    ) -> None:
+        super().__init__(adapters, head.vocabulary, version)
+        self._model, self._head, self._adapters, self._native = model, head, adapters, native
+        self._canary = CanaryScorer(model, head)
+        self._parameters = dict(model.named_parameters())
+        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._parameters
+
+    @property
+    def rounding(self) -> float:
+        return rounding(self._model.dtype)
+
+    def warm(self) -> None:
+        """Do once what an update does, so that no running request waits for a kernel to be loaded."""
+        if self._model.device.type != "cuda":
+            return
+        self.policy()
+        if self._adapters is None:
+            self._canary.logprobs(canary_ids(self._head.vocabulary))
+        elif self._adapters.slots == len(self._free):
+            halves = {"lora_A": lambda layer: (1, layer.in_features), "lora_B": lambda layer: (layer.out_features, 1)}
+            zeros = {
+                f"{name}.{half}.weight": layer.weight.new_zeros(shape(layer))
+                for name, layer in self._adapters.layers.items()
+                for half, shape in halves.items()
+            }
+            fingerprint(self._adapters.fitted(zeros).items())
+            self._adapters.load(1, zeros, 1.0)
+            fingerprint(self._adapters.tensors(1).items())
+            self._adapters.clear(1)
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """How far the sender's work on the GPU has come."""
+        if self._model.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._model.device))
+        return mark
+
+    def read(self, update: WeightUpdate, check: bool = True, mark: "torch.cuda.Event | None" = None) -> StagedUpdate:
+        with torch.no_grad(), nullcontext() if mark is None else torch.cuda.device(self._model.device):
+            if mark is None:
+                return super().read(update, check)
+            mark.wait()  # bounded: orders two CUDA streams, the host goes on
+            staged = super().read(update, check)
+            mark.record(torch.cuda.current_stream(self._model.device))  # what was left to the GPU comes before use
+            return replace(staged, ready=mark)
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Nothing is left to be read from a file. A second copy of the weights is never made on the device; on the host
+        it is, and only for a GPU."""
+        device, room = self._model.device, PINNED_BYTES
+        ready: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            slow = device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned()
+            if slow and tensor.nbytes <= room:
+                tensor = tensor.pin_memory(device)
+                room -= tensor.nbytes
+            ready[name] = tensor
+        return ready
+
+    def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
+        assert update.delta is not None
+        try:
+            update.delta.check_fit(self._parameters)
+            update.delta.changes(self._model.device)
+        except DeltaError as error:
+            raise EngineError(str(error)) from error
+        return StagedUpdate(update, {}, check=check)
+
+    def apply(self, staged: StagedUpdate) -> str | None:
+        if staged.ready is not None:
+            staged.ready.wait()  # bounded: orders two CUDA streams, the host goes on
+        return super().apply(staged)
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        mine: list[Tensor] = [self._parameters[name] for name in tensors]
+        torch._foreach_copy_(mine, list(tensors.values()), non_blocking=True)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for product in self._native:
+            product.refresh()
+
+    def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
+        assert update.delta is not None
+        self._check_whole()
+        sent = self._prove(update, update.delta)
+        with self._writing(update):
+            update.delta.write(self._parameters)
+            self._refresh()
+        return sent if check else None
+
+    def _prove(self, update: WeightUpdate, delta: WeightDelta) -> str:
+        """The fingerprint the weights will have once the delta is written to them. Nothing is changed yet.
+
+        The base is proved before: by the fingerprint it was proved with when it came, or else by looking at all of it.
+        What the changed elements make of that is the new one, and must be the sender's.
+        """
+        try:
+            self._check_base(delta)
+            sent = delta.moved(self._parameters)
+        except DeltaError as error:
+            raise EngineError(str(error)) from error
+        if {sent} != {sent, update.expected or sent, delta.result.fingerprint}:
+            raise Mismatch(
+                f"the delta to version {update.version} is damaged: it leads to weights {sent}, not to "
+                f"{update.expected or delta.result.fingerprint}"
+            )
+        return sent
+
+    def _check_base(self, delta: WeightDelta) -> None:
+        version, base, held = self.catalog.versions[BASE], delta.base, None
+        if version == base.version:
+            whole = delta.entries.keys() == self._parameters.keys()
+            held = self.catalog.weights[BASE].get(version) if whole else None
+            held = held or fingerprint((name, self._parameters[name]) for name in delta.entries)
+        if held != base.fingerprint:
+            raise OtherBase(
+                f"the delta builds on version {base.version} ({base.fingerprint}), and this engine holds version "
+                f"{version}{f' ({held})' if held else ''}: send all weights"
+            )
+
+    def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
+        if self._adapters is not None:
+            slots = torch.full((len(token_ids),), self.catalog.slots[model], device=self._model.device)
+            self._adapters.route(slots)
+            with torch.compiler.set_stance("force_eager"):
+                return sequence_logprobs(self._model, self._head, token_ids)
+        return self._canary.logprobs(token_ids)

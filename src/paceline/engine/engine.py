@@ -1,5 +1,7 @@
 """Runs the decoding loop: one thread launches steps and applies weight updates between them.
 
+    drain the inbox -> schedule -> launch -> land the oldest step -> process its output -> flush the streams
+
 It depends on no tensor library.
 """
 
@@ -17,17 +19,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from paceline.config import inference
+from paceline.engine.admission import MAX_TOP_LOGPROBS, check_request
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
-from paceline.engine.catalog import MAX_TOP_LOGPROBS, check
-from paceline.engine.parts import EngineParts, StagedUpdate, StepInFlight
-from paceline.engine.sequence import Chunk, Drawn, Guide, TokenStreamer
+from paceline.engine.kv_cache import Cache
+from paceline.engine.runner import Runner, StepInFlight
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import Chunk, Guide, SampledToken, TokenStreamer
 from paceline.engine.sequence import Sequence as Running
-from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError
-from paceline.model import ServedPolicy, WeightUpdate
+from paceline.engine.weight_swap import StagedUpdate, WeightApplier
+from paceline.errors import EngineError, OtherBase, Overloaded, RequestError
+from paceline.weights.update import ServedPolicy, WeightUpdate
 
 CLOSE_SECONDS = 30.0
 WARM_SECONDS = 900.0
-FLOCK_SECONDS = 0.001
+GATHER_SECONDS = 0.001
+"""How long an idle engine that wakes up waits for more requests: they come in groups, which then run in full steps."""
 IDLE_LOOK_SECONDS = 0.5
 """How often an idle engine looks whether compiled code is ready."""
 
@@ -40,35 +46,25 @@ class DecodingEngine:
     """
 
     def __init__(
-        self,
-        parts: EngineParts,
-        config: inference.EngineConfig,
-        grammars: Callable[[Grammar], Guide] | None = None,
-    ) -> None:
-        self._config = config
-        self._grammars = grammars
-        self.max_context = parts.max_context
-        self._cache, self._scheduler, self._runner = parts.cache, parts.scheduler, parts.runner
-        self._served, self._catalog = parts.served, parts.catalog
-        self._vocabulary = parts.vocabulary
+        self, config: inference.EngineConfig, cache: Cache, runner: Runner, served: WeightApplier, *, max_context: int,
+        vocabulary: int, deterministic: bool, grammars: Callable[[Grammar], Guide] | None,
+    ) -> None:  # fmt: skip
+        self.max_context = max_context
+        self._config, self._cache, self._runner, self._served = config, cache, runner, served
+        self._vocabulary, self._grammars, self._catalog = vocabulary, grammars, served.catalog
+        self._scheduler = Scheduler(cache, config.prefill_tokens, deterministic, served.catalog)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._door = threading.Lock()
+        self._posting = threading.Lock()
         self._flights: deque[StepInFlight] = deque()
-        self._herald = TokenStreamer()
+        self._streamer = TokenStreamer()
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._updates = asyncio.Lock()
-        self._distrust: dict[str | None, EngineError] = {}
-        """Models whose last update failed its checks, and why; None for the base and so for all."""
-        self._closed = False
-        self._paused = False
-        self._asleep = False
+        self._closed = self._paused = self._asleep = False
         self._busy: tuple[float, float | None] = (0.0, None)
         """Seconds with a step in flight that are over, and when those under way began: read and written as one."""
-        self.steps = 0
-        self.tokens = 0
-        self.swaps = 0
+        self.steps = self.tokens = self.swaps = 0
         self.pause_seconds = 0.0
 
     # -- what callers see -------------------------------------------------------------------------------------------
@@ -89,7 +85,7 @@ class DecodingEngine:
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
         elif not self._ready.is_set():  # it was never started
-            self._let_go()
+            self._free()
 
     def outlive(self) -> BaseException | None:
         """Wait for the end of the engine's thread; answers with what it failed of, None if it was closed."""
@@ -129,8 +125,8 @@ class DecodingEngine:
         try:
             async with self._updates:  # bounded: by those before it, and applied in the order in which they came
                 # Read before decoding has to pause, and beside it: the pause is then the copy alone.
-                arrived = await asyncio.to_thread(self._served.read, update, self._config.verify_weights, mark)
-                return await self._ask(lambda: self._swap(arrived))
+                staged = await asyncio.to_thread(self._served.read, update, self._config.verify_weights, mark)
+                return await self._ask(lambda: self._swap(staged))
         except OtherBase:
             if update.delta is None or not update.tensors:
                 raise
@@ -181,13 +177,11 @@ class DecodingEngine:
         done, since = self._busy
         return done + (time.perf_counter() - since if since is not None else 0.0)
 
-    # -- the door -----------------------------------------------------------------------------------------------------
+    # -- admission, on the caller's thread ----------------------------------------------------------------------------
 
     def _check(self, request: GenerateRequest, room: int = 1) -> None:
-        check(request, self._catalog, self.max_context - room, self._vocabulary)
-        for model in (None, request.model):
-            if model in self._distrust:
-                raise type(self._distrust[model])(str(self._distrust[model]))
+        check_request(request, self._catalog, self.max_context - room, self._vocabulary)
+        self._served.check_trusted(request.model)
 
     def _guide(self, grammar: Grammar) -> Guide:
         if self._grammars is None:
@@ -204,15 +198,15 @@ class DecodingEngine:
         return sequence.future
 
     def _admit(self, sequence: Running) -> None:
-        """An update may have gone wrong between the door and here."""
-        for model in (None, sequence.request.model):
-            if (error := self._distrust.get(model)) is not None:
-                self._fail(sequence, str(error), type(error))
-                return
+        """An update may have gone wrong since the request was checked."""
+        try:
+            self._served.check_trusted(sequence.request.model)
+        except EngineError as error:
+            return self._fail(sequence, str(error), type(error))
         self._scheduler.add(sequence)
 
     def _post(self, work: Callable[[], None]) -> None:
-        with self._door:
+        with self._posting:
             if self._failure is not None:
                 raise EngineError(f"the engine stopped: {self._failure}") from self._failure
             if self._closed:
@@ -236,19 +230,19 @@ class DecodingEngine:
         self._post(run)
         return await asyncio.wrap_future(answer)  # bounded: by the pool's deadline
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _place(self) -> AbstractContextManager[object]:
+    def _context(self) -> AbstractContextManager[object]:
         """Held by the engine's thread all its life."""
-        return self._runner.place()
+        return self._runner.context()
 
     def _serve(self) -> None:
         try:
-            with self._place():
+            with self._context():
                 self._runner.warm()
                 self._served.warm()
                 self._ready.set()
-                while self._attend_inbox():
+                while self._drain_inbox():
                     self._step()
         except Exception as error:
             self._failure = error
@@ -257,19 +251,16 @@ class DecodingEngine:
             self._fail_all(EngineError("the engine was closed"))
         finally:
             self._ready.set()
-            self._let_go()
+            self._free()
 
-    def _let_go(self) -> None:
-        """Free what the model's owner would not; a broken device may refuse, and the first cause is already told."""
+    def _free(self) -> None:
+        """Free what the model's owner would not; a broken device may refuse, and the first cause is already known."""
         with contextlib.suppress(Exception):
             self._runner.close()
             self._cache.sleep()
 
-    def _attend_inbox(self) -> bool:
-        """Do what was asked since the last step; sleep when there is nothing to decode. False: stop.
-
-        Requests come in flocks: an idle engine that wakes up waits a moment for the rest, and then runs full steps.
-        """
+    def _drain_inbox(self) -> bool:
+        """Do what was asked since the last step; sleep when there is nothing to decode. False: stop."""
         idle = not self._flights and (self._paused or self._scheduler.idle)
         wait: float | None = (IDLE_LOOK_SECONDS if self._runner.is_compiling else None) if idle else 0.0
         while True:
@@ -280,7 +271,7 @@ class DecodingEngine:
             if work is None:
                 return False
             work()
-            wait = FLOCK_SECONDS if idle and self._scheduler.waiting else 0.0
+            wait = GATHER_SECONDS if idle and self._scheduler.waiting else 0.0
 
     def _step(self) -> None:
         """Launch the next step, then land what is due: the device never waits for the host to look."""
@@ -305,22 +296,22 @@ class DecodingEngine:
             if not self._flights:
                 self._busy = (self.busy_seconds, None)
             for chunk in flight.chunks:
-                self._accept(chunk)
-        self._herald.tell(now=leave == 0)
+                self._process(chunk)
+        self._streamer.flush(now=leave == 0)
 
-    def _accept(self, chunk: Chunk) -> None:
+    def _process(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         if sequence.end.reached:  # the caller gave up, or it ended while this step was in flight
             self._scheduler.release(sequence)
-            self._herald.forget(sequence)
+            self._streamer.forget(sequence)
         elif chunk.drawn is not None:
-            self._accept_token(sequence, chunk, chunk.drawn)
+            self._process_token(sequence, chunk, chunk.drawn)
         elif chunk.scores is not None:
-            self._accept_scores(sequence, chunk.scores)
+            self._process_scores(sequence, chunk.scores)
         # Only now: a preempted sequence waits again from here on, with all it has, or is over.
         self._scheduler.land(chunk)
 
-    def _accept_scores(self, sequence: Running, scores: list[float]) -> None:
+    def _process_scores(self, sequence: Running, scores: list[float]) -> None:
         assert sequence.scores is not None
         sequence.scores += scores
         if any(map(math.isnan, scores)):
@@ -330,7 +321,7 @@ class DecodingEngine:
             self._scheduler.release(sequence)
             _answer(sequence, [0.0, *sequence.scores])
 
-    def _accept_token(self, sequence: Running, chunk: Chunk, drawn: Drawn) -> None:
+    def _process_token(self, sequence: Running, chunk: Chunk, drawn: SampledToken) -> None:
         if not math.isfinite(drawn.logprob):
             sequence.broken = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
@@ -341,76 +332,31 @@ class DecodingEngine:
         if sequence.guide is not None and sequence.guide.advance(drawn.token):
             finish = finish or "stop"
         if sequence.listener is not None:
-            self._herald.note(sequence)
+            self._streamer.add(sequence)
         if finish:
             self._scheduler.release(sequence)
-            self._herald.finish(sequence)
+            self._streamer.finish(sequence)
             _answer(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
 
     def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
         sequence.end.reached = True
         self._scheduler.release(sequence)
-        self._herald.finish(sequence)
+        self._streamer.finish(sequence)
         if sequence.future.set_running_or_notify_cancel():
             sequence.future.set_exception(kind(why))
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    def _swap(self, arrived: StagedUpdate) -> float:
-        """Nothing drains: what is in flight lands with its own version, what runs goes on with the new one."""
-        update = arrived.update
-        recompute = self._config.on_swap == "recompute"
+    def _swap(self, staged: StagedUpdate) -> float:
+        """What is in flight lands with its own version, what runs goes on with the new one."""
         self._land(0)
         start = time.perf_counter()
-        name = None if update.adapter is None else update.adapter.name
-        before = dict(self._catalog.weights)
-        try:
-            sent = self._served.apply(arrived)
-        except PartialUpdateError as error:
-            self._lock(name, error)
-            raise
-        self._carry_over(name, before, update.version, sent)
-        self._scheduler.swap(name, recompute)
-        try:
-            if sent is not None:
-                self._served.verify(update, sent)
-        except Exception as error:  # whatever it was, these weights are not proved
-            self._lock(name, error)
-            raise
+        self._served.swap(staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._guide)
         self._runner.sync()
-        self._distrust.pop(name, None)
         pause = time.perf_counter() - start
         self.swaps += 1
         self.pause_seconds += pause
         return pause
-
-    def _lock(self, name: str | None, error: Exception) -> None:
-        """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
-        kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
-        self._distrust[name] = kind(str(error))
-        self._scheduler.swap(name, recompute=True)
-        for sequence in self._scheduler.withdraw(name):
-            self._fail(sequence, str(error), kind)
-
-    def _carry_over(self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None) -> None:
-        """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
-        with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
-        could not say which is which."""
-        carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
-        for sequence in self._scheduler.begun(name):
-            was = before[sequence.request.model]
-            if self._catalog.weights[sequence.request.model] is was:
-                continue  # an adapter beside a new base
-            past = (sequence.weights or {}) | {v: mark for v, mark in was.items() if v == sequence.versions[-1]}
-            if version not in sequence.versions or past.get(version) == sent:
-                sequence.weights = carried.setdefault(tuple(past.items()), past)
-            elif sequence.told:
-                self._scheduler.dismiss(sequence)
-                self._fail(sequence, f"version {version} came again with other weights under a stream: ask again")
-            else:
-                sequence.restart()
-                if sequence.request.grammar is not None:
-                    sequence.guide = self._guide(sequence.request.grammar)
 
     def _hold(self, paused: bool) -> None:
         self._land(0)
@@ -431,9 +377,9 @@ class DecodingEngine:
 
     def _fail_all(self, error: EngineError) -> None:
         """Answer all requests, those included that were still on their way."""
-        with self._door:  # requests past it are in the inbox; none comes after
+        with self._posting:  # requests past it are in the inbox; none comes after
             self._closed = True
-        self._herald.tell(now=True)
+        self._streamer.flush(now=True)
         while not self._inbox.empty():
             work = self._inbox.get_nowait()
             if work is not None:

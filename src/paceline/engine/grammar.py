@@ -18,10 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from paceline.engine import patterns, schemas
 from paceline.engine.base import Grammar
-from paceline.engine.patterns import rewritten
-from paceline.engine.schemas import prepared
+from paceline.engine.schemas import is_quick_pattern, is_quick_schema, prepare_schema, rewrite_pattern
 from paceline.errors import Overloaded, RequestError
 
 if TYPE_CHECKING:
@@ -60,8 +58,6 @@ class Grammars:
 
     def __call__(self, grammar: Grammar) -> "TokenGuide":
         """Takes no time for a known grammar, but seconds for a new one with long bounded repeats. From any thread."""
-        from xgrammar import GrammarMatcher
-
         compiled = self._kept.get(grammar)
         if compiled is None:
             with self._looking:
@@ -76,7 +72,7 @@ class Grammars:
                 self._kept[grammar] = compiled
                 if len(self._kept) > MOST_COMPILED:
                     del self._kept[next(iter(self._kept))]
-        return TokenGuide(GrammarMatcher(compiled), compiled.tokenizer_info.vocab_size)
+        return _guide(compiled)
 
     @cached_property
     def _compiler(self) -> "GrammarCompiler":
@@ -106,26 +102,21 @@ class Grammars:
             compiled = self._translate(grammar)
         except RuntimeError as error:  # xgrammar's word for everything, its own file and line before the sentence
             raise RequestError(f"the grammar is wrong: {str(error).strip().partition(': ')[2] or error}") from error
-        if not self._begins(compiled):
+        guide, size = _guide(compiled), compiled.tokenizer_info.vocab_size
+        if not guide.allowed(size).any():
             raise RequestError("no text follows this grammar, or none that this model's tokens can spell")
         return compiled
 
     def _translate(self, grammar: Grammar) -> "CompiledGrammar":
         if grammar.kind == "regex":
-            pattern = rewritten(grammar.source)
-            if not patterns.is_quick(grammar.source):
+            pattern = rewrite_pattern(grammar.source)
+            if not is_quick_pattern(grammar.source):
                 return self._workers.compile(self._vocabulary, "regex", pattern)
             return self._compiler.compile_regex(pattern)
-        schema = '{"type": "object"}' if grammar.kind == "json" else prepared(grammar.source)
-        if not schemas.is_quick(schema):
+        schema = '{"type": "object"}' if grammar.kind == "json" else prepare_schema(grammar.source)
+        if not is_quick_schema(schema):
             return self._workers.compile(self._vocabulary, "json_schema", schema)
         return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
-
-    def _begins(self, compiled: "CompiledGrammar") -> bool:
-        from xgrammar import GrammarMatcher
-
-        size = compiled.tokenizer_info.vocab_size
-        return bool(TokenGuide(GrammarMatcher(compiled), size).allowed(size).any())
 
 
 class GrammarWorkers:
@@ -215,6 +206,12 @@ class TokenGuide:
     def advance(self, token: int) -> bool:
         """Take the token that came; True once an end token has."""
         return not self._matcher.accept_token(token) or self._matcher.is_terminated()
+
+
+def _guide(compiled: "CompiledGrammar") -> TokenGuide:
+    from xgrammar import GrammarMatcher
+
+    return TokenGuide(GrammarMatcher(compiled), compiled.tokenizer_info.vocab_size)
 
 
 def grammars(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> Grammars | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.engine.kv_cache import Cache
 from paceline.engine.sequence import Family, Sequence
 from paceline.model.support import AttentionShape
 
@@ -85,7 +86,7 @@ class Prefixes:
         return kept
 
 
-class PageCache:
+class PageCache(Cache):
     """Slots name running sequences; a table says which pages hold their tokens.
 
     With `steady`, nothing is shared and a sequence gets all its pages at once, so that none is ever preempted: what a
@@ -98,9 +99,8 @@ class PageCache:
         self, shape: AttentionShape, slots: int, pages: int, max_length: int, dtype: torch.dtype, memory: PageMemory,
         steady: bool = False,
     ) -> None:  # fmt: skip
-        self.slots, self.pages, self.max_length = slots, pages, max_length
-        self._memory = memory
-        self._steady = steady
+        super().__init__(slots, max_length, steady)
+        self.pages, self._memory = pages, memory
         self.kv = memory.take((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
         self.columns = -(-max_length // PAGE)
         self.table = np.zeros((slots + 1, self.columns), np.int32)
@@ -110,11 +110,6 @@ class PageCache:
         self._holders = [0] * (pages + 1)
         self._slots = list(range(slots - 1, -1, -1))
         self._prefixes = Prefixes()
-
-    @property
-    def scratch(self) -> int:
-        """The slot that is never read."""
-        return self.slots
 
     @property
     def device(self) -> torch.device:
@@ -129,16 +124,14 @@ class PageCache:
     def used(self) -> float:
         return 1 - self.available / self.pages
 
-    def sleep(self) -> None:
-        """Give the memory back; its addresses stay."""
-        self.forget()
+    def _drop(self) -> None:
         self._memory.sleep()
 
     def wake(self) -> None:
         self._memory.wake()
 
     def fits(self, length: int) -> bool:
-        return length <= self.max_length and -(-length // PAGE) <= self.pages
+        return super().fits(length) and -(-length // PAGE) <= self.pages
 
     def admit(self, sequence: Sequence, running: int) -> bool:
         """Room for its tokens and, so that those who run can go on for a while, a page for each of them."""
@@ -171,8 +164,6 @@ class PageCache:
             self._holders[page] = 1
             self._place(sequence, page)
         return True
-
-    def settle(self) -> None: ...
 
     def advance(self, sequence: Sequence) -> None:
         """Pages that are full, and whose tokens the host has seen, can be shared from now on."""

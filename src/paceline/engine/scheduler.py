@@ -13,9 +13,8 @@ order; a sequence that is done leaves only when no launched step can write to it
 import heapq
 from collections.abc import Iterable
 
-from paceline.engine.cache import Cache
-from paceline.engine.catalog import Catalog
-from paceline.engine.sequence import Chunk, Family, Sequence
+from paceline.engine.kv_cache import Cache
+from paceline.engine.sequence import Catalog, Chunk, Family, Sequence
 
 
 class Scheduler:
@@ -139,7 +138,8 @@ class Scheduler:
             if any(leaving.requeue for leaving in self._leaving):
                 return 0  # pages are on their way back
             victim = next(reversed(self.running.values()))
-            self._preempt(victim)
+            self.preempted += 1
+            self.requeue([victim])  # gives its pages to others; it waits again and recomputes what it had
             if victim is sequence:
                 return 0
         request, catalog = sequence.request, self._catalog
@@ -172,18 +172,11 @@ class Scheduler:
             return
         self._part(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give its pages to others; it waits again and recomputes what it had."""
-        self.preempted += 1
-        self._requeue(sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
-        del self.running[sequence.slot]
-        sequence.requeue = True
-        self._part(sequence)
-
     def _part(self, sequence: Sequence) -> None:
-        self._forget_leader(sequence)
+        if sequence.family is not None:
+            prompt = (sequence.family, sequence.request.prompt_ids)
+            if self._leaders.get(prompt) is sequence:
+                del self._leaders[prompt]
         self._leaving.add(sequence)
         if not sequence.in_flight:
             self._leave(sequence)
@@ -206,9 +199,9 @@ class Scheduler:
     def swap(self, model: str | None, recompute: bool) -> None:
         """One model has new weights, or the base and so all (None). Older prefixes are never shared again; running
         sequences keep their mixed caches or compute them anew."""
-        touched = [s for s in self.running.values() if model is None or s.request.model == model]
+        touched = _of(model, self.running.values())
         for sequence in touched:
-            sequence.kept = sequence.kept or (bool(sequence.sampled) and not recompute)
+            sequence.kept_cache = sequence.kept_cache or (bool(sequence.sampled) and not recompute)
         # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
         self.requeue(s for s in touched if recompute or not s.sampled)
         for sequence in (*touched, *self._leaving):
@@ -217,30 +210,30 @@ class Scheduler:
         self._cache.forget()
 
     def requeue(self, sequences: Iterable[Sequence]) -> None:
-        """Take them out of the cache, to be computed anew. All launched steps must have landed."""
+        """Take them out of the cache, to be computed anew once no launched step writes there."""
         for sequence in list(sequences):
-            self._requeue(sequence)
+            del self.running[sequence.slot]
+            sequence.requeue = True
+            self._part(sequence)
 
     def begun(self, model: str | None) -> list[Sequence]:
         """Sequences that have sampled something from this model, or from any (None), and are not done."""
         alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
-        return [s for s in alive if s.sampled and (model is None or s.request.model == model)]
+        return [s for s in _of(model, alive) if s.sampled]
 
-    def dismiss(self, sequence: Sequence) -> None:
-        """Take one out, wherever it is."""
-        self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]
+    def dismiss(self, sequences: Iterable[Sequence]) -> None:
+        """Take them out, wherever they are."""
+        out = list(sequences)
+        self._waiting = [entry for entry in self._waiting if entry[-1] not in out]
         heapq.heapify(self._waiting)
-        self.release(sequence)
+        for sequence in out:
+            self.release(sequence)
 
     def withdraw(self, model: str | None) -> list[Sequence]:
         """Take out all that waits for this model or runs with it, or with any (None)."""
-        out = [entry[-1] for entry in self._waiting if model is None or entry[-1].request.model == model]
-        self._waiting = [entry for entry in self._waiting if entry[-1] not in out]
-        heapq.heapify(self._waiting)
-        running = [s for s in self.running.values() if model is None or s.request.model == model]
-        for sequence in running:
-            self.release(sequence)
-        return [*out, *running]
+        out = _of(model, (*(entry[-1] for entry in self._waiting), *self.running.values()))
+        self.dismiss(out)
+        return out
 
     def drain(self) -> Iterable[Sequence]:
         """Take everything out, for shutting down."""
@@ -251,8 +244,7 @@ class Scheduler:
             self.release(sequence)
         return everything
 
-    def _forget_leader(self, sequence: Sequence) -> None:
-        if sequence.family is not None:
-            key = (sequence.family, sequence.request.prompt_ids)
-            if self._leaders.get(key) is sequence:
-                del self._leaders[key]
+
+def _of(model: str | None, sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Those of a model, or all (None)."""
+    return [s for s in sequences if model is None or s.request.model == model]

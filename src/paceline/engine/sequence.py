@@ -1,11 +1,10 @@
-"""The state of a request in the engine, and the chunks of it that one step computes.
+"""The state of a request in the engine, the models it may name, and the chunks of it that one step computes.
 
-Batches token callbacks so that streaming never throttles decoding.
+`TokenStreamer` batches token callbacks so that streaming never throttles decoding.
 """
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +27,39 @@ class Guide(Protocol):
 
 Family = tuple[int, int, int]
 """The weights that keys and values were computed with: adapter slot, its version, the base's version."""
+POLICY = ""
+BASE = "base"
+"""The name of the plain base, beside a policy that is an adapter."""
+BROKEN = -1
+"""The version of weights that are no version: an update broke off while they were written."""
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The policy, the base, and adapters by name."""
+
+    slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    """Adapter slot of each model; 0 for none."""
+    versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    base_version: int = 0
+    weights: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
+    """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
+    Replaced, never changed, so that all completions of the same weights share one."""
+
+    def renew(self, models: Iterable[str], version: int) -> None:
+        """These hold other weights from now on, which are not proved yet."""
+        self.versions |= dict.fromkeys(models, version)
+        self.weights |= {model: {} for model in models}
+        self.base_version = self.versions[BASE]
+
+    def family(self, model: str) -> Family:
+        """Identifies the weights that keys and values are computed with."""
+        return (self.slots[model], self.versions[model], self.base_version)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Named adapters with their versions."""
+        return {name: version for name, version in self.versions.items() if name not in (POLICY, BASE)}
 
 
 class End:
@@ -79,10 +111,10 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     weights: dict[int, str] | None = None
     """Version and fingerprint of what it was sampled from before the present weights; shared like those."""
-    told: int = 0
-    """How many of its sampled tokens its listener has heard of."""
+    streamed: int = 0
+    """How many of its sampled tokens its listener has received."""
     recomputed: bool = False
-    kept: bool = False
+    kept_cache: bool = False
     """Weights changed under it while its cache stayed as it was."""
     requeue: bool = False
     broken: bool = False
@@ -96,7 +128,7 @@ class Sequence:
     def sampled(self) -> int:
         return len(self.tokens) + self.flying - len(self.request.prompt_ids)
 
-    def append(self, drawn: "Drawn", version: int) -> Finish | None:
+    def append(self, drawn: "SampledToken", version: int) -> Finish | None:
         """Take one sampled token; tells how the sequence ended, if it did."""
         self.tokens.append(drawn.token)
         self.logprobs.append(drawn.logprob)
@@ -109,9 +141,9 @@ class Sequence:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
 
-    def untold(self) -> Piece:
-        """The tokens its listener has not received yet; marks them as told."""
-        start, self.told = self.told, len(self.logprobs)
+    def next_piece(self) -> Piece:
+        """The tokens its listener has not received yet; counts them as streamed."""
+        start, self.streamed = self.streamed, len(self.logprobs)
         tokens = self.tokens[len(self.request.prompt_ids) + start :]
         return Piece(tokens, self.logprobs[start:], self.versions[start:], self.top[start:] or None)
 
@@ -120,7 +152,7 @@ class Sequence:
         del self.tokens[len(self.request.prompt_ids) :]
         for stream in (self.logprobs, self.log_z, self.top, self.versions):
             stream.clear()
-        self.weights, self.recomputed, self.kept = None, False, False
+        self.weights, self.recomputed, self.kept_cache = None, False, False
 
     def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
         """All of it, its last token drawn from these weights."""
@@ -131,14 +163,14 @@ class Sequence:
             finish=finish,
             log_z=self.log_z or None,
             top=self.top or None,
-            recomputed=self.recomputed and not self.kept,
+            recomputed=self.recomputed and not self.kept_cache,
             cached=self.cached or 0,
             weights=weights if self.weights is None else self.weights | weights,
         )
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledToken:
     """One sampled token."""
 
     token: int
@@ -161,33 +193,13 @@ class Chunk:
     """Slot of the adapter it runs through; 0 for none."""
     index: int = 0
     """Number of the sampled token in its completion: its place in the noise stream."""
-    drawn: Drawn | None = None
+    drawn: SampledToken | None = None
     scores: list[float] | None = None
 
     @property
     def targets(self) -> list[int]:
         """The known token after each of its own."""
         return self.sequence.tokens[self.start + 1 : self.start + self.length + 1]
-
-
-def hand_out(
-    chunks: Seq[Chunk],
-    tokens: Seq[int],
-    logprobs: Seq[float],
-    log_z: Seq[float] | None = None,
-    top: tuple[Seq[Seq[int]], Seq[Seq[float]]] | None = None,
-) -> None:
-    """Give each chunk what was drawn for it, and no more than its request asked to hear."""
-    cut = [None] * len(chunks) if log_z is None else log_z
-    for chunk, token, logprob, kept in zip(chunks, tokens, logprobs, cut, strict=True):
-        request = chunk.sequence.request
-        bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
-        chunk.drawn = Drawn(token, logprob, kept if bounded else None)
-    if top is not None:
-        for chunk, ids, values in zip(chunks, *top, strict=True):
-            assert chunk.drawn is not None
-            if wanted := chunk.sequence.request.top_logprobs:
-                chunk.drawn.top = list(zip(ids[:wanted], values[:wanted], strict=True))
 
 
 LISTENER_SECONDS = 0.0002
@@ -200,38 +212,39 @@ class TokenStreamer:
 
     A few listeners are called for every token. Many are called again only after as long as calling them all takes, but
     at most `LONGEST_SECONDS`, with several tokens each time: otherwise the calls, not the decoding, would set the pace.
-    A completion's last tokens are told before its end.
+    A completion's last tokens are streamed before its end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._news: dict[Sequence, None] = {}
+        self._pending: dict[Sequence, None] = {}
         """Sequences with tokens that their listeners have not received."""
         self._due = 0.0
 
-    def note(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """It has a new token."""
-        self._news[sequence] = None
+        self._pending[sequence] = None
 
-    def tell(self, now: bool = False) -> None:
-        """Tell all that is new, if it is time."""
-        if not self._news or (self._clock() < self._due and not now):
+    def flush(self, now: bool = False) -> None:
+        """Stream all that is new, if it is time."""
+        if not self._pending or (self._clock() < self._due and not now):
             return
-        for sequence in self._news:
-            self._say(sequence)
-        self._due = self._clock() + min(len(self._news) * LISTENER_SECONDS, LONGEST_SECONDS)
-        self._news.clear()
+        for sequence in self._pending:
+            _stream(sequence)
+        self._due = self._clock() + min(len(self._pending) * LISTENER_SECONDS, LONGEST_SECONDS)
+        self._pending.clear()
 
     def finish(self, sequence: Sequence) -> None:
-        """It is over: its listener hears the rest."""
-        if sequence in self._news:
-            del self._news[sequence]
-            self._say(sequence)
+        """It is over: its listener receives the rest."""
+        if sequence in self._pending:
+            del self._pending[sequence]
+            _stream(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Its listener no longer waits."""
-        self._news.pop(sequence, None)
+        self._pending.pop(sequence, None)
 
-    def _say(self, sequence: Sequence) -> None:
-        assert sequence.listener is not None
-        sequence.listener(sequence.untold())
+
+def _stream(sequence: Sequence) -> None:
+    assert sequence.listener is not None
+    sequence.listener(sequence.next_piece())

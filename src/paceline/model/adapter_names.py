@@ -33,7 +33,7 @@ def check_scale(scale: float) -> None:
         raise AdapterError(f"the adapter's scale is {scale}: it must be a finite number other than 0")
 
 
-def paired(
+def pair_halves(
     tensors: Mapping[str, Array], layers: Mapping[str, tuple[int, int]], rank: int
 ) -> dict[str, tuple[Array, Array]]:
     """An adapter's A and B by layer, or an error that says what is wrong with them. `layers` are those that can be

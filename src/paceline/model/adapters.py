@@ -5,8 +5,7 @@ Every adapted layer holds the matrices of all slots stacked, and one mask says w
     base(x) + ((x @ A.T) * mask) @ B.T        A [slots * rank, in], B [out, slots * rank], mask [tokens, slots * rank]
 
 Shapes and addresses never change: `load` copies into the stacked tensors and `route` rewrites the mask's rows, so
-compiled code and captured CUDA graphs go on unharmed. Merging one small update into bf16 weights would lose most of it;
-`merge` is for those who want one matrix all the same.
+compiled code and captured CUDA graphs go on unharmed. Merging one small update into bf16 weights would lose most of it.
 
 Reads a LoRA adapter from a folder in peft's form: `adapter_config.json` and `adapter_model.safetensors`.
 """
@@ -14,7 +13,6 @@ Reads a LoRA adapter from a folder in peft's form: `adapter_config.json` and `ad
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.model.adapter_names import AdapterError, check_scale, paired
+from paceline.model.adapter_names import AdapterError, check_scale, pair_halves
 from paceline.weights.manifest import problems, several
-
-
-def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """base + scale * B A in float32 from a pristine base, rounded once."""
-    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
 class AdapterRoutes(nn.Module):
@@ -76,18 +69,6 @@ class SlotLinear(nn.Linear):
         return nn.functional.linear(input, self.weight, self.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """One layer's two matrices, in the model's type."""
-
-    a: Tensor
-    b: Tensor
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-
 class Adapters:
     """The slots of one model. Slot 0 is the base itself; adapters live in 1 to `slots`."""
 
@@ -118,13 +99,14 @@ class Adapters:
         with torch.no_grad():
             self._zero(slot)
             # Before the first is written: whatever breaks off is zeroed by the next.
-            self._ranks[slot] |= {name: pair.rank for name, pair in pairs.items()}
-            views = [(self._view(slot, name), pair) for name, pair in pairs.items()]
+            ranks = {name: len(a) for name, (a, _) in pairs.items()}
+            self._ranks[slot] |= ranks
+            views = [(*self._view(slot, name), rank) for name, rank in ranks.items()]
             # Few launches for hundreds of small matrices: a running engine stands still meanwhile.
-            torch._foreach_copy_([a[: pair.rank] for (a, _), pair in views], [pair.a for _, pair in views])
-            torch._foreach_copy_([b[:, : pair.rank] for (_, b), pair in views], [pair.b for _, pair in views])
+            torch._foreach_copy_([mine[:rank] for mine, _, rank in views], [a for a, _ in pairs.values()])
+            torch._foreach_copy_([mine[:, :rank] for _, mine, rank in views], [b for _, b in pairs.values()])
             self._table[slot, self._columns(slot)].fill_(scale)
-        self._ranks[slot] = {name: pair.rank for name, pair in pairs.items()}
+        self._ranks[slot] = ranks
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its tokens get the base."""
@@ -148,8 +130,8 @@ class Adapters:
         """The tensors as a slot would hold them: canonical names, the model's type. What a sender's fingerprint must be
         compared on when the adapter comes from a file; refuses what `load` refuses."""
         pairs = self._fit(tensors)
-        halves = [(f"{n}.lora_A.weight", p.a) for n, p in pairs.items()]
-        return dict(halves + [(f"{n}.lora_B.weight", p.b) for n, p in pairs.items()])
+        halves = {f"{name}.lora_A.weight": a for name, (a, _) in pairs.items()}
+        return halves | {f"{name}.lora_B.weight": b for name, (_, b) in pairs.items()}
 
     def scale(self, slot: int) -> float:
         """alpha / rank of what a slot holds; 0.0 when it is empty."""
@@ -173,22 +155,18 @@ class Adapters:
         if held := [half for name in self._ranks[slot] for half in self._view(slot, name)]:
             torch._foreach_zero_(held)
 
-    def _fit(self, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
+    def _fit(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """The tensors as pairs in the model's type, or an error that says what is wrong with them."""
         widths = {name: (layer.in_features, layer.out_features) for name, layer in self.layers.items()}
-        given = paired(tensors, widths, self.rank)
-        pairs = {name: _Pair(*(half.detach().to(self.layers[name].lora_a) for half in given[name])) for name in given}
-        _check_finite({name: (pair.a, pair.b) for name, pair in pairs.items()})
+        given = pair_halves(tensors, widths, self.rank)
+        mine = {name: layer.lora_a for name, layer in self.layers.items()}
+        pairs = {name: (a.detach().to(mine[name]), b.detach().to(mine[name])) for name, (a, b) in given.items()}
+        # All tensors at once: one answer from the device instead of one a tensor.
+        good = torch.stack(torch._foreach_norm([half for pair in pairs.values() for half in pair], math.inf)).isfinite()
+        if not good.all():
+            name = list(pairs)[int(good.int().argmin()) // 2]
+            raise AdapterError(f"adapter layer `{name}` has values that are not finite in the model's type")
         return pairs
-
-
-def _check_finite(layers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """All tensors at once: one answer from the device instead of one a tensor."""
-    flat = [half for halves in layers.values() for half in halves]
-    good = torch.stack(torch._foreach_norm(flat, math.inf)).isfinite()
-    if not good.all():
-        name = list(layers)[int(good.int().argmin()) // 2]
-        raise AdapterError(f"adapter layer `{name}` has values that are not finite in the model's type")
 
 
 def install(model: PreTrainedModel, targets: Iterable[str] | str, slots: int, rank: int, max_tokens: int) -> Adapters:
@@ -227,24 +205,6 @@ def target_layers(model: PreTrainedModel, targets: Iterable[str] | str) -> dict[
         if type(module) is not nn.Linear:
             raise AdapterError(f"adapter target `{name}` is a {type(module).__name__}, not a plain linear layer")
     return {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
-
-
-def trained_adapter(model: nn.Module) -> tuple[dict[str, Tensor], float] | None:
-    """The adapter peft has put into a model: its tensors by canonical name and its scale; None without one."""
-    if not hasattr(model, "peft_config"):
-        return None
-    from peft.tuners.lora.layer import LoraLayer
-
-    tensors: dict[str, Tensor] = {}
-    scales = set()
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            (adapter,) = module.active_adapters
-            scales.add(float(module.scaling[adapter]))
-            tensors[f"{name}.lora_A.weight"] = module.lora_A[adapter].weight.detach()
-            tensors[f"{name}.lora_B.weight"] = module.lora_B[adapter].weight.detach()
-    (scale,) = scales
-    return tensors, scale
 
 
 # What would change the numbers and has no place in a slot, with the value that means "not used".

@@ -20,21 +20,10 @@ PLAN = "paceline_plan"
 
 # What models hand through for other attention functions and what a plan does not need.
 _HARMLESS = {
-    "position_ids",
-    "position_embeddings",
-    "use_cache",
-    "cache_position",
-    "past_key_values",
-    "past_key_value",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "is_decoding",
-    "num_items_in_batch",
-    "labels",
-    "deterministic",
-}
+    "position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "past_key_value",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "is_decoding",
+    "num_items_in_batch", "labels", "deterministic",
+}  # fmt: skip
 
 
 class UnsupportedModel(PacelineError):

@@ -60,14 +60,9 @@ def measure(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tens
 
 
 def differentiate_(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor,
-    normalisers: Tensor,
-    entropies: Tensor,
-    by_logprob: Tensor,
+    logits: Tensor, targets: Tensor, temperatures: Tensor, normalisers: Tensor, entropies: Tensor, by_logprob: Tensor,
     by_entropy: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Logits turned in place into the gradient with respect to them."""
     rows, vocabulary = logits.shape
     grid = (rows, triton.cdiv(vocabulary, BLOCK))

@@ -81,6 +81,16 @@ TRAINABLE_QUANTISED = ("bitnet",)
 TEXT_MODELS = "use a text model, such as Qwen2.5, Qwen3, Llama 3 or SmolLM2"
 LISTED = 4
 """File names in a sentence."""
+ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
+"""Rotary embeddings that depend on the longest sequence in the batch."""
+
+
+def check_source(folder: Path, trust_remote_code: bool, mlx: bool = False) -> None:
+    """Raise the first reason why the model in a local folder cannot be loaded, or is damaged."""
+    for problem in source_problems(folder, trust_remote_code=trust_remote_code, mlx=mlx):
+        raise ModelError(problem)
+    for problem in export_problems(folder):
+        raise ModelError(problem)
 
 
 def source_problems(folder: Path, *, trust_remote_code: bool = False, mlx: bool = False) -> Iterator[str]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.model.attention import ATTENTION, PLAN, NoPlan, UnsupportedModel, sdpa, window_mask
 from paceline.model.head import LMHead
+from paceline.model.source import ROPE_OF_WHOLE_BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,6 @@ class _Probe:
         return AttentionShape(layers, heads, kv_heads, head_dim, windows)
 
 
-ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 

@@ -44,25 +44,15 @@ def _varlen(
 
 
 @_varlen.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("paceline::varlen_backward", mutates_args=())
 def _varlen_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    normaliser: Tensor,
-    starts: Tensor,
-    longest: Tensor,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, normaliser: Tensor, starts: Tensor, longest: Tensor,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     most = int(longest)
     noise = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
     grads = torch.ops.aten._flash_attention_backward(
@@ -73,18 +63,7 @@ def _varlen_backward(
 
 
 @_varlen_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    normaliser: Tensor,
-    starts: Tensor,
-    longest: Tensor,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -140,7 +140,7 @@ def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
         damaged = list(weight_problems(folder, mlx))
         found.add(damaged)
         if known and not damaged:
-            from paceline.model.soundness import header_problems
+            from paceline.model.loading import header_problems
 
             found.add(header_problems(folder, model.name))
 

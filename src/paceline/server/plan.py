@@ -10,7 +10,7 @@ from paceline.server.bodies import ChatBody, NamedTool, ResponseFormat, Sampling
 from paceline.server.errors import bad
 from paceline.server.service import Models
 from paceline.server.tokenizer import ServerTokenizer
-from paceline.weights.bits import noise_key
+from paceline.weights.update import noise_key
 
 MOST_CHOICES = 4096
 MOST_STOPS = 64

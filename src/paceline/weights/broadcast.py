@@ -12,10 +12,9 @@ two tokens. Every wait has a bound: a member that is lost costs the others no mo
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,18 +31,14 @@ BUCKET = 64 << 20
 ALIGN = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
+class TensorSlot(NamedTuple):
     """A tensor in the row of bytes."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + prod(self.shape) * self.dtype.itemsize
+    end: int
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -59,9 +54,9 @@ def places_of(layout: Sequence[Mapping[str, Any]]) -> tuple[list[TensorSlot], in
     places: list[TensorSlot] = []
     end = 0
     for entry in layout:
-        place = TensorSlot(entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), -(-end // ALIGN) * ALIGN)
-        places.append(place)
-        end = place.end
+        dtype, shape, start = DTYPES[entry["dtype"]], tuple(entry["shape"]), -(-end // ALIGN) * ALIGN
+        end = start + prod(shape) * dtype.itemsize
+        places.append(TensorSlot(entry["name"], dtype, shape, start, end))
     return places, end
 
 
@@ -99,8 +94,7 @@ class BroadcastGroup:
     def _broadcast(self, part: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        work = self._group.broadcast([part], options)
-        work.wait(timedelta(seconds=self.seconds))
+        self._group.broadcast([part], options).wait(timedelta(seconds=self.seconds))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -123,14 +117,10 @@ class Sender(BroadcastGroup):
     ) -> None:  # fmt: skip
         super().__init__(members + 1, 0, device, seconds, bucket)
         self._host = host
-        limit = timedelta(seconds=seconds)
-        door = socket.socket()
-        door.bind((host, 0))
-        self._port = door.getsockname()[1]
-        door.listen()
-        self._store = dist.TCPStore(
-            host, self._port, None, True, limit, wait_for_workers=False, master_listen_fd=door.detach()
-        )
+        listening = socket.create_server((host, 0))
+        self._port = listening.getsockname()[1]
+        limit, fd = timedelta(seconds=seconds), listening.detach()
+        self._store = dist.TCPStore(host, self._port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
     def invitation(self, rank: int) -> dict[str, Any]:
         """The invitation of receiver `rank`, as `POST /weights/group` takes it."""
@@ -146,17 +136,13 @@ class Sender(BroadcastGroup):
         """Send all tensors; returns when the last bucket has left."""
         places, size = places_of(layout_of(tensors))
         buffer = torch.empty(min(self.bucket, max(1, size)), dtype=torch.uint8, device=self.device)
-        following = 0
         for start in range(0, size, self.bucket):
             end = min(size, start + self.bucket)
-            while following < len(places) and places[following].start < end:
-                place = places[following]
+            for place in places:
                 low, high = max(start, place.start), min(end, place.end)
-                raw = tensors[place.name].detach().contiguous().view(-1).view(torch.uint8)
-                buffer[low - start : high - start].copy_(raw[low - place.start : high - place.start])
-                if place.end > end:
-                    break  # the rest of it comes in the next bucket
-                following += 1
+                if low < high:  # what of it lies in this bucket
+                    raw = tensors[place.name].detach().contiguous().view(-1).view(torch.uint8)
+                    buffer[low - start : high - start].copy_(raw[low - place.start : high - place.start])
             self._pass_on(buffer[: end - start])
 
 

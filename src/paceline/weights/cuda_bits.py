@@ -14,7 +14,7 @@ SPAN = 16
 
 @triton.jit
 def _mix(x):
-    """splitmix64's finaliser, as in `torch_bits.mix`."""
+    """splitmix64's finaliser, as in `update.mix_tensor`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -47,7 +47,7 @@ def _sum(tensors, work, out, BITS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.c
 
 
 def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """`weights.tensor_sums` on CUDA, with one wait for all."""
+    """`update.tensor_sums` on CUDA, with one wait for all."""
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for width in {tensor.element_size() for tensor in tensors}:
         places = [i for i, tensor in enumerate(tensors) if tensor.element_size() == width]

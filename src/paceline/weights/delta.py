@@ -5,9 +5,14 @@ half the distance to the next number, and stay in the trainer's float32 masters.
 
     magic 8 | header's length 8 | digest 16 | header, JSON | for each changed tensor: positions, then new bits, raw
 
-Positions are coded in whichever of two ways is shorter for the tensor (`indices.py`). The header names the version and
-the fingerprint it builds on and those it leads to; fingerprints add up over elements, so both sides know the new one
-from the changed elements alone.
+The header names the version and the fingerprint it builds on and those it leads to; fingerprints add up over elements,
+so both sides know the new one from the changed elements alone. Positions ascend, and are coded in whichever of two ways
+is shorter for the tensor:
+
+gaps     the distance to the one before, 7 bits a byte, the highest bit set where more follow: one byte a position
+         where neighbours are less than 128 apart
+blocks   which blocks of 256 hold any (again as gaps), and a bitmap of 32 bytes for each: shorter from about one
+         element in eight on, or where positions cluster, as in the rows of an embedding
 """
 
 import hashlib
@@ -17,22 +22,24 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.weights.bits import MASK
-from paceline.weights.indices import PositionError, pack, unpack
-from paceline.weights.torch_bits import WIDTHS, bits_of, mix
-from paceline.weights.update import ServedPolicy, fingerprint, salt
+from paceline.weights.update import MASK, ServedPolicy, bits_of, fingerprint, mix_tensor, salt
 
 MAGIC = b"PLDELTA1"
 HEAD = struct.Struct("<8sQ16s")
 MOST_SHARE = 0.5
 """Of a full update's bytes: a delta that would be larger is not worth its trouble."""
+BLOCK = 256
+BITMAP = BLOCK // 8
+LONGEST = 6
+"""Bytes of one gap: tensors of up to 2^42 elements."""
+WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -46,12 +53,9 @@ class DeltaError(PacelineError):
     """A delta that cannot be read, or does not fit what it is applied to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """The elements of one tensor that are not as they were."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     positions: Tensor
     """Into the flat tensor, ascending."""
     bits: Tensor
@@ -136,17 +140,6 @@ class WeightDelta:
         """Let go of what was unpacked for a device; it is unpacked again where it is needed."""
         self._changes.clear()
 
-    def patched(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New tensors, from ones that must be the base's; both ends are proved by their whole fingerprint."""
-        self.check_fit(tensors)
-        if (held := fingerprint((name, tensors[name]) for name in self.entries)) != self.base.fingerprint:
-            raise DeltaError(f"the delta builds on weights {self.base.fingerprint}, and these are {held}")
-        new = {name: tensors[name].detach().clone() for name in self.entries}
-        self.write(new)
-        if (got := fingerprint(new.items())) != self.result.fingerprint:
-            raise DeltaError(f"the delta leads to weights {got}, not to {self.result.fingerprint} as it says")
-        return new
-
 
 class LastSent:
     """A copy of what was published last, where the tensors lie, and the way from there to the next."""
@@ -158,10 +151,14 @@ class LastSent:
 
     def advance(self, version: int, tensors: Mapping[str, Tensor]) -> WeightDelta | None:
         """The delta from the last version to this one; None if there was none, or a full update would be shorter."""
-        made = self._encoded(version, tensors) if self._fits(tensors) else None
+        alike = _forms(tensors) == _forms(self._copy)
+        made = self._encoded(version, tensors) if self.policy is not None and alike else None
         if made is None:
             self.policy = ServedPolicy(version, fingerprint(tensors.items()))
-            self._keep(tensors)
+            if not alike:
+                self._copy = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            elif tensors:
+                torch._foreach_copy_(list(self._copy.values()), [tensors[name].detach() for name in self._copy])
             return None
         delta = WeightDelta(made)
         self.policy = None  # a write that breaks off leaves nothing to build on
@@ -169,15 +166,6 @@ class LastSent:
         self.policy = delta.result
         delta.forget()
         return delta
-
-    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        return self.policy is not None and _forms(tensors) == _forms(self._copy)
-
-    def _keep(self, tensors: Mapping[str, Tensor]) -> None:
-        if _forms(tensors) != _forms(self._copy):
-            self._copy = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        elif tensors:
-            torch._foreach_copy_(list(self._copy.values()), [tensors[name].detach() for name in self._copy])
 
     def _encoded(self, version: int, tensors: Mapping[str, Tensor]) -> bytes | None:
         assert self.policy is not None
@@ -218,7 +206,7 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
 
 def _shift(name: str, positions: Tensor, old: Tensor, new: Tensor) -> int:
     """What the change adds to the fingerprint."""
-    return int(((new.long() - old.long()) * mix(positions)).sum()) * salt(name)
+    return int(((new.long() - old.long()) * mix_tensor(positions)).sum()) * salt(name)
 
 
 def _raw(tensor: Tensor) -> bytes:
@@ -278,7 +266,112 @@ def _change(name: str, entry: Entry, payload: Tensor) -> Change:
     middle = entry.start + entry.index_bytes
     try:
         positions = unpack(entry.form, payload[entry.start : middle], entry.count, entry.numel)
-    except PositionError as error:
+    except DeltaError as error:
         raise DeltaError(f"the positions of `{name}` cannot be read: {error}") from error
     raw = payload[middle : entry.end].clone()  # aligned, whatever came before
-    return Change(entry.dtype, entry.shape, positions, raw.view(WIDTHS[entry.dtype.itemsize]))
+    return Change(positions, raw.view(WIDTHS[entry.dtype.itemsize]))
+
+
+def pack(positions: Tensor) -> tuple[str, Tensor]:
+    """The shorter form and its bytes; there must be at least one position."""
+    gaps = _gaps(positions)
+    as_gaps = int(_lengths(gaps).sum())
+    blocks = positions >> 8
+    touched = int((blocks[1:] != blocks[:-1]).sum()) + 1
+    # A touched block costs its bitmap and at least one byte of gap.
+    if touched * (BITMAP + 1) >= as_gaps:
+        return "gaps", _varints(gaps)
+    some, place = torch.unique_consecutive(blocks, return_inverse=True)
+    head = _varints(_gaps(some))
+    if len(head) + touched * BITMAP >= as_gaps:
+        return "gaps", _varints(gaps)
+    marks = torch.zeros(touched * BLOCK, dtype=torch.uint8, device=positions.device)
+    marks[place * BLOCK + (positions & (BLOCK - 1))] = 1
+    return "blocks", torch.cat([head, (marks.view(-1, 8) * _powers(marks)).sum(1, dtype=torch.uint8)])
+
+
+def unpack(form: str, data: Tensor, count: int, size: int) -> Tensor:
+    """`count` ascending positions below `size`."""
+    if form == "gaps":
+        positions = _positions(_numbers(data), size)
+    elif form == "blocks":
+        positions = _from_blocks(data, size)
+    else:
+        raise DeltaError(f"there is no form `{form}`")
+    if len(positions) != count:
+        raise DeltaError(f"{len(positions)} positions where {count} were announced")
+    return positions
+
+
+def _from_blocks(data: Tensor, size: int) -> Tensor:
+    """The bitmaps come last, and there are as many as gaps: how many follows from where the gaps end."""
+    # n gaps take e[n] bytes, e being where the n-th ends; the one n for which e[n] + 32 n is all of it.
+    ends = (data < 128).nonzero().view(-1) + 1
+    numbers = torch.arange(1, len(ends) + 1, device=data.device)
+    (found,) = ((ends + BITMAP * numbers) == len(data)).nonzero(as_tuple=True)
+    if len(found) != 1:
+        raise DeltaError("its bitmaps are not whole")
+    touched = int(found[0]) + 1
+    cut = len(data) - BITMAP * touched
+    blocks = _positions(_numbers(data[:cut]), -(-size // BLOCK))
+    bitmaps = data[cut:].view(touched, BITMAP, 1)
+    marks = (bitmaps & _powers(data)).ne(0).view(touched, BLOCK)
+    if not bool(marks.any(1).all()):
+        raise DeltaError("a block is empty")
+    row, column = marks.nonzero(as_tuple=True)
+    positions = blocks[row] * BLOCK + column
+    if int(positions[-1]) >= size:
+        raise DeltaError(f"position {int(positions[-1])} in a tensor of {size}")
+    return positions
+
+
+def _gaps(positions: Tensor) -> Tensor:
+    return torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
+
+
+def _positions(gaps: Tensor, size: int) -> Tensor:
+    # As floating point first: bytes may say anything, and a sum of integers that overflows looks innocent.
+    if float(gaps.double().sum()) + len(gaps) > size:
+        raise DeltaError(f"they lie outside of the tensor's {size} elements")
+    return (gaps + 1).cumsum(0) - 1
+
+
+def _lengths(numbers: Tensor) -> Tensor:
+    lengths = torch.ones_like(numbers, dtype=torch.uint8)
+    for more in range(1, LONGEST):
+        lengths += numbers >= 1 << (7 * more)
+    return lengths
+
+
+def _varints(numbers: Tensor) -> Tensor:
+    lengths = _lengths(numbers)
+    longest = int(lengths.max())
+    if longest == 1:
+        return numbers.to(torch.uint8)
+    ends = lengths.long().cumsum(0)
+    out = torch.zeros(int(ends[-1]), dtype=torch.uint8, device=numbers.device)
+    starts = ends - lengths
+    for place in range(longest):
+        some = lengths > place
+        more = (lengths[some] > place + 1).long() << 7
+        out[starts[some] + place] = (((numbers[some] >> (7 * place)) & 127) | more).to(torch.uint8)
+    return out
+
+
+def _numbers(data: Tensor) -> Tensor:
+    last = data < 128
+    if not len(data) or not bool(last[-1]):
+        raise DeltaError("they end in the middle of a number")
+    if bool(last.all()):
+        return data.long()
+    which = last.long().cumsum(0) - last.long()
+    (ends,) = last.nonzero(as_tuple=True)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
+    place = torch.arange(len(data), device=data.device) - starts[which]
+    if int(place.max()) >= LONGEST:
+        raise DeltaError(f"a number has more than {LONGEST} bytes")
+    return torch.zeros_like(ends).scatter_add_(0, which, (data & 127).long() << (7 * place))
+
+
+def _powers(like: Tensor) -> Tensor:
+    return 1 << torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -6,7 +6,7 @@ either load without an error and train or answer worse.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -21,11 +21,10 @@ MOST_THREADS = 8
 
 def write_manifest(folder: Path) -> None:
     """Hash every file under the folder. Call it after the last of them is written."""
-    files = [file for file in _files(folder) if file.name != MANIFEST]
-    digests = _digests(files)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries = {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "blake2b": digest}
-        for file, digest in zip(files, digests, strict=True)
+        for file, digest in zip(files, _digests(files), strict=True)
     }
     draft = folder / f".{MANIFEST}.tmp"
     draft.write_text(json.dumps({"chunk": CHUNK, "files": entries}, indent=1), encoding="utf-8")
@@ -54,8 +53,7 @@ def problems(folder: Path, only: str | None = None) -> list[str]:
         return [f"{MANIFEST} cannot be read"]
     found, whole = [], []
     for name, (size, _) in entries.items():
-        file = folder / name
-        if not file.is_file():
+        if not (file := folder / name).is_file():
             found.append(f"{name} is missing")
         elif (there := file.stat().st_size) != size:
             found.append(f"{name} has {there} bytes instead of {size}")
@@ -73,10 +71,6 @@ def problems(folder: Path, only: str | None = None) -> list[str]:
 def several(found: Sequence[str], most: int = 3) -> str:
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return iter(sorted(path for path in folder.rglob("*") if path.is_file()))
 
 
 def _digests(files: Sequence[Path], chunk: int = CHUNK) -> list[str]:

@@ -33,21 +33,17 @@ def framework() -> str:
 
 def read_file(file: Path) -> dict[str, Array]:
     """All tensors of a file."""
-    return dict(_library().load_file(file))
+    return dict(_library_of({}).load_file(file))
 
 
 def unpacked(data: bytes) -> dict[str, Array]:
     """All tensors of a file's bytes."""
-    return dict(_library().load(data))
+    return dict(_library_of({}).load(data))
 
 
 def packed(tensors: Mapping[str, Array], notes: dict[str, str] | None = None) -> bytes:
     """A file's bytes."""
     return _library_of(tensors).save(_plain(tensors), notes)
-
-
-def save_file(tensors: Mapping[str, Array], file: Path, notes: dict[str, str] | None = None) -> None:
-    _library_of(tensors).save_file(_plain(tensors), file, notes)
 
 
 def plain(tensor: Array) -> Array:
@@ -64,13 +60,9 @@ def _plain(tensors: Mapping[str, Array]) -> dict[str, Any]:
     return {name: plain(tensor) for name, tensor in tensors.items()}
 
 
-def _library() -> ModuleType:
-    return importlib.import_module(LIBRARIES["torch" if framework() == "pt" else "mlx"])
-
-
 def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
     kind = type(next(iter(tensors.values()), None)).__module__.partition(".")[0]
-    return importlib.import_module(LIBRARIES[kind]) if kind in LIBRARIES else _library()
+    return importlib.import_module(LIBRARIES.get(kind) or LIBRARIES["torch" if framework() == "pt" else "mlx"])
 
 
 @contextmanager
@@ -86,4 +78,4 @@ def writing() -> Generator[None]:
 
 def write_tensors(tensors: Mapping[str, Array], path: Path, notes: dict[str, str] | None = None) -> None:
     with writing():
-        save_file(tensors, path, notes)
+        _library_of(tensors).save_file(_plain(tensors), path, notes)

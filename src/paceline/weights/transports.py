@@ -10,6 +10,7 @@ Whichever it is, the server applies the update between two tokens and checks its
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -29,7 +30,7 @@ UPDATE_HEADER = "Paceline-Update"
 
 
 class WeightChannel(Protocol):
-    """The connection to a server, as a carrier uses it."""
+    """The connection to a server, as a transport uses it."""
 
     async def post(self, path: str, body: dict[str, Any]) -> Any: ...
 
@@ -38,103 +39,72 @@ class WeightChannel(Protocol):
         ...
 
 
-class Carrier(Protocol):
-    """One way for full weights to travel."""
-
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""
-        ...
-
-    async def send(self, wire: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        """Give an update that was kept to the server; what it answers."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Disk:
-    """A file in a folder both sides see under the same path, and that the server was started to `--allow`."""
-
-    def __init__(self, folder: Path, deltas: bool = False) -> None:
-        self.shelf = WeightStore(folder, deltas=deltas)
-
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        return await self.shelf.keep(update)
-
-    async def send(self, wire: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        return await wire.post("/weights/load", head | {"path": str((await self.shelf.whole(update)).resolve())})
-
-    def close(self) -> None:
-        self.shelf.clear()
-
-
-class Upload:
-    """A request's body. Kept in a file here meanwhile: in `folder`, or in a private one of this process."""
+class WeightTransport(ABC):
+    """One way for full weights to travel. They are stored in a file meanwhile: in `folder`, or in a private folder of
+    this process. With `deltas`, an engine that holds the version before is sent what changed since."""
 
     def __init__(self, folder: Path | None = None, deltas: bool = False) -> None:
         self._private = None
         if folder is None:
             self._private = PrivateFolder()
             folder = self._private.path
-        self.shelf = WeightStore(folder, deltas=deltas)
+        self._deltas = deltas
+        self._store = WeightStore(folder, deltas=deltas)
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        return await self.shelf.keep(update)
+        """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""
+        return await self._store.keep(update)
 
-    async def send(self, wire: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        file = await self.shelf.whole(update)
+    async def send(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
+        """Give a stored update to the server; returns its answer."""
+        if self._deltas and update.delta is not None:
+            data = update.delta.data
+            try:
+                return await channel.stream("/weights/delta", head, len(data), _cut(data))
+            except OtherBase:
+                pass  # it was restarted, or has missed or refused one: it gets everything
+        return await self._send_full(channel, head, update)
+
+    @abstractmethod
+    async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any: ...
+
+    def close(self) -> None:
+        self._store.clear()
+
+
+class DiskTransport(WeightTransport):
+    """A file in a folder both sides see under the same path, and that the server was started to `--allow`."""
+
+    async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
+        return await channel.post("/weights/load", head | {"path": str((await self._store.whole(update)).resolve())})
+
+
+class HttpTransport(WeightTransport):
+    """A request's body."""
+
+    async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
+        file = await self._store.whole(update)
         try:
             size = file.stat().st_size
         except OSError as error:
             raise EngineError(f"the weights cannot be read any more: {error}") from error
-        return await wire.stream("/weights/upload", head, size, _pieces(file))
-
-    def close(self) -> None:
-        self.shelf.clear()
+        return await channel.stream("/weights/upload", head, size, _pieces(file))
 
 
-class Deltas:
-    """Sends a delta to an engine that holds the version before, and all weights to others."""
-
-    def __init__(self, full: Disk | Upload) -> None:
-        self._full = full
-
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        return await self._full.keep(update)
-
-    async def send(self, wire: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        delta = update.delta
-        if delta is not None:
-            try:
-                return await wire.stream("/weights/delta", head, len(delta), _cut(delta.data))
-            except OtherBase:
-                pass  # it was restarted, or has missed or refused one: it gets everything
-        return await self._full.send(wire, head, update)
-
-    def close(self) -> None:
-        self._full.close()
-
-
-class Broadcast:
+class BroadcastTransport(WeightTransport):
     """A group of two for each engine, made when first needed and made anew after any failure."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._kept = Upload(folder)
-        self._sender: Sender | None = None
+    _sender: "Sender | None" = None
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        return await self._kept.keep(update)
-
-    async def send(self, wire: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
+    async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
         from paceline.weights.broadcast import layout_of
 
         try:
-            sender = self._sender = self._sender or await self._meet(wire)
+            sender = self._sender = self._sender or await self._meet(channel)
             layout = layout_of(update.tensors)
-            asked = asyncio.ensure_future(wire.post("/weights/receive", head | {"tensors": layout}))
+            asked = asyncio.ensure_future(channel.post("/weights/receive", head | {"tensors": layout}))
             sending = asyncio.ensure_future(asyncio.to_thread(sender.send, update.tensors))
-            answer, _ = await _both(asked, sending, sender.seconds)
-            return answer
+            return await _both(asked, sending, sender.seconds)
         except BaseException:
             self._leave()
             raise
@@ -142,14 +112,14 @@ class Broadcast:
             if isinstance(update.tensors, StoredTensors):
                 update.tensors.forget()
 
-    async def _meet(self, wire: WeightChannel) -> "Sender":
+    async def _meet(self, channel: WeightChannel) -> "Sender":
         from paceline.weights.broadcast import Sender
 
         sender = Sender(members=1)
         try:
             joining = asyncio.ensure_future(asyncio.to_thread(sender.form))
             await _both(
-                asyncio.ensure_future(wire.post("/weights/group", sender.invitation(1))), joining, sender.seconds
+                asyncio.ensure_future(channel.post("/weights/group", sender.invitation(1))), joining, sender.seconds
             )
         except BaseException:
             sender.close()
@@ -163,20 +133,20 @@ class Broadcast:
 
     def close(self) -> None:
         self._leave()
-        self._kept.close()
+        super().close()
 
 
-async def _both(asked: "asyncio.Future[Any]", ours: "asyncio.Future[Any]", seconds: float) -> tuple[Any, Any]:
-    """The server's answer and our own part of it. A refusal counts for more than our own failure that follows."""
+async def _both(asked: "asyncio.Future[Any]", ours: "asyncio.Future[Any]", seconds: float) -> Any:
+    """The server's answer, once our part is done too. A refusal counts for more than our own failure that follows."""
     try:
         await asyncio.wait({asked, ours}, return_when=asyncio.FIRST_EXCEPTION, timeout=seconds)
         if asked.done() or not ours.done() or ours.exception() is None:
             async with asyncio.timeout(seconds):
-                return await asked, await ours
+                return (await asked, await ours)[0]
         await asyncio.wait({asked}, timeout=seconds)  # ours failed: its answer will say why
         if asked.done():
             asked.result()  # bounded: it is done
-        return None, ours.result()  # bounded: it is done
+        return ours.result()  # bounded: it is done
     except TimeoutError:
         raise EngineError(f"the weights were not broadcast within {seconds:g} s") from None
     finally:
@@ -190,21 +160,16 @@ def _forgiven(part: "asyncio.Future[Any]") -> None:
         part.exception()
 
 
-def carrier_for(path: WeightPath, folder: Path | None) -> Carrier:
+def transport_for(path: WeightPath, folder: Path | None) -> WeightTransport:
     """`auto`: files where there is a folder both sides see, bodies where there is none, and deltas in front of either
-    (the shelf makes none where they cannot pay: see `NARROW`). An explicit path has nothing in front of it, and
+    (the store makes none where they cannot pay: see `NARROW`). An explicit path has nothing in front of it, and
     `delta` needs no folder."""
     if path == "disk" and folder is None:
         raise EngineError("weights.path = `disk` needs a folder that both sides see: give HttpEngine a `folder`")
-    if path == "disk" and folder is not None:
-        return Disk(folder)
-    if path == "http":
-        return Upload(folder)
     if path == "broadcast":
-        return Broadcast(folder)
-    if path == "delta" or folder is None:
-        return Deltas(Upload(folder, deltas=True))
-    return Deltas(Disk(folder, deltas=True))
+        return BroadcastTransport(folder)
+    on_disk = path == "disk" or (path == "auto" and folder is not None)
+    return (DiskTransport if on_disk else HttpTransport)(folder, deltas=path in ("auto", "delta"))
 
 
 async def _pieces(file: Path) -> AsyncIterator[bytes]:

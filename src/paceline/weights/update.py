@@ -1,4 +1,8 @@
-"""Weight updates from trainer to engine, and fingerprints that prove both hold the same bits."""
+"""Weight updates from trainer to engine, and fingerprints that prove both hold the same bits.
+
+Fingerprints and sampling noise are made of counter-based bits: integer hashing that is the same on every device, with
+no generator and no state.
+"""
 
 import functools
 import hashlib
@@ -9,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.weights.bits import MASK, mix_array
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.weights.delta import WeightDelta
 
 Array = Any
 """A tensor of torch, an array of mlx or of numpy: whatever the trainer computes with."""
+MASK = (1 << 64) - 1
 STRETCH = 1 << 20
 INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """By their width in bytes."""
 PIECE = 1 << 14
 """Elements: 128 KiB of factors, and as much again for what they are multiplied with."""
+CANARY_LENGTH = 24
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.1
+"""Half precision rounds differently in every kernel; wrong weights are off by more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,21 @@ class Canary:
         """Mean absolute difference from those of the same tokens elsewhere."""
         apart = (abs(a - b) for a, b in zip(logprobs, self.logprobs, strict=True))
         return sum(apart) / max(1, len(logprobs) - 1)
+
+
+def canary_ids(vocabulary: int) -> tuple[int, ...]:
+    """The canary's tokens, always the same for a vocabulary."""
+    return tuple(mix_int(place) % vocabulary for place in range(CANARY_LENGTH))
+
+
+def canary_of(ids: tuple[int, ...], logprobs: Sequence[float], dtype: Any) -> Canary:
+    """A canary of these tokens, with the log probabilities of a model that computes in this type."""
+    return Canary(ids, tuple(logprobs), max(TOLERANCE, rounding(dtype)))
+
+
+def rounding(dtype: Any) -> float:
+    """The tolerance between two parties with the same weights, of which one computes in this type of torch or mlx."""
+    return 0.0 if str(dtype).rpartition(".")[2] in ("float32", "float64") else HALF_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +129,22 @@ def salt(name: str) -> int:
 
 def host_bits(array: Array) -> NDArray:
     """Its elements in a row as integers of the same width, in the host's memory: a view where it lies there already."""
-    if type(array).__module__.partition(".")[0] == "torch":
-        from paceline.weights.torch_bits import bits_of
-
+    library = type(array).__module__.partition(".")[0]
+    if library == "torch":
         return bits_of(array).cpu().numpy()
-    if type(array).__module__.partition(".")[0] == "mlx":
-        from paceline.weights.mlx_arrays import bits_of
+    if library == "mlx":
+        from paceline.weights import mlx_arrays
 
-        return bits_of(array)
+        return mlx_arrays.bits_of(array)
     return np.ascontiguousarray(array).reshape(-1).view(INTEGERS[array.itemsize])
+
+
+def bits_of(tensor: "Tensor") -> "Tensor":
+    """A torch tensor's elements in a row as integers of the same width: a view where the tensor is contiguous."""
+    import torch
+
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(-1).view(width)
 
 
 def tensor_sums(tensors: Sequence[Array]) -> list[int]:
@@ -152,3 +183,65 @@ def _mixed(start: int) -> NDArray[np.int64]:
     for low in range(0, STRETCH, PIECE):
         out[low : low + PIECE] = mix_array(np.arange(start + low, start + low + PIECE, dtype=np.uint64))
     return out.view(np.int64)
+
+
+# -- counter-based bits: the finaliser of splitmix64, a bijective scramble of 64 bits ----------------------------------
+
+
+def mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble numpy's integers in place."""
+    x += np.uint64(0x9E3779B97F4A7C15)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(bits)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def mix_int(x: int) -> int:
+    """The same for one Python integer, as an unsigned 64-bit value."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def mix_tensor(x: "Tensor") -> "Tensor":
+    """The same for torch's int64, whose constants must be signed."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ shift_right(x, 31)
+
+
+def shift_right(x: "Tensor", bits: int) -> "Tensor":
+    """Logical right shift of int64, which torch shifts arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def noise_key(*parts: int) -> int:
+    """One 64-bit key from (run seed, ticket, member, turn, ...), as a signed integer that fits a tensor. Sampling noise
+    is a pure function of this key and a token's number."""
+    return _signed(_keyed(_group_key(parts[:-2]), parts[-2:]))
+
+
+def _keyed(key: int, parts: Iterable[int]) -> int:
+    for part in parts:
+        key = mix_int(key ^ mix_int(part & MASK))
+    return key
+
+
+@functools.lru_cache(maxsize=4096)
+def _group_key(parts: tuple[int, ...]) -> int:
+    """What the keys of a group's episodes have in common."""
+    return _keyed(0, parts)
+
+
+def uniform_array(keys: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each (key, token index), on the host."""
+    bits = mix_array(keys.astype(np.uint64) ^ mix_array(indices.astype(np.uint64)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

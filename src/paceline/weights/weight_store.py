@@ -1,13 +1,12 @@
-"""Stores weights as files that engines in other processes read and the trainer no longer changes.
-
-Weights that lie in files and are read only where they are needed.
-"""
+"""Stores weights as files that engines in other processes read and the trainer no longer changes."""
 
 import asyncio
 import dataclasses
+import json
+import shutil
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +18,19 @@ from paceline.weights.tensors import framework, read_file, write_tensors
 from paceline.weights.update import Array, WeightUpdate
 
 if TYPE_CHECKING:
-    from paceline.weights.delta import LastSent, WeightDelta
-if TYPE_CHECKING:
     from paceline.weights.delta import WeightDelta
+
+LONGEST_CHAIN = 64
+"""Deltas since the last whole file. An engine that comes back is given the file with all of them applied."""
+NARROW = 2
+"""Bytes of a published element up to which deltas are worth trying: of float32 a step changes nearly every one."""
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of an adapter's tensors."""
 
 
 class StoredTensors(Mapping[str, Array]):
-    """Tensors by name. Another process can be given the files instead of the bytes.
-
-    `deltas` are files too: what was changed, one after the other, since the safetensors files were written.
+    """Tensors by name, in files that are read when the first of them is needed. Another process can be given the files
+    instead of the bytes. `deltas` are files too: what was changed, one after the other, since `files` were written.
     """
 
     def __init__(self, files: Sequence[Path], deltas: Sequence[Path] = ()) -> None:
@@ -35,7 +38,7 @@ class StoredTensors(Mapping[str, Array]):
         self._tensors: dict[str, Array] | None = None
         self._names = [name for file in files for name in _names(file)]
 
-    def fill(self) -> None:
+    def fill(self) -> dict[str, Array]:
         """Read the files now; else the first access to a tensor does."""
         if self._tensors is None:
             try:
@@ -45,15 +48,14 @@ class StoredTensors(Mapping[str, Array]):
             for file in self.deltas:
                 _apply(tensors, file)
             self._tensors = tensors
+        return self._tensors
 
     def forget(self) -> None:
         """Give the memory back; the files are still there."""
         self._tensors = None
 
     def __getitem__(self, name: str) -> Array:
-        self.fill()
-        assert self._tensors is not None
-        return self._tensors[name]
+        return self.fill()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -103,16 +105,10 @@ def _names(file: Path) -> list[str]:
         raise RequestError(f"{file.name} cannot be read: {error}") from error
 
 
-LONGEST_CHAIN = 64
-"""Deltas since the last whole file. An engine that comes back is given the file with all of them applied."""
-NARROW = 2
-"""Bytes of a published element up to which deltas are worth trying: of float32 a step changes nearly every one."""
-
-
 class WeightStore:
     """A folder with the newest full weights, a safetensors file each; all but the last `most` updates are removed.
 
-    With `deltas`, the shelf remembers what it kept last. Where few elements have changed, it writes those, and the
+    With `deltas`, the store remembers what it kept last. Where few elements have changed, it writes those, and the
     update it returns has both: the delta, for an engine that holds the version before, and all tensors, read from the
     last whole file and the deltas since only if an engine needs them. A whole file is written once more when the deltas
     since are together as long.
@@ -122,11 +118,15 @@ class WeightStore:
         self.folder = folder.resolve()
         self._most = most
         self._ours: deque[tuple[Path, ...]] = deque()
-        self._last = _last_sent() if deltas else None
+        self._last = None
+        if deltas:
+            from paceline.weights.delta import LastSent  # which needs torch
+
+            self._last = LastSent()
         self._file: Path | None = None
         self._chain: tuple[Path, ...] = ()
         self.link: Path | None = None
-        """The delta that led to what was kept last."""
+        """The delta that led to what was stored last."""
         self._composed: tuple[StoredTensors, Path] | None = None
         """The last that was asked for as one file, and lay in several."""
         self._composing = asyncio.Lock()
@@ -172,9 +172,11 @@ class WeightStore:
         delta, known = self._advance(update)
         link = self.link = self._write_delta(delta) if delta is not None else None
         self._chain = (*self._chain, link) if link else ()
-        if link is None or self._file is None or self._long_enough():
+        written = sum(delta.stat().st_size for delta in self._chain)
+        if not link or not self._file or len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size:
             self._file, self._chain = self._write(update.version, update.tensors), ()
-        self._note(self._file, *self._chain, *([link] if link else []))
+        self._ours.append((self._file, *self._chain, *([link] if link else [])))
+        self._leave(self._most)
         stored = StoredTensors([self._file], self._chain)
         return dataclasses.replace(update, tensors=stored, delta=delta, expected=update.expected or known)
 
@@ -190,15 +192,6 @@ class WeightStore:
         assert self._last.policy is not None
         return delta, self._last.policy.fingerprint
 
-    def _long_enough(self) -> bool:
-        assert self._file is not None
-        written = sum(link.stat().st_size for link in self._chain)
-        return len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size
-
-    def _note(self, *files: Path) -> None:
-        self._ours.append(files)
-        self._leave(self._most)
-
     def _leave(self, most: int) -> None:
         while len(self._ours) > most:
             needed = {file for files in list(self._ours)[1:] for file in files}
@@ -207,33 +200,21 @@ class WeightStore:
                     file.unlink(missing_ok=True)
 
     def _write(self, version: int, tensors: Mapping[str, Array]) -> Path:
-        half, whole = self._name(version, "safetensors")
-        try:
-            write_tensors(tensors, half)
-            half.rename(whole)  # a reader never sees half a file
-        except OSError as error:
-            raise self._refusal(half, error) from error
-        return whole
+        return self._write_file(version, "safetensors", lambda file: write_tensors(tensors, file))
 
     def _write_delta(self, delta: "WeightDelta") -> Path:
-        half, whole = self._name(delta.result.version, "delta")
-        try:
-            half.write_bytes(delta.data)
-            half.rename(whole)
-        except OSError as error:
-            raise self._refusal(half, error) from error
-        return whole
+        return self._write_file(delta.result.version, "delta", lambda file: file.write_bytes(delta.data))
 
-    def _name(self, version: int, ending: str) -> tuple[Path, Path]:
+    def _write_file(self, version: int, ending: str, write: Callable[[Path], object]) -> Path:
         name = f"{version}-{uuid.uuid4().hex[:12]}"
-        return self.folder / f"{name}.part", self.folder / f"{name}.{ending}"
-
-    def _refusal(self, half: Path, error: OSError) -> EngineError:
-        half.unlink(missing_ok=True)
-        self._chain, self._file = (), None  # what was to be written is missing from the chain
-        return EngineError(
-            f"the weights cannot be written to {self.folder} ({error.strerror}): make room, then --resume latest"
-        )
+        half, whole = self.folder / f"{name}.part", self.folder / f"{name}.{ending}"
+        try:
+            write(half)
+            return half.rename(whole)  # a reader never sees half a file
+        except OSError as error:
+            half.unlink(missing_ok=True)
+            self._chain, self._file = (), None  # what was to be written is missing from the chain
+            raise _no_room(self.folder, error) from error
 
 
 def copied(update: WeightUpdate) -> WeightUpdate:
@@ -243,7 +224,83 @@ def copied(update: WeightUpdate) -> WeightUpdate:
     )
 
 
-def _last_sent() -> "LastSent":
-    from paceline.weights.delta import LastSent  # which needs torch
+class WeightFolders:
+    """Weights as folders that other engines read, at a path both sides see: safetensors under Hugging Face's names, and
+    adapters in peft's form. Full weights are stored as one file, and shown to the engine as a folder that links to it.
+    """
 
-    return LastSent()
+    def __init__(self, place: Path) -> None:
+        self.place = place.resolve()
+        self.head: str | None = None
+        """The embedding that is the output layer too, for an engine whose copy of the model has the two apart."""
+        self._store = WeightStore(self.place)
+
+    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+        """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""
+        if update.adapter is not None:
+            return copied(update)
+        self.place.mkdir(parents=True, exist_ok=True)
+        return await self._store.keep(update)
+
+    async def whole(self, update: WeightUpdate) -> Path:
+        """A folder with all of a model's weights; `remove` it once it is loaded."""
+        file = await self._store.whole(await self.keep(update))
+        return await asyncio.to_thread(self._show, file, update.version)
+
+    async def adapter(self, update: WeightUpdate) -> Path:
+        """A folder with an adapter, to stay for as long as it is served: engines may read it again."""
+        return await asyncio.to_thread(self._write_adapter, update)
+
+    def clear(self) -> None:
+        """Remove the weights that lie there of ours."""
+        self._store.clear()
+
+    def _show(self, file: Path, version: int) -> Path:
+        folder = self._fresh(f"whole-{version}")
+        (folder / "model.safetensors").symlink_to(file.resolve())
+        if self.head is not None:
+            with safe_open(file, framework=framework()) as opened:
+                self._write(folder / "head.safetensors", {"lm_head.weight": opened.get_tensor(self.head)})
+        return folder
+
+    def _write_adapter(self, update: WeightUpdate) -> Path:
+        assert update.adapter is not None
+        folder = self._fresh(f"adapter-{update.version}")
+        named = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX): tensor for name, tensor in update.tensors.items()}
+        self._write(folder / "adapter_model.safetensors", named)
+        ranks = {tensor.shape[0] for name, tensor in named.items() if name.endswith("lora_A.weight")}
+        if len(ranks) != 1:
+            raise EngineError(f"an adapter of ranks {sorted(ranks)} cannot be served: give all its modules one rank")
+        (rank,) = ranks
+        modules = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in named})
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": "",
+            "r": rank,
+            "lora_alpha": update.adapter.scale * rank,
+            "target_modules": modules,
+            "bias": "none",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return folder
+
+    def _fresh(self, name: str) -> Path:
+        folder = self.place / f"{name}-{uuid.uuid4().hex[:12]}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def _write(self, file: Path, tensors: dict[str, Array]) -> None:
+        try:
+            write_tensors(tensors, file)
+        except OSError as error:
+            raise _no_room(self.place, error) from error
+
+
+def remove_folder(folder: Path) -> None:
+    """Take a folder of ours away; links are removed, not what they point to."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _no_room(folder: Path, error: OSError) -> EngineError:
+    return EngineError(f"the weights cannot be written to {folder} ({error.strerror}): make room, then --resume latest")

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from paceline.model.adapter_names import AdapterError, paired
+from paceline.model.adapter_names import AdapterError, pair_halves
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import put, target_layers, widths
 from paceline.weights.mlx_arrays import as_array, settled
@@ -110,7 +110,7 @@ class MlxAdapters:
     def fitted(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
         """The tensors by canonical names, computed. From any thread; refuses what does not fit a slot."""
         widths = {name: (side.inputs, side.outputs) for name, side in self._sides.items()}
-        pairs = paired(tensors, widths, self.rank)
+        pairs = pair_halves(tensors, widths, self.rank)
         out = {name + _A: as_array(a) for name, (a, _) in pairs.items()}
         out |= {name + _B: as_array(b) for name, (_, b) in pairs.items()}
         _check_finite(out)

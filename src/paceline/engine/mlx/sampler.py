@@ -4,68 +4,20 @@ MLX has float64 on the CPU only, where the cumulative sums are made; memory is u
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.engine.sequence import Chunk, Guide
-from paceline.weights.bits import uniform_array
+from paceline.engine.sampling import SamplerOutput, SamplingMetadata
+from paceline.weights.update import uniform_array
 
 BLOCK = 256
 SMALL = 1024
 """Vocabularies up to this size are searched in one level."""
 
 
-@dataclass(frozen=True, slots=True)
-class MlxSamplingMetadata:
-    """How each row is sampled; one entry per row of the logits."""
-
-    temperatures: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    keys: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    truncates: bool
-    """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
-    greedy: bool
-    """Whether any row has temperature 0."""
-    top: int = 0
-    """Most alternatives any row wants to hear of."""
-    allowed: NDArray[np.bool_] | None = None
-    """Tokens that a grammar allows each row."""
-
-    @classmethod
-    def of(cls, chunks: Sequence[Chunk], vocabulary: int) -> "MlxSamplingMetadata":
-        requests = [chunk.sequence.request for chunk in chunks]
-        guides = [chunk.sequence.guide for chunk in chunks]
-        return cls(
-            temperatures=np.array([r.temperature for r in requests], np.float32),
-            top_p=np.array([r.top_p for r in requests], np.float32),
-            top_k=np.array([r.top_k for r in requests], np.int64),
-            keys=np.array([r.noise for r in requests], np.int64),
-            indices=np.array([chunk.index for chunk in chunks], np.int64),
-            truncates=any(r.top_p < 1 or r.top_k for r in requests),
-            greedy=any(r.temperature == 0 for r in requests),
-            top=max(r.top_logprobs for r in requests),
-            allowed=np.stack([_allowed(guide, vocabulary) for guide in guides]) if any(guides) else None,
-        )
-
-
-class MlxSamplerOutput(NamedTuple):
-    tokens: mx.array
-    logprobs: mx.array
-    log_z: mx.array | None = None
-    top: tuple[mx.array, mx.array] | None = None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.tokens, self.logprobs, self.log_z, *(self.top or ())) if array is not None]
-
-
-def sample(logits: mx.array, draw: MlxSamplingMetadata) -> MlxSamplerOutput:
+def sample(logits: mx.array, draw: SamplingMetadata) -> SamplerOutput:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
     asked = mx.array(draw.temperatures)
     scaled = logits / mx.where(asked == 0, 1.0, asked)[:, None]
@@ -87,7 +39,7 @@ def sample(logits: mx.array, draw: MlxSamplingMetadata) -> MlxSamplerOutput:
     if draw.greedy:
         tokens = mx.where(asked == 0, mx.argmax(probs, axis=-1).astype(tokens.dtype), tokens)
     drawn = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return MlxSamplerOutput(tokens, drawn, log_z, _best(logprobs, draw.top) if draw.top else None)
+    return SamplerOutput(tokens, drawn, log_z, _best(logprobs, draw.top) if draw.top else None)
 
 
 def token_logprobs(logits: mx.array, targets: Sequence[int], temperature: float) -> mx.array:
@@ -149,7 +101,3 @@ def _best(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 def _ranks(top_k: NDArray[np.int64], vocabulary: int) -> mx.array:
     return mx.array(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary).astype(np.int32))
-
-
-def _allowed(guide: Guide | None, vocabulary: int) -> NDArray[np.bool_]:
-    return np.ones(vocabulary, np.bool_) if guide is None else np.asarray(guide.allowed(vocabulary))

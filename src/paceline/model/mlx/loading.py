@@ -19,9 +19,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from paceline.config.model import ModelConfig
 from paceline.model.dtypes import compute_dtype
-from paceline.model.source import ModelError, base_name, export_problems, first_line, resolve, source_problems
-
-ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
+from paceline.model.source import ROPE_OF_WHOLE_BATCH, ModelError, base_name, check_source, first_line, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +89,7 @@ class MlxModel:
 def load_model(config: ModelConfig) -> MlxModel:
     """The model in the run's type, computed and at rest."""
     folder = find_folder(config.name)
-    for problem in source_problems(folder, trust_remote_code=config.trust_remote_code, mlx=True):
-        raise ModelError(problem)
-    for problem in export_problems(folder):
-        raise ModelError(problem)
+    check_source(folder, config.trust_remote_code, mlx=True)
     try:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         asked = rope_settings(described)

@@ -57,21 +57,9 @@ SMALL_WEIGHT = 1 << 16
 """Numbers in a weight below which calling the kernel costs more than it saves."""
 
 
-class Native:
-    """The kernels under one model."""
-
-    def __init__(self, products: "list[Product | HalfProduct]") -> None:
-        self._products = products
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """The weights changed: make anew what was made from them."""
-        for product in self._products:
-            product.refresh()
-
-
-def install(model: PreTrainedModel, products: Products = "exact") -> Native:
-    """Use the kernels wherever they compute what the layer computes; nothing happens where they do not exist."""
+def install(model: PreTrainedModel, products: Products = "exact") -> "list[Product]":
+    """Use the kernels wherever they compute what the layer computes; nothing happens where they do not exist. Returns
+    the products, which must be refreshed when the weights change."""
     usable = model.device.type == "cpu" and model.dtype == torch.float32
     if products == "half" and not (usable and has_half_products()):
         raise PacelineError(
@@ -80,8 +68,8 @@ def install(model: PreTrainedModel, products: Products = "exact") -> Native:
         )
     library = kernels()
     if library is None or not usable:
-        return Native([])
-    made: list[Product | HalfProduct] = []
+        return []
+    made: list[Product] = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.numel() >= SMALL_WEIGHT:
             kind = HalfProduct if products == "half" else Product
@@ -93,7 +81,7 @@ def install(model: PreTrainedModel, products: Products = "exact") -> Native:
             if candidate.agrees(module):
                 module.forward = candidate.forward
                 break
-    return Native(made)
+    return made
 
 
 class Product:
@@ -104,7 +92,8 @@ class Product:
         self._weight, self._bias = weight, bias
         self._n, self._k = weight.shape
 
-    def refresh(self) -> None: ...
+    def refresh(self) -> None:
+        """The weights changed: make anew what was made from them."""
 
     def __call__(self, input: Tensor) -> Tensor:
         rows = input.numel() // self._k
@@ -117,13 +106,12 @@ class Product:
         return out
 
 
-class HalfProduct:
+class HalfProduct(Product):
     """The same with both sides in float16 and the sums in float32, from a float16 copy of the weight."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(library, weight, bias)
         self._run = library.paceline_linear_half
-        self._weight, self._bias = weight, bias
-        self._n, self._k = weight.shape
         self._wide = -(-self._k // 8) * 8
         self._copy = torch.zeros(-(-self._n // 4), self._wide // 8, 4, 8, dtype=torch.float16)
         self.refresh()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paceline.data import MicroBatch
 from paceline.data.packing import similar_lengths
 from paceline.model.mlx.loading import MlxModel
-from paceline.weights.bits import mix_int
+from paceline.weights.update import mix_int
 
 LOGIT_ELEMENTS = 1 << 25
 """Most logits held at once: 128 MiB in float32."""

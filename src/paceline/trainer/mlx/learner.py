@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.config.apple import refused_of_trainer as refused
 from paceline.data import MicroBatch, Sample
-from paceline.model.canary_prompts import canary_ids, signed
 from paceline.model.mlx.loading import MlxModel, twin
 from paceline.trainer.base import TrainerError, process_bytes
 from paceline.trainer.batch import BUDGET, Batch, TrainedTokens
@@ -23,7 +22,7 @@ from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
 from paceline.trainer.optimizer import lengths
 from paceline.trainer.preparing import check_base
 from paceline.trainer.stepping import Stream, component, components, streams_of, trained
-from paceline.weights.update import Array, Canary, fingerprint
+from paceline.weights.update import Array, Canary, canary_ids, canary_of, fingerprint
 
 
 class MlxValueModel(nn.Module):
@@ -217,8 +216,8 @@ class MlxLearner(Learner):
         return np.array(values, np.float64)
 
     def canary(self) -> Canary:
-        ids = canary_ids(self._model)
-        return signed(ids, self.forward.sequence(ids), self._model.dtype)
+        ids = canary_ids(self._model.vocabulary)
+        return canary_of(ids, self.forward.sequence(ids), self._model.dtype)
 
     def peak_bytes(self) -> float:
         """Memory that Metal holds is not counted as the process's own."""

@@ -19,8 +19,7 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, cuts
 from paceline.model import Canary, trainable, twin
-from paceline.model.canary import CanaryScorer, make_canary
-from paceline.model.canary_prompts import canary_ids, signed
+from paceline.model.head import CanaryScorer, make_canary
 from paceline.trainer.base import peak_bytes
 from paceline.trainer.batch import Batch, TrainedTokens, cost_of
 from paceline.trainer.critic import Critic, Lesson, value_loss
@@ -34,6 +33,7 @@ from paceline.trainer.torch.optimizer import MasterAdamW
 from paceline.trainer.torch.sharding import shard
 from paceline.trainer.torch.tuning import tuned
 from paceline.trainer.torch.world import RankLayout, Ranks, World, local, together
+from paceline.weights.update import canary_ids, canary_of
 
 
 class KLReference:
@@ -267,8 +267,8 @@ class TorchLearner(Learner):
 
     def canary(self) -> Canary:
         if not self.layout.lockstep:
-            ids = canary_ids(self.forward.head)
-            return signed(ids, self._canary.logprobs(ids), self.layout.dtype or self._model.dtype)
+            ids = canary_ids(self.forward.head.vocabulary)
+            return canary_of(ids, self._canary.logprobs(ids), self.layout.dtype or self._model.dtype)
         # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
         with torch.no_grad():
             return self.layout.run(

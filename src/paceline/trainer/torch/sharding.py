@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from paceline.config.cluster import ParallelConfig
 from paceline.model import LMHead, trainable
 from paceline.model.attention import UnsupportedModel
-from paceline.model.canary import make_canary
+from paceline.model.head import make_canary
 from paceline.model.support import attention_shape
 from paceline.trainer.base import TrainerError
 from paceline.trainer.torch.world import RankLayout, Ranks, T, local

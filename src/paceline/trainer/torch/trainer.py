@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
-from paceline.model.adapters import trained_adapter
 from paceline.model.background_compile import BackgroundCompile
+from paceline.model.loading import trained_adapter
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.torch import checkpoint
 from paceline.trainer.torch.checkpoint import export
@@ -23,7 +23,7 @@ from paceline.trainer.torch.tuning import rehearse
 from paceline.trainer.torch.world import local
 from paceline.trainer.trainer import ThreadedTrainer
 from paceline.util.gc_tuning import freeze_more
-from paceline.weights.bits import MASK
+from paceline.weights.update import MASK
 
 CPU, GPU = "rng", "rng_cuda"
 

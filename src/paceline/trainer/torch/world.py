@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from paceline.config.cluster import ParallelConfig
 from paceline.data import Sample, decode, encode
 from paceline.trainer.base import TrainerError
-from paceline.weights.bits import MASK
-from paceline.weights.update import fingerprint
+from paceline.weights.update import MASK, fingerprint
 
 SECONDS = 600.0
 """Until all ranks are there; and how long one collective may take, so that a lost rank is noticed."""

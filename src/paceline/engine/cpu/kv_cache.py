@@ -1,4 +1,4 @@
-"""A slot per running request, in torch: the cache that serves a CPU."""
+"""The KV cache in plain torch: a slot per running request, or the memory of pages."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.cache import Slots
+from paceline.engine.kv_cache import Slots
 from paceline.model.native import layers as native
 from paceline.model.support import AttentionShape
 
@@ -19,16 +19,10 @@ class SlotCache(Slots):
         self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
         steady: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(slots, length, max_length, steady)
         self._shape, self._dtype, self._device = shape, dtype, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.wake()
-
-    @property
-    def scratch(self) -> int:
-        """The slot that is never read."""
-        return self.slots
+        super().__init__(slots, length, max_length, steady)
 
     @property
     def device(self) -> torch.device:
@@ -75,3 +69,26 @@ class SlotCache(Slots):
 
     def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer][slot : slot + 1, :width], self.values[layer][slot : slot + 1, :width]
+
+
+class PlainMemory:
+    """Pages as an ordinary tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: Tensor | None = None
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._pages = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._pages
+
+    def sleep(self) -> None:
+        """Shrink the tensor to nothing in place, so that its holders need not be told."""
+        assert self._pages is not None
+        self._size = self._pages.untyped_storage().size()
+        self._pages.untyped_storage().resize_(0)
+
+    def wake(self) -> None:
+        assert self._pages is not None
+        self._pages.untyped_storage().resize_(self._size)
+        self._pages.zero_()

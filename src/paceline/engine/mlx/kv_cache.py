@@ -1,9 +1,7 @@
-"""One call of the model within a step: rows of tokens, where their keys go, and what of the cache each row sees.
+"""The KV cache in MLX: a slot per running request, and what of it each row of a step's passes sees.
 
-mlx-lm's models ask a cache object, one a layer, for three things: the rows' offsets, the mask, and all keys and values
-after adding the new ones. A pass answers for all layers.
-
-A slot per running request, in MLX.
+A pass is one call of the model. mlx-lm's models ask a cache object, one a layer, for three things: the rows' offsets,
+the mask, and all keys and values after adding the new ones. A pass answers for all layers.
 """
 
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from paceline.engine.cache import Slots
+from paceline.engine.kv_cache import Slots
 from paceline.engine.sequence import Chunk
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.source import ModelError
@@ -39,16 +37,10 @@ class MlxSlots(Slots):
     """
 
     def __init__(self, shape: KeyShape, slots: int, length: int, max_length: int, steady: bool = False) -> None:
-        super().__init__(slots, length, max_length, steady)
         self._shape = shape
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
-        self.wake()
-
-    @property
-    def scratch(self) -> int:
-        """The slot that is never read."""
-        return self.slots
+        super().__init__(slots, length, max_length, steady)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -95,12 +87,20 @@ WIDTH_STEP = 64
 
 class Pass:
     """Rows of tokens, padded on the right. What padding writes goes to the scratch slot; what it computes is thrown
-    away."""
+    away.
 
-    def __init__(self, cache: MlxSlots, rows: Sequence[Chunk | None], seen: "Seen") -> None:
+    A prompt's beginning sees what it brings and nothing from the cache: it has no `width`. Other rows see so many
+    positions of `gathered` slots, one a row, or else of the first slots in place, each at the row of its number.
+    """
+
+    def __init__(
+        self, cache: MlxSlots, rows: Sequence[Chunk | None], width: int | None = None,
+        gathered: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.chunks = [(row, chunk) for row, chunk in enumerate(rows) if chunk is not None]
         """Those that are no padding, with their rows."""
-        self._cache, self._seen = cache, seen
+        self._cache, self._width = cache, width
+        self._gathered = None if gathered is None else mx.array(list(gathered))
         self.tokens_per_row = longest = max(chunk.length for _, chunk in self.chunks)
         starts = np.zeros((len(rows), 1), np.int32)
         slots = np.full((len(rows), longest), cache.scratch, np.int32)
@@ -110,7 +110,7 @@ class Pass:
         positions = starts + np.arange(longest, dtype=np.int32)
         self.rows = len(rows)
         self.offset = mx.array(starts[:, 0])
-        self.mask = seen.mask(positions)
+        self.mask = "causal" if width is None else mx.array(np.arange(width) <= positions[:, None, :, None])
         self._slots = mx.array(slots)
         self._positions = mx.array(np.where(slots == cache.scratch, 0, positions))
 
@@ -121,41 +121,14 @@ class Pass:
     def keep(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Put new keys and values into the cache; answers with all that the rows look at."""
         self._cache.write(layer, self._slots, self._positions, keys, values)
-        return self._seen.of(self._cache.keys[layer], keys), self._seen.of(self._cache.values[layer], values)
+        return self._seen(self._cache.keys[layer], keys), self._seen(self._cache.values[layer], values)
 
-
-class Seen:
-    """A prompt's beginning: its rows see what they bring, nothing from the cache."""
-
-    def mask(self, positions: np.ndarray) -> mx.array | str:
-        return "causal"
-
-    def of(self, kept: mx.array, new: mx.array) -> mx.array:
-        return new
-
-
-class SeenInPlace(Seen):
-    """The first slots, each one's row at its number, up to a width."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        self._rows, self._width = rows, width
-
-    def mask(self, positions: np.ndarray) -> mx.array:
-        return mx.array(np.arange(self._width) <= positions[:, None, :, None])
-
-    def of(self, kept: mx.array, new: mx.array) -> mx.array:
-        return kept[: self._rows, :, : self._width]
-
-
-class SeenGathered(SeenInPlace):
-    """Any slots, brought together."""
-
-    def __init__(self, slots: Sequence[int], width: int) -> None:
-        super().__init__(len(slots), width)
-        self._slots = mx.array(list(slots))
-
-    def of(self, kept: mx.array, new: mx.array) -> mx.array:
-        return kept[:, :, : self._width][self._slots]
+    def _seen(self, kept: mx.array, new: mx.array) -> mx.array:
+        if self._width is None:
+            return new
+        if self._gathered is None:
+            return kept[: self.rows, :, : self._width]
+        return kept[:, :, : self._width][self._gathered]
 
 
 class LayerCache:
@@ -180,9 +153,9 @@ def decoding(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> Pas
     rows = cache.slots if fixed_shape else max(slots) + 1
     width = cache.length if fixed_shape else _width(cache, chunks)
     if not fixed_shape and 4 * len(chunks) < 3 * rows:
-        return Pass(cache, chunks, SeenGathered(slots, width))
+        return Pass(cache, chunks, width, slots)
     by_slot = {chunk.sequence.slot: chunk for chunk in chunks}
-    return Pass(cache, [by_slot.get(row) for row in range(rows)], SeenInPlace(rows, width))
+    return Pass(cache, [by_slot.get(row) for row in range(rows)], width)
 
 
 def prompting(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> list[Pass]:
@@ -192,14 +165,14 @@ def prompting(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> li
     for number, chunk in enumerate(chunks):
         kind = number if fixed_shape else (chunk.start > 0, chunk.length.bit_length())
         alike.setdefault(kind, []).append(chunk)
-    return [Pass(cache, group, _seen(cache, group, fixed_shape)) for group in alike.values()]
+    return [_prompt_pass(cache, group, fixed_shape) for group in alike.values()]
 
 
-def _seen(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> Seen:
+def _prompt_pass(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> Pass:
     if chunks[0].start == 0:
-        return Seen()
+        return Pass(cache, chunks)
     width = chunks[0].start + chunks[0].length if fixed_shape else _width(cache, chunks)
-    return SeenGathered([chunk.sequence.slot for chunk in chunks], width)
+    return Pass(cache, chunks, width, [chunk.sequence.slot for chunk in chunks])
 
 
 def _width(cache: MlxSlots, chunks: Sequence[Chunk]) -> int:

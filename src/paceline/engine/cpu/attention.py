@@ -1,39 +1,19 @@
 """Attention of one eager step: what each token sees of the cache, in plain torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.engine.cpu.kv_cache import SlotCache
+from paceline.engine.pages import PageCache
 from paceline.model.attention import PackedPlan, sdpa, window_mask
 from paceline.model.native import layers as native
 
 
-class Store(Protocol):
-    """A cache that plain torch can read and write."""
-
-    slots: int
-    max_length: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None: ...
-
-    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]: ...
-
-    def whole(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """All keys and values as [slots, length, kv heads, dim], if they lie like that."""
-        ...
-
-    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSpan:
+class SlotSpan(NamedTuple):
     """`length` tokens of one slot, from position `start`."""
 
     slot: int
@@ -48,13 +28,9 @@ class CachedPlan:
     """
 
     def __init__(
-        self,
-        cache: Store,
-        singles: Sequence[SlotSpan],
-        fresh: Sequence[SlotSpan],
-        resumed: Sequence[SlotSpan],
-        fixed_shape: bool = False,
-    ) -> None:
+        self, cache: SlotCache | PageCache, singles: Sequence[SlotSpan], fresh: Sequence[SlotSpan],
+        resumed: Sequence[SlotSpan], fixed_shape: bool,
+    ) -> None:  # fmt: skip
         device = cache.device
         self._cache = cache
         spans = [*singles, *fresh, *resumed]

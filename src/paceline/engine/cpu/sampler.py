@@ -1,20 +1,16 @@
 """From logits to tokens: one uniform number and one inverse CDF per token."""
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.sequence import Chunk, Guide, hand_out
-from paceline.weights.torch_bits import mix, shift_right
+from paceline.engine.sampling import Column, SamplerOutput, SamplingMetadata
+from paceline.weights.update import mix_tensor, shift_right
 
 
 def uniform(keys: Tensor, indices: Tensor) -> Tensor:
     """A float64 in [0, 1) for each (key, token index)."""
-    bits = mix(keys ^ mix(indices))
+    bits = mix_tensor(keys ^ mix_tensor(indices))
     return shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
@@ -23,55 +19,9 @@ SMALL = 1024
 """Vocabularies up to this size are searched in one level."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """How each row is sampled; one entry per row of the logits."""
-
-    temperatures: Tensor
-    top_p: Tensor
-    top_k: Tensor
-    keys: Tensor
-    indices: Tensor
-    truncates: bool
-    """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
-    greedy: bool
-    """Whether any row has temperature 0."""
-    top: int = 0
-    """Most alternatives any row wants to hear of."""
-    allowed: Tensor | None = None
-    """Tokens that a grammar allows each row."""
-
-    @classmethod
-    def of(cls, chunks: Seq[Chunk], device: torch.device) -> "SamplingMetadata":
-        requests = [chunk.sequence.request for chunk in chunks]
-
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        return cls(
-            temperatures=column([r.temperature for r in requests], torch.float32),
-            top_p=column([r.top_p for r in requests], torch.float32),
-            top_k=column([r.top_k for r in requests], torch.long),
-            keys=column([r.noise for r in requests], torch.long),
-            indices=column([chunk.index for chunk in chunks], torch.long),
-            truncates=any(r.top_p < 1 or r.top_k for r in requests),
-            greedy=any(r.temperature == 0 for r in requests),
-            top=max(r.top_logprobs for r in requests),
-        )
-
-    def at(self, chunks: Seq[Chunk], vocabulary: int) -> "SamplingMetadata":
-        """The same rows, one token later."""
-        device = self.keys.device
-        guides = [chunk.sequence.guide for chunk in chunks]
-        allowed = torch.stack([_allowed(g, vocabulary, device) for g in guides]) if any(guides) else None
-        return replace(self, indices=torch.tensor([c.index for c in chunks], device=device), allowed=allowed)
-
-
-class SamplerOutput(NamedTuple):
-    tokens: Tensor
-    logprobs: Tensor
-    log_z: Tensor | None = None
-    top: tuple[Tensor, Tensor] | None = None
+def columns(device: torch.device) -> Column:
+    """Makes tensors of this device from values and the name of a type."""
+    return lambda values, dtype: torch.tensor(values, dtype=getattr(torch, dtype), device=device)
 
 
 def sample(logits: Tensor, draw: SamplingMetadata) -> SamplerOutput:
@@ -101,19 +51,6 @@ def sample(logits: Tensor, draw: SamplingMetadata) -> SamplerOutput:
     return SamplerOutput(
         tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z, (top.indices, top.values) if top else None
     )
-
-
-def draw_rows(chunks: Seq[Chunk], sampled: SamplerOutput) -> None:
-    """Hand each chunk its token."""
-    log_z = None if sampled.log_z is None else sampled.log_z.tolist()
-    top = None if sampled.top is None else (sampled.top[0].tolist(), sampled.top[1].tolist())
-    hand_out(chunks, sampled.tokens.tolist(), sampled.logprobs.tolist(), log_z, top)
-
-
-def _allowed(guide: Guide | None, vocabulary: int, device: torch.device) -> Tensor:
-    if guide is None:
-        return torch.ones(vocabulary, dtype=torch.bool, device=device)
-    return torch.as_tensor(guide.allowed(vocabulary), device=device)
 
 
 def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The KV cache: the protocol the scheduler uses, and the bookkeeping of one slot per running request.
+"""The KV cache: what the scheduler asks of it, and the bookkeeping of one slot per running request.
 
 A slot is one row of memory: a decode step reads it in place, without gathering. On CUDA `pages.py` takes its stead.
 """
@@ -7,61 +7,75 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from paceline.engine.sequence import Family, Sequence
 
 
-class Cache(Protocol):
+class Cache(ABC):
     """Holds keys and values. All bookkeeping is in launch order: what a launched step writes counts as there."""
 
-    slots: int
     shares_at_once: bool
     """Whether a prompt can be shared in the very step that computes it."""
 
+    def __init__(self, slots: int, max_length: int, steady: bool) -> None:
+        self.slots, self.max_length, self._steady = slots, max_length, steady
+
+    @property
+    def scratch(self) -> int:
+        """The slot that takes the writes of padding and is never read."""
+        return self.slots
+
+    @property
+    @abstractmethod
+    def used(self) -> float:
+        """Part of the cache in use, 0 to 1."""
+
     def fits(self, length: int) -> bool:
         """Whether a sequence of this length can ever run."""
-        ...
+        return length <= self.max_length
 
+    @abstractmethod
     def admit(self, sequence: Sequence, running: int) -> bool:
         """Give it a slot and whatever of its tokens is already there (`computed`); False when there is no room."""
-        ...
 
+    @abstractmethod
     def grow(self, sequence: Sequence, length: int) -> bool:
         """Room for `length` tokens of a running sequence; False when the memory is used up."""
-        ...
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - pages leave nothing to do
         """Before a step: carry out what admissions left to do."""
-        ...
 
+    @abstractmethod
     def advance(self, sequence: Sequence) -> None:
         """More of its tokens are computed."""
-        ...
 
+    @abstractmethod
     def release(self, sequence: Sequence) -> None:
         """Take its place back; what it computed may be shared until it is overwritten."""
-        ...
 
+    @abstractmethod
     def scrub(self, sequence: Sequence) -> None:
         """Overwrite what it wrote, before its place is released."""
-        ...
 
+    @abstractmethod
     def forget(self) -> None:
         """The weights changed: nothing computed so far is ever shared again."""
-        ...
 
     def sleep(self) -> None:
         """Give the memory back. Nothing may be running."""
-        ...
+        self.forget()
+        self._drop()
 
-    def wake(self) -> None: ...
+    @abstractmethod
+    def wake(self) -> None:
+        """Take the memory, empty."""
 
-    @property
-    def used(self) -> float: ...
+    @abstractmethod
+    def _drop(self) -> None:
+        """Give the memory back."""
 
 
-class Slots(ABC):
+class Slots(Cache):
     """Assigns slots, and finds keys and values that another sequence may share. The memory is a subclass's.
 
     The length grows by doubling up to `max_length`, so short conversations never pay for the model's whole context.
@@ -72,8 +86,8 @@ class Slots(ABC):
     shares_at_once = False  # a slot is copied before the step that fills it
 
     def __init__(self, slots: int, length: int, max_length: int, steady: bool = False) -> None:
-        self.slots, self.length, self.max_length = slots, length, max_length
-        self._steady = steady
+        super().__init__(slots, max_length, steady)
+        self.length = length
         self._free = list(range(slots))
         self._left: dict[int, tuple[Family, list[int]]] = {}
         """Tokens a freed slot still holds, for the next turn of the same conversation."""
@@ -82,18 +96,7 @@ class Slots(ABC):
         self._owners: dict[int, tuple[Family, tuple[int, ...]]] = {}
         self._copies: dict[tuple[int, int], list[int]] = defaultdict(list)
         """To copy before the next step: (source slot, length) to target slots."""
-
-    @property
-    def used(self) -> float:
-        return 1 - len(self._free) / self.slots
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Take the memory, empty."""
-
-    @abstractmethod
-    def _drop(self) -> None:
-        """Give the memory back."""
+        self.wake()
 
     @abstractmethod
     def _copy(self, source: int, length: int, targets: Seq[int]) -> None:
@@ -107,13 +110,9 @@ class Slots(ABC):
     def _widen(self, length: int) -> None:
         """Room for `length` positions in every slot; what is there stays."""
 
-    def sleep(self) -> None:
-        """Give the memory back."""
-        self.forget()
-        self._drop()
-
-    def fits(self, length: int) -> bool:
-        return length <= self.max_length
+    @property
+    def used(self) -> float:
+        return 1 - len(self._free) / self.slots
 
     def admit(self, sequence: Sequence, running: int) -> bool:
         if not self._free:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,11 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
+from paceline.engine.cpu.sampler import columns, sample
 from paceline.engine.cuda import attention
-from paceline.engine.cuda.steps import TILE_ROWS, Fields, StepShape, decode_only, draw
+from paceline.engine.cuda.sampler import draw
+from paceline.engine.cuda.step import TILE_ROWS, StepShape, decode_only, fields
 from paceline.engine.pages import PageCache
-from paceline.engine.sampler import SamplerOutput, SamplingMetadata, draw_rows, sample
-from paceline.engine.sequence import Chunk, Drawn
+from paceline.engine.runner import Runner, StepInFlight
+from paceline.engine.sampling import SamplerOutput, SamplingMetadata
+from paceline.engine.sequence import Chunk, SampledToken
 from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
 from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
@@ -61,12 +65,12 @@ class OpPlan:
 
 
 @dataclass(slots=True)
-class Captured:
+class CapturedStep:
     """A graph, and the static tensors it reads and writes."""
 
     shape: StepShape
     inputs: Tensor
-    fields: Fields
+    fields: SimpleNamespace
     graph: torch.cuda.CUDAGraph | None = None
     hidden: Tensor | None = None
     logits: Tensor | None = None
@@ -74,11 +78,11 @@ class Captured:
     """Rows of its last step that want more than a plain draw."""
 
 
-class GraphFlight:
+class GraphFlight(StepInFlight):
     """A launched step on its way back."""
 
     def __init__(self, chunks: Sequence[Chunk], drawn: Sequence[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
-        self.chunks = chunks
+        super().__init__(chunks)
         self._drawn, self._out, self._done = drawn, out, done
         self.special: list[tuple[list[Chunk], SamplerOutput]] = []
         self.scored: list[tuple[Chunk, Tensor]] = []
@@ -89,28 +93,21 @@ class GraphFlight:
         tokens = self._out[0, :n].tolist()
         logprobs = self._out[1, :n].view(torch.float64).tolist()
         for chunk, token, logprob in zip(self._drawn, tokens, logprobs, strict=True):
-            chunk.drawn = Drawn(token, logprob)
+            chunk.drawn = SampledToken(token, logprob)
         for chunks, sampled in self.special:
-            draw_rows(chunks, sampled)
+            sampled.hand_out(chunks)
         for chunk, logprobs in self.scored:
             chunk.scores = logprobs.tolist()
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     """Captures one graph per step size at the start, and picks the smallest that fits."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head: LMHead,
-        cache: PageCache,
-        shape: AttentionShape,
-        config: inference.EngineConfig,
-        adapters: Adapters | None,
-        deterministic: bool,
-        background: BackgroundCompile | None = None,
-        steps: int | None = None,
-    ) -> None:
+        self, model: PreTrainedModel, head: LMHead, cache: PageCache, shape: AttentionShape,
+        config: inference.EngineConfig, adapters: Adapters | None, deterministic: bool,
+        background: BackgroundCompile | None, steps: int | None,
+    ) -> None:  # fmt: skip
         device = model.device
         # Deterministic steps launch several graphs each; with none in flight they cannot take each other's buffers.
         self.depth = 0 if deterministic else DEPTH if config.in_flight is None else config.in_flight
@@ -138,11 +135,11 @@ class GraphRunner:
         self._turn = 0
         self._now = self._decoding[0]
 
-    def _captured(self, shape: StepShape) -> Captured:
+    def _captured(self, shape: StepShape) -> CapturedStep:
         inputs = torch.zeros(shape.size, dtype=torch.long, device=self._device)
-        return Captured(shape, inputs, Fields(inputs, shape.sizes))
+        return CapturedStep(shape, inputs, fields(inputs, shape.sizes))
 
-    def place(self) -> AbstractContextManager[object]:
+    def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
     def sync(self) -> None:
@@ -209,7 +206,7 @@ class GraphRunner:
         shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
         return buffer
 
-    def _body(self, step: Captured) -> None:
+    def _body(self, step: CapturedStep) -> None:
         """The work of one graph, from the step's integers to its sampled tokens."""
         f = step.fields
         self._now = step
@@ -271,7 +268,7 @@ class GraphRunner:
         done.record(self._stream)
         return flight
 
-    def _pick(self, chunks: Sequence[Chunk]) -> Captured:
+    def _pick(self, chunks: Sequence[Chunk]) -> CapturedStep:
         lengths = [c.length for c in chunks]
         if extra := sum(lengths) - lengths.count(1):
             return next(step for step in self._mixed if step.shape.extra >= extra)
@@ -285,16 +282,17 @@ class GraphRunner:
         self._table.copy_(torch.from_numpy(self._cache.table).pin_memory(), non_blocking=True)
         return {}
 
-    def _draw_special(self, step: Captured, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
+    def _draw_special(self, step: CapturedStep, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
         """Rows that want more than a plain draw are drawn again, over the graph's token."""
         assert step.logits is not None
         chunks = [drawn[row] for row in step.special]
         logits = step.logits[torch.tensor(step.special, device=self._device)].float()
-        sampled = sample(logits, SamplingMetadata.of(chunks, self._device).at(chunks, logits.shape[-1]))
+        column = columns(self._device)
+        sampled = sample(logits, SamplingMetadata.of(chunks, column).at(chunks, logits.shape[-1], column))
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))
 
-    def _score(self, step: Captured, chunks: Sequence[Chunk], flight: GraphFlight) -> None:
+    def _score(self, step: CapturedStep, chunks: Sequence[Chunk], flight: GraphFlight) -> None:
         row, at = 0, step.shape.rows
         for chunk in chunks:
             begin = row if chunk.length == 1 else at

@@ -1,0 +1,1 @@
+"""The embedded engine's parts in plain torch: for a CPU, and what CUDA shares with it."""

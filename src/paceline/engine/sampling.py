@@ -1,0 +1,78 @@
+"""Defines the input and output of samplers, independent of the tensor library."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.engine.sequence import Chunk, SampledToken
+from paceline.weights.update import Array
+
+Column = Callable[..., Array]
+"""Makes an array of a library from values and the name of a type, as `numpy.array` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """How each row is sampled; one entry per row of the logits."""
+
+    temperatures: Array
+    top_p: Array
+    top_k: Array
+    keys: Array
+    indices: Array
+    truncates: bool
+    """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
+    greedy: bool
+    """Whether any row has temperature 0."""
+    top: int = 0
+    """Most alternatives any row wants to hear of."""
+    allowed: Array | None = None
+    """Tokens that a grammar allows each row."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], column: Column) -> "SamplingMetadata":
+        requests = [chunk.sequence.request for chunk in chunks]
+        return cls(
+            temperatures=column([r.temperature for r in requests], "float32"),
+            top_p=column([r.top_p for r in requests], "float32"),
+            top_k=column([r.top_k for r in requests], "int64"),
+            keys=column([r.noise for r in requests], "int64"),
+            indices=column([chunk.index for chunk in chunks], "int64"),
+            truncates=any(r.top_p < 1 or r.top_k for r in requests),
+            greedy=any(r.temperature == 0 for r in requests),
+            top=max(r.top_logprobs for r in requests),
+        )
+
+    def at(self, chunks: Sequence[Chunk], vocabulary: int, column: Column) -> "SamplingMetadata":
+        """The same rows at the tokens that these chunks sample."""
+        guides = [chunk.sequence.guide for chunk in chunks]
+        allowed = None
+        if any(guides):
+            rows = [np.ones(vocabulary, np.bool_) if guide is None else guide.allowed(vocabulary) for guide in guides]
+            allowed = column(np.stack(rows), "bool")
+        return replace(self, indices=column([chunk.index for chunk in chunks], "int64"), allowed=allowed)
+
+
+class SamplerOutput(NamedTuple):
+    """What was drawn for each row."""
+
+    tokens: Array
+    logprobs: Array
+    log_z: Array | None = None
+    top: tuple[Array, Array] | None = None
+
+    def hand_out(self, chunks: Sequence[Chunk]) -> None:
+        """Give each chunk what was drawn for it, and no more than its request asked to hear."""
+        log_z = [None] * len(chunks) if self.log_z is None else self.log_z.tolist()
+        for chunk, token, logprob, z in zip(chunks, self.tokens.tolist(), self.logprobs.tolist(), log_z, strict=True):
+            request = chunk.sequence.request
+            bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
+            chunk.drawn = SampledToken(token, logprob, z if bounded else None)
+        if self.top is not None:
+            ids, values = (array.tolist() for array in self.top)
+            for chunk, best, logprobs in zip(chunks, ids, values, strict=True):
+                assert chunk.drawn is not None
+                if wanted := chunk.sequence.request.top_logprobs:
+                    chunk.drawn.top = list(zip(best[:wanted], logprobs[:wanted], strict=True))

@@ -1,0 +1,312 @@
+"""Swaps weights between two steps: reads, checks, applies and verifies updates, independent of the tensor library."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.engine.base import Grammar
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import BASE, BROKEN, POLICY, Catalog, Guide, Sequence
+from paceline.errors import EngineError, Mismatch, OtherBase, PartialUpdateError
+from paceline.model.adapter_names import AdapterError, check_scale
+from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, fingerprint
+
+Fail = Callable[[Sequence, str, type[EngineError]], None]
+"""Ends a request with an error."""
+MakeGuide = Callable[[Grammar], Guide]
+
+
+class AdapterSlots(Protocol):
+    """Adapters beside a base: slot 0 is the base itself, they live in 1 to `slots`."""
+
+    slots: int
+
+    def fitted(self, tensors: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    def load(self, slot: int, tensors: Mapping[str, Array], scale: float) -> None: ...
+
+    def tensors(self, slot: int) -> dict[str, Array]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagedUpdate:
+    """An update that was read and checked before decoding has to pause for it. What is left to do is to copy it."""
+
+    update: WeightUpdate
+    tensors: Mapping[str, Array]
+    """As they will be copied; none where a delta stands for them."""
+    sent: str | None = None
+    """Their fingerprint, unless it is not checked or a delta will lead to it."""
+    check: bool = True
+    ready: Any = None
+    """When what reading left to the device is done, where that is not at once."""
+
+
+class WeightApplier(ABC):
+    """The weights an engine serves, the base and the adapters beside it; keeps the catalog true."""
+
+    bytes: int
+    """Of all parameters of the base."""
+
+    def __init__(self, adapters: AdapterSlots | None, vocabulary: int, version: int) -> None:
+        self.catalog = Catalog()
+        self.catalog.versions[POLICY] = version
+        self._slots = adapters
+        self._vocabulary = vocabulary
+        self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
+        self._torn: set[str] = set()
+        """Parameters that an update which broke off may have changed."""
+        self._quarantine: dict[str | None, EngineError] = {}
+        """Models whose last update failed its checks, and why; None for the base and so for all."""
+
+    # -- what a library does ------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Array]:
+        """The base's tensors that are really used, by name."""
+
+    @property
+    @abstractmethod
+    def rounding(self) -> float:
+        """How far log probabilities of the same weights may be apart because of what this engine computes in."""
+
+    @abstractmethod
+    def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
+        """Log probability of each token given those before it; 0.0 for the first."""
+
+    @abstractmethod
+    def _stage(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """The same tensors, where they can be copied from while decoding waits."""
+
+    @abstractmethod
+    def _copy(self, tensors: Mapping[str, Array]) -> None:
+        """Put these in place of the base's own."""
+
+    @abstractmethod
+    def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate: ...
+
+    @abstractmethod
+    def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None: ...
+
+    def warm(self) -> None:  # noqa: B027 - only where the first time takes long
+        """Do once what an update does."""
+
+    def mark(self) -> Any:
+        """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
+        return None
+
+    # -- before decoding has to pause ---------------------------------------------------------------------------------
+
+    def policy(self) -> ServedPolicy:
+        """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
+        version = self.catalog.versions[POLICY]
+        mark = self.catalog.weights[POLICY].get(version)
+        return ServedPolicy(version, mark or fingerprint(self._held(POLICY).items()))
+
+    def read(self, update: WeightUpdate, check: bool = True, mark: Any = None) -> StagedUpdate:
+        """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
+        if check and (canary := update.canary) is not None:
+            ids, most = canary.token_ids, self._vocabulary
+            if len(ids) < 2 or len(ids) != len(canary.logprobs) or min(ids) < 0 or max(ids) >= most:
+                raise EngineError(f"the canary needs two or more tokens from 0 to {most - 1}, each with its logprob")
+        if update.delta is not None:
+            return self._read_delta(update, check)
+        tensors = self._fit_base(update.tensors) if update.adapter is None else self._fit_adapter(update.tensors)
+        sent = fingerprint(tensors.items()) if check else None
+        if check and update.expected not in (None, sent):
+            raise Mismatch(
+                f"the weights of version {update.version} are damaged: their fingerprint is {sent}, not the "
+                f"{update.expected} they were sent with"
+            )
+        return StagedUpdate(update, tensors, sent, check)
+
+    def _fit_base(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """The base's new tensors, ready to be copied; refuses what does not fit."""
+        held = self.parameters
+        if not tensors:
+            raise EngineError("the update holds no tensors")
+        if unknown := tensors.keys() - held.keys():
+            raise EngineError(f"the update names tensors this model does not have: {sorted(unknown)[:3]}")
+        staged = self._stage(tensors)
+        for name, tensor in staged.items():
+            if held[name].shape != tensor.shape or held[name].dtype != tensor.dtype:
+                raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(held[name])} in the model")
+        return staged
+
+    def _fit_adapter(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """The adapter as its slot would hold it; refuses what does not fit."""
+        if self._slots is None:
+            raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
+        try:
+            return self._slots.fitted(tensors)
+        except AdapterError as error:
+            raise EngineError(str(error)) from error
+
+    # -- while decoding waits -----------------------------------------------------------------------------------------
+
+    def apply(self, staged: StagedUpdate) -> str | None:
+        """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
+        breaks off in the middle leaves weights that have no name, and raises `PartialUpdateError`."""
+        update, sent = staged.update, staged.sent
+        if update.delta is not None:
+            sent = self._apply_delta(update, staged.check)
+        elif update.adapter is not None:
+            self._apply_adapter(staged, update.adapter)
+        else:
+            if left := self._torn - staged.tensors.keys():
+                raise OtherBase(
+                    f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
+                )
+            with self._writing(update):
+                self._copy(staged.tensors)
+        self.catalog.renew(_touched(update), update.version)
+        return sent
+
+    @contextmanager
+    def _writing(self, update: WeightUpdate) -> Generator[None]:
+        """From the first element that is changed to the last."""
+        try:
+            yield
+        except Exception as error:
+            models = [model for model in _touched(update) if model in self.catalog.versions]
+            self.catalog.renew(models, BROKEN)
+            if update.adapter is None:
+                self._torn |= set(update.names)
+            raise PartialUpdateError(
+                f"the update to version {update.version} broke off ({type(error).__name__}: {error}), and this engine "
+                "now holds neither the old weights nor the new: it answers no request until it is sent all of them"
+            ) from error
+        if update.adapter is None:
+            self._torn.clear()
+
+    def _check_whole(self) -> None:
+        """A delta needs something to build on."""
+        if self._torn:
+            raise OtherBase(
+                "an update broke off here, so nothing can build on what this engine holds: send all weights"
+            )
+
+    def _apply_adapter(self, staged: StagedUpdate, adapter: Adapter) -> None:
+        assert self._slots is not None
+        name, slots = adapter.name, self.catalog.slots
+        if name == BASE:
+            raise EngineError(f"`{BASE}` is the name of the plain base: give the adapter another")
+        slot = slots.get(name, 0) or (self._free[-1] if self._free else 0)
+        if not slot:
+            raise EngineError(f"all adapter slots are taken by {sorted(self.catalog.adapters)}: raise engine.adapters")
+        try:
+            check_scale(adapter.scale)
+        except AdapterError as error:
+            raise EngineError(str(error)) from error
+        with self._writing(staged.update):
+            self._slots.load(slot, staged.tensors, adapter.scale)
+        if not slots.get(name):
+            self._free.pop()
+        slots[name] = slot
+
+    # -- before anything is sampled from them -------------------------------------------------------------------------
+
+    def verify(self, update: WeightUpdate, sent: str) -> None:
+        """Check that the weights held are those sent, and compute what the trainer computes. Whatever is sampled from
+        now on names them."""
+        name, weights = POLICY if update.adapter is None else update.adapter.name, self.catalog.weights
+        mine = self.parameters
+        held = self._held(name) if update.adapter is not None else {key: mine[key] for key in update.names}
+        if fingerprint(held.items()) != sent:
+            raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
+        if update.canary is not None:
+            self.check_canary(update.canary, name)
+        if update.adapter is None and update.names != mine.keys():
+            sent = fingerprint(mine.items())
+        known = {update.version: sent}
+        weights |= dict.fromkeys(_touched(update), known)
+        if update.adapter is None and self.catalog.slots[POLICY]:
+            weights[POLICY] = {update.version: fingerprint(self._held(POLICY).items())}
+
+    def check_canary(self, canary: Canary, model: str) -> None:
+        """The trainer's log probabilities of a short prompt must be found again."""
+        gap = canary.gap(self.logprobs(canary.token_ids, model))
+        allowed = max(canary.tolerance, self.rounding)
+        if not gap <= allowed:
+            raise Mismatch(
+                f"version {self.catalog.versions[model]} failed its canary: log probabilities of engine and trainer "
+                f"differ by {gap:.2g} on average (allowed: {allowed:.2g})"
+            )
+
+    def _held(self, model: str) -> dict[str, Array]:
+        slot = self.catalog.slots[model]
+        if slot and self._slots is not None:
+            return self._slots.tensors(slot)
+        return dict(self.parameters)
+
+    # -- all of it, between two steps ---------------------------------------------------------------------------------
+
+    def check_trusted(self, model: str) -> None:
+        """Refuse a request for weights whose last update failed its checks."""
+        for name in (None, model):
+            if (error := self._quarantine.get(name)) is not None:
+                raise type(error)(str(error))
+
+    def swap(self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: Fail, guide: MakeGuide) -> None:
+        """Apply an update and verify it. Nothing drains: what runs goes on with the new weights."""
+        update = staged.update
+        name = None if update.adapter is None else update.adapter.name
+        before = dict(self.catalog.weights)
+
+        def distrust(error: Exception) -> None:
+            """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
+            kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
+            self._quarantine[name] = kind(str(error))
+            scheduler.swap(name, recompute=True)
+            for sequence in scheduler.withdraw(name):
+                fail(sequence, str(error), kind)
+
+        try:
+            sent = self.apply(staged)
+        except PartialUpdateError as error:
+            distrust(error)
+            raise
+        self._carry_over(name, before, update.version, sent, scheduler, fail, guide)
+        scheduler.swap(name, recompute)
+        try:
+            if sent is not None:
+                self.verify(update, sent)
+        except Exception as error:  # whatever it was, these weights are not proved
+            distrust(error)
+            raise
+        self._quarantine.pop(name, None)
+
+    def _carry_over(
+        self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None,
+        scheduler: Scheduler, fail: Fail, guide: MakeGuide,
+    ) -> None:  # fmt: skip
+        """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
+        with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
+        could not say which is which."""
+        carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
+        for sequence in scheduler.begun(name):
+            was = before[sequence.request.model]
+            if self.catalog.weights[sequence.request.model] is was:
+                continue  # an adapter beside a new base
+            past = (sequence.weights or {}) | {v: mark for v, mark in was.items() if v == sequence.versions[-1]}
+            if version not in sequence.versions or past.get(version) == sent:
+                sequence.weights = carried.setdefault(tuple(past.items()), past)
+            elif sequence.streamed:
+                scheduler.dismiss([sequence])
+                why = f"version {version} came again with other weights under a stream: ask again"
+                fail(sequence, why, EngineError)
+            else:
+                sequence.restart()
+                if sequence.request.grammar is not None:
+                    sequence.guide = guide(sequence.request.grammar)
+
+
+def _touched(update: WeightUpdate) -> tuple[str, ...]:
+    return (POLICY, BASE) if update.adapter is None else (update.adapter.name,)
+
+
+def _form(tensor: Array) -> str:
+    return f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}"
