@@ -79,8 +79,8 @@ class TokenLossRecorder:
         places, segments = trained(micro_batch), tokens.segments.cpu().numpy()
         shares = {name: _array(values) for name, values in judged.scaled().items()}
         used = {name: _array(scale) != 0 for name, scale in judged.scales.items()}
-        left = {name: _array(values) & used[name] for name, values in judged.left.items()}
-        moved = judged.moved
+        left = {name: _array(values) & used[name] for name, values in judged.clipped.items()}
+        moved = judged.ratio
         streams = [tokens.logprobs, tokens.behaviour, moved.value, tokens.advantages, tokens.entropy]
         streams, apart, rl = [_array(stream) for stream in streams], _array(moved.difference), used["rl"]
         for number, member in enumerate(micro_batch.members):

@@ -126,7 +126,7 @@ class StepOutcome:
         return bool(np.isfinite(self.sums).all())
 
 
-class Norms:
+class GradientNorms:
     """The norms, before clipping, of the last gradients that were stepped on.
 
     A gradient whose norm is above `spike` times their median is a spike. The median and not the mean, and spikes are
