@@ -54,7 +54,7 @@ class Bodies:
         assert turn.messages is not None
         ids = turn.prompt_ids[begin:]
         try:
-            whole = self._text(turn.messages, turn.tools)
+            whole = self._renderer.text(turn.messages, turn.tools)
         except RenderError:  # a hand-made turn, of messages this template cannot write
             return []
         written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.spell(token)[1]) for token in ids)]
@@ -80,16 +80,13 @@ class Bodies:
             return None
         marked = [*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]]
         try:
-            before, mark, after = self._text(marked, tools).partition(MARK)
+            before, mark, after = self._renderer.text(marked, tools).partition(MARK)
         except RenderError:
             return None
         fits = len(before) + len(after) <= len(whole)
         if not (mark and fits and whole.startswith(before) and whole.endswith(after)):
             return None
         return len(before.encode()), len(whole.encode()) - len(after.encode())
-
-    def _text(self, messages: Sequence[Message], tools: Tools | None) -> str:
-        return self._renderer.text(messages, tools)
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:

@@ -39,7 +39,6 @@ from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import cut
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
-from paceline.trainer.ops import all_finite
 from paceline.trainer.stepping import trained
 from paceline.trainer.terms import held_back
 
@@ -137,7 +136,7 @@ def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[F
 
 def broken_weights(learner: Learner) -> list[str]:
     """Weights that are not finite, by name."""
-    return [name for name, master in learner.optimizer.masters.items() if not all_finite(master)]
+    return [name for name, master in learner.optimizer.masters.items() if not master.isfinite().all()]
 
 
 def verdict(findings: Sequence[Finding], weights: Sequence[str]) -> str:

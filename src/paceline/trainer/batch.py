@@ -18,7 +18,7 @@ from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO
 from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay, pack
 from paceline.data.balance import Bins, held
-from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, take, where
+from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, where
 from paceline.weights.update import Array
 
 if TYPE_CHECKING:
@@ -188,11 +188,6 @@ class TrainedTokens:
             segment_sums(where(self.rl, x, 0.0), self.segments, len(self.names)) for x in (values, ones_like(values))
         )
         return sums, clip(counts, low=1.0)
-
-    def sequence_mean(self, values: Array) -> Array:
-        """Each token's sequence's mean over its rl tokens."""
-        sums, counts = self.per_sequence(values)
-        return take(sums / counts, self.segments)
 
     def _or_policy(self, stream: Array) -> Array:
         return where(isnan(stream), stop(self.logprobs), stream)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 
 import numpy as np
@@ -148,18 +148,15 @@ class GradientNorms:
             return "the gradient was not finite"
         if self._spike is None:
             return ""
-        trouble = self._spiked(outcome.grad_norm, self._spike)
+        usual, trouble = median(self._last) if len(self._last) >= WARM_UP else inf, ""
+        if outcome.grad_norm > self._spike * usual:
+            trouble = (
+                f"the gradient's norm was {outcome.grad_norm:.3g}, {outcome.grad_norm / usual:.3g} times the median of "
+                f"the last {len(self._last)} steps (trainer.spike allows {self._spike:g})"
+            )
         # All ranks have the same gradient; should one round its norm differently, still all step or none does.
         votes = self._summed(float(bool(trouble)))
         return trouble or ("another rank saw the gradient's norm jump" if votes else "")
-
-    def _spiked(self, norm: float, spike: float) -> str:
-        if len(self._last) < WARM_UP or norm <= spike * (usual := median(self._last)):
-            return ""
-        return (
-            f"the gradient's norm was {norm:.3g}, {norm / usual:.3g} times the median of the last {len(self._last)} "
-            f"steps (trainer.spike allows {spike:g})"
-        )
 
     def state(self) -> list[float]:
         return list(self._last)

@@ -72,7 +72,8 @@ def gspo(c: config.GSPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     The reward judges the whole sequence, so the whole sequence is inside the trust region or outside. Written per token
     as sg[s] * pi / sg[pi]: the same value everywhere in the sequence, and the gradient reaches each token.
     """
-    s = exp(tokens.sequence_mean(stop(ratio.log)))
+    sums, counts = tokens.per_sequence(stop(ratio.log))
+    s = exp(take(sums / counts, tokens.segments))
     here = exp(tokens.logprobs - stop(tokens.logprobs))
     return _clipped(s * here, tokens.advantages, c.clip_low, c.clip_high)
 
@@ -136,13 +137,7 @@ def _aligned(given: Array, at: Array, name: str, path: str) -> Array:
     return given
 
 
-RL_TERMS: dict[str, Callable[..., Term]] = {
-    "dppo": dppo,
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-}
+RL_TERMS: dict[str, Callable[..., Term]] = {term.__name__: term for term in (dppo, ppo, gspo, cispo, reinforce)}
 
 
 def rl_term(c: config.LossConfig) -> RLTerm:

@@ -80,7 +80,9 @@ def merged(model: MlxModel) -> dict[str, mx.array]:
     state = dict(tree_flatten(model.net.parameters()))
     for path, module in model.net.named_modules():
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            state[f"{path}.weight"] = _spread(module).astype(model.dtype)
+            packed, kind = (module.weight, module.scales, module.get("biases")), ("group_size", "bits", "mode")
+            unpacked = mx.dequantize(*packed, **{name: getattr(module, name) for name in kind})
+            state[f"{path}.weight"] = unpacked.astype(model.dtype)
             state.pop(f"{path}.scales")
             state.pop(f"{path}.biases", None)
     for path, layer in adapted_layers(model.net).items():
@@ -88,11 +90,6 @@ def merged(model: MlxModel) -> dict[str, mx.array]:
         a, b = (state.pop(f"{path}.lora_{half}").astype(mx.float32) for half in "AB")
         state[f"{path}.weight"] = (base.astype(mx.float32) + layer.scale * (b @ a)).astype(base.dtype)
     return {name.replace(".base.", "."): array for name, array in state.items()}
-
-
-def _spread(module: Any) -> mx.array:
-    packed = (module.weight, module.scales, module.get("biases"))
-    return mx.dequantize(*packed, group_size=module.group_size, bits=module.bits, mode=module.mode)
 
 
 def _save_for_peft(layers: Mapping[str, LoraLinear], model: MlxModel, folder: Path) -> None:

@@ -55,16 +55,13 @@ class Parameters:
 
 def named(tree: Any) -> dict[str, mx.array]:
     """A module's tree of arrays, flat."""
-    return {name + ADAPTER if _is_adapter(name) else name: array for name, array in tree_flatten(tree)}
+    halves = (".lora_A", ".lora_B")
+    return {name + ADAPTER if name.endswith(halves) else name: array for name, array in tree_flatten(tree)}
 
 
 def tree(arrays: Mapping[str, mx.array]) -> Any:
     """And back."""
     return tree_unflatten([(name.removesuffix(ADAPTER), array) for name, array in arrays.items()])
-
-
-def _is_adapter(name: str) -> bool:
-    return name.endswith((".lora_A", ".lora_B"))
 
 
 class MlxAdamW(MasterOptimizer):
