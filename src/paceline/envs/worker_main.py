@@ -30,7 +30,10 @@ def main() -> None:
     if settings["memory_mb"] is not None:
         size = settings["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    die_with_parent()
+    if (
+        sys.platform == "linux"
+    ):  # the reading thread sees the pipe close, unless native code holds the interpreter's lock
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(requests, lines), daemon=True).start()
     while True:
@@ -38,13 +41,6 @@ def main() -> None:
         for answer in work(json.loads(line), settings["bytes"]):
             answers.write(answer + b"\n")
             answers.flush()
-
-
-def die_with_parent() -> None:
-    """The reading thread sees the pipe close, but not while native code holds the interpreter's lock; Linux always
-    does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def read(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:

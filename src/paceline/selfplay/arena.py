@@ -176,8 +176,8 @@ class Arena:
             trains = trained and not model
             free = not above and not model and name in table and not table[name].turns
             at = name if free else table.open(name, parent=parent, model=model)
-            _settle(table[at], self.actor(name), kind, trains)
-            seats[name] = at
+            seat, seats[name] = table[at], at
+            seat.kind, seat.trained, seat.max_tokens = kind, trains, self.actor(name).max_tokens
         return Seating(table, seats, kind, parent, trained, models)
 
     async def play(self, request: EpisodeRequest, seating: Seating) -> EpisodeResult:
@@ -259,10 +259,6 @@ def _written(request: EpisodeRequest) -> list[Any]:
 def _read(written: Sequence[Any]) -> EpisodeRequest:
     kind, artifact, meta, trains, models = written
     return EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
-
-
-def _settle(seat: Seat, actor: Actor, kind: str, trained: bool) -> None:
-    seat.kind, seat.trained, seat.max_tokens = kind, trained, actor.max_tokens
 
 
 def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:

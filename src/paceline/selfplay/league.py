@@ -10,40 +10,30 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paceline.config.env import LeagueConfig as Config
 from paceline.selfplay.payoff import Payoff
 from paceline.selfplay.state import EpisodeResult
 
-Rule = Literal["latest", "uniform", "hardest"]
 
-
-class Matchmaker:
-    """Draws opponents for the learner.
+def draw_opponent(c: Config, dice: random.Random, learner: str, past: Sequence[str], payoff: Payoff) -> str:
+    """An opponent for the learner: a pure function of its arguments, so that a resumed run draws what an unbroken one
+    would.
 
     `latest` always plays the newest version of itself; `uniform` any past version alike; `hardest` prefers those it
     loses to, with weight (1 - score)^2, as leagues do to keep old weaknesses from coming back (arXiv 1912.06680 and
     the StarCraft league after it). `mirror` of the games are against itself as it is now, whatever the rule.
     """
-
-    def __init__(self, rule: Rule = "hardest", mirror: float = 0.5) -> None:
-        if not 0 <= mirror <= 1:
-            raise ValueError(f"mirror = {mirror}: the share of games against itself lies between 0 and 1")
-        self._rule, self._mirror = rule, mirror
-
-    def draw(self, dice: random.Random, learner: str, past: Sequence[str], payoff: Payoff) -> str:
-        """An opponent: a pure function of the dice and of what is known, so a resumed run draws what an unbroken one
-        would."""
-        if not past or dice.random() < self._mirror:
-            return learner
-        if self._rule == "latest":
-            return past[-1]
-        if self._rule == "uniform":
-            return dice.choice(past)
-        scores = [payoff.score(learner, opponent) for opponent in past]
-        weights = [(1 - (0.5 if score is None else score)) ** 2 + 1e-3 for score in scores]
-        return dice.choices(past, weights)[0]
+    if not past or dice.random() < c.mirror:
+        return learner
+    if c.rule == "latest":
+        return past[-1]
+    if c.rule == "uniform":
+        return dice.choice(past)
+    scores = [payoff.score(learner, opponent) for opponent in past]
+    weights = [(1 - (0.5 if score is None else score)) ** 2 + 1e-3 for score in scores]
+    return dice.choices(past, weights)[0]
 
 
 POLICY = "policy"
@@ -70,7 +60,6 @@ class League:
 
     def __init__(self, config: Config, env: str) -> None:
         self._config, self._env = config, env
-        self._matchmaker = Matchmaker(config.rule, config.mirror)
         self._places: dict[int, int] = {}
         """Version to place, oldest first."""
         self._playing: Counter[str] = Counter()
@@ -162,7 +151,7 @@ class League:
         self._news = [news for news in self._news if news[0] != number]
         there = [v for v in self._places if v not in (self._arriving, self._leaving)]
         learner = dice.choice(actors)
-        opponent = self._matchmaker.draw(dice, POLICY, [name_of(version) for version in there], self._form)
+        opponent = draw_opponent(self._config, dice, POLICY, [name_of(version) for version in there], self._form)
         return None if opponent == POLICY else Match(learner, opponent, number)
 
     def meet(self, version: int) -> list[tuple[str, int]]:

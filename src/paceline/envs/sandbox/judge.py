@@ -39,13 +39,8 @@ class NoJail(Exception):
     """The kernel allows no namespaces here."""
 
 
-class Kernel:
-    """Whether the kernel forbids namespaces, once this worker has found out."""
-
-    forbids = False
-
-
-_kernel = Kernel()
+_without_namespaces = False
+"""The kernel forbids namespaces, as this worker has found out."""
 
 
 def judge(
@@ -53,11 +48,12 @@ def judge(
 ) -> dict[str, Any]:
     """How many tests a solution passes; with `whole` it is over at the first that fails. `jailed` says whether the
     kernel's walls stood around it, or only the interpreter's guard. `no_jail`, instead, says why it was not run."""
-    if sandbox == "kernel" or (sandbox == "auto" and not _kernel.forbids):
+    global _without_namespaces
+    if sandbox == "kernel" or (sandbox == "auto" and not _without_namespaces):
         try:
             return {"passed": _passed(source, tests, entry_point, whole, limits, jailed=True), "jailed": True}
         except NoJail as error:
-            _kernel.forbids = True
+            _without_namespaces = True
             if sandbox == "kernel":
                 return {"no_jail": str(error)}
     return {"passed": _passed(source, tests, entry_point, whole, limits, jailed=False), "jailed": False}
