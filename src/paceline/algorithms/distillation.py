@@ -96,8 +96,9 @@ class ReferenceScorer:
         if not _lacks(sample):
             return sample
         async with self._places:  # bounded: those before it each have SECONDS
+            now = asyncio.get_running_loop().time
             for failed in count(1):
-                before, began = pending.answered, _now()
+                before, began = pending.answered, now()
                 if pending.gone:
                     break
                 try:
@@ -105,7 +106,7 @@ class ReferenceScorer:
                 except EngineError as error:
                     pending.cause = pending.cause or str(error)
                     # No request had an answer in all that time: those that still wait for their turn need not wait too.
-                    pending.gone = pending.gone or (pending.answered == before and _now() - began >= SECONDS)
+                    pending.gone = pending.gone or (pending.answered == before and now() - began >= SECONDS)
                     if not self._again(error, failed) or pending.gone:
                         break
                     await asyncio.sleep(Retry.pause(failed))
@@ -175,10 +176,6 @@ class PendingBatch:
     """The first error."""
     gone: bool = False
     """It is not to be waited for any more."""
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _lacks(sample: Sample) -> bool:

@@ -34,9 +34,7 @@ class Game:
         with self._own_luck():
             self._env = textarena.make(name, **args)
             self._env.reset(num_players=players, seed=seed)
-        self._core = self._env
-        while isinstance(self._core, textarena.Wrapper):
-            self._core = self._core.env
+        self._core = _unwrapped(self._env)
 
     def look(self) -> tuple[int, str]:
         """Whose turn it is, and what the game showed them since their last one.
@@ -87,10 +85,14 @@ class Game:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Game":
         twin = copy.copy(self)
         twin._env = copy.deepcopy(self._env, memo)
-        twin._core = twin._env
-        while hasattr(type(twin._core), "is_wrapped_with"):
-            twin._core = twin._core.env
+        twin._core = _unwrapped(twin._env)
         return twin
+
+
+def _unwrapped(env: Any) -> Any:
+    while isinstance(env, _package().Wrapper):
+        env = env.env
+    return env
 
 
 def random_move(game: Game, told: list[str], luck: random.Random) -> str:

@@ -114,7 +114,8 @@ class _Pool:
 
     async def call(self, request: bytes, timeout: float) -> Any:
         async with self._places:  # bounded: each call before it has a deadline
-            worker = self._idle.pop() if self._idle else await self._start()
+            worker = self._idle.pop() if self._idle else await _Worker.start(self._limits)
+            self._alive.add(worker)
             try:
                 answer = await worker.call(request, timeout)
             except BaseException:  # cancelled too: whatever it is doing now, no other call may get it
@@ -133,11 +134,6 @@ class _Pool:
     @property
     def closed(self) -> bool:
         return self._keeper.done() or self._keeper.cancelling() > 0
-
-    async def _start(self) -> "_Worker":
-        worker = await _Worker.start(self._limits)
-        self._alive.add(worker)
-        return worker
 
     async def _discard(self, worker: "_Worker") -> None:
         self._alive.discard(worker)

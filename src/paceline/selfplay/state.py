@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.envs import EnvError
@@ -105,9 +105,8 @@ class EpisodeResult:
     def followed_by(self, later: "EpisodeResult") -> "EpisodeResult":
         """This episode and its continuation as one: it went on in the same seats, so its rewards add up to one return,
         and every part of it is credited alike."""
-        return EpisodeResult(
-            request=self.request,
-            seats=self.seats,
+        return replace(
+            self,
             rewards={actor: reward + later.rewards[actor] for actor, reward in self.rewards.items()},
             metrics=self.metrics | later.metrics,
             steps=[*self.steps, *later.steps],

@@ -222,7 +222,7 @@ class Learner(ABC):
         """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
         assert self._stream is not None
         stream, self._stream = self._stream, None
-        self._run_fed(stream, stream.rest(self._budget), version)
+        self._run_fed(stream, stream.add([], self._budget, last=True), version)
         counts = count(stream.samples)
         totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
         outcome = self._outcome(stream.sums, stream.finish(totals))

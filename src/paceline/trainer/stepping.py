@@ -55,25 +55,18 @@ class Stream:
         """Of the micro-batches that ran."""
         self.samples: list[Sample] = []
 
-    def add(self, samples: Sequence[Sample], budget: int) -> list[MicroBatch]:
-        """The micro-batches to run now. The emptiest waits for what comes, or for `rest`."""
+    def add(self, samples: Sequence[Sample], budget: int, last: bool = False) -> list[MicroBatch]:
+        """The micro-batches to run now. The emptiest waits for what comes, unless these samples are the last."""
         self.samples += samples
         # Now, while all of a rollout's samples are at hand: their lengths may count together.
         scales = fold(samples, self._config.normalise, self._config.fixed_length, ONE)
         self._waiting += zip(samples, scales, strict=True)
         lengths = [len(sample) for sample, _ in self._waiting]
         bins = first_fit_decreasing(lengths, budget)
-        if len(bins) < 2:
-            return []
-        emptiest = min(bins, key=lambda members: sum(lengths[i] for i in members))
+        emptiest = [] if last else min(bins, key=lambda members: sum(lengths[i] for i in members), default=[])
         parts = [[self._waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
         self._waiting = [self._waiting[i] for i in sorted(emptiest)]
-        return [_packed(part, budget) for part in parts]
-
-    def rest(self, budget: int) -> list[MicroBatch]:
-        """Nothing more comes: what still waits."""
-        last, self._waiting = self._waiting, []
-        return [_packed(last, budget)] if last else []
+        return [pack(*zip(*part, strict=True), budget)[0] for part in parts]
 
     @contextmanager
     def summing(self, name: str) -> Generator[None]:
@@ -91,12 +84,6 @@ class Stream:
             self._optimizer.restore(self._gradients.pop(name, {}), share)
             shares[[NAMES.index(f"loss_{term}") for term in TERMS[name]]] = share
         return shares
-
-
-def _packed(part: Sequence[tuple[Sample, Scales]], budget: int) -> MicroBatch:
-    samples, scales = zip(*part, strict=True)
-    (micro_batch,) = pack(samples, scales, budget)
-    return micro_batch
 
 
 KEPT = 32

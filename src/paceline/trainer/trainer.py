@@ -47,7 +47,6 @@ class ThreadedTrainer(ABC, Generic[L]):
         """Longer samples are cut to this length."""
         self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._begin)
 
-    @abstractmethod
     def _begin(self) -> None:
         """First of all on the trainer's thread."""
 

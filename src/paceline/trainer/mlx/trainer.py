@@ -27,9 +27,6 @@ class MlxTrainer(ThreadedTrainer[MlxLearner]):
         self._model = model
         super().__init__(MlxLearner(model, c, total_steps), c, model.config, dumps)
 
-    def _begin(self) -> None:
-        """mlx sets a thread up by itself."""
-
     def _weights(self) -> WeightUpdate:
         canary = self.learner.canary()
         adapter = adapter_tensors(self._model.net)
