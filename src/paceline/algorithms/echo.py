@@ -142,16 +142,16 @@ class Echo(GRPO):
                 )
 
     def observe(self, rollout: Rollout) -> None:
-        keep = self._kept(rollout)
+        keep = self._filter_masks(rollout)
         seen: set[bytes] = set()
         lost = 0
         samples = []
         for sample, thread in zip(rollout.samples, threads(rollout.turns), strict=True):
             weights, begin, known = np.zeros(len(sample), np.float32), 0, 0
             for turn, (_, end) in zip(thread.turns, thread.spans, strict=True):
-                told = self._told(turn, known, seen)
-                found = self._bodies.find(turn, told, begin) if told else []
-                lost += len(set(told) - {body.message for body in found})
+                new = self._new_messages(turn, known, seen)
+                found = self._bodies.find(turn, new, begin) if new else []
+                lost += len(set(new) - {body.message for body in found})
                 for place, first, last in found:
                     assert turn.messages is not None
                     weights[first:last] = self._alphas[turn.messages[place]["role"]]
@@ -165,7 +165,7 @@ class Echo(GRPO):
         if lost:
             rollout.metrics["unattributed"] = float(lost)
 
-    def _told(self, turn: Turn, known: int, seen: set[bytes]) -> list[int]:
+    def _new_messages(self, turn: Turn, known: int, seen: set[bytes]) -> list[int]:
         """Messages of the roles that train, which no earlier sample has held."""
         if turn.messages is None:
             return []
@@ -177,7 +177,7 @@ class Echo(GRPO):
             seen.add(digest)
         return new
 
-    def _kept(self, rollout: Rollout) -> dict[int, NDArray] | None:
+    def _filter_masks(self, rollout: Rollout) -> dict[int, NDArray] | None:
         """The user's choice among a turn's tokens, by turn; None if there is none to make."""
         if self._filter is None or self._hook is None:
             return None

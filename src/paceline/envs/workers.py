@@ -81,7 +81,10 @@ class Workers:
         if _elsewhere:
             return await _elsewhere[-1](function, args, timeout, self._limits)
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
-        pool = self._pool()
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            self._pools[loop] = _Pool(self._limits)
+        pool = self._pools[loop]
         for _ in range(ATTEMPTS - 1):
             try:
                 return await pool.call(request, timeout)
@@ -94,12 +97,6 @@ class Workers:
         """End this event loop's workers now; calls under way fail. Otherwise they end with the loop."""
         if pool := self._pools.pop(asyncio.get_running_loop(), None):
             await pool.close()
-
-    def _pool(self) -> "_Pool":
-        loop = asyncio.get_running_loop()
-        if loop not in self._pools:
-            self._pools[loop] = _Pool(self._limits)
-        return self._pools[loop]
 
 
 class _Pool:

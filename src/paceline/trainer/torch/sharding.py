@@ -55,7 +55,7 @@ class TensorParallelPlan:
         decoder = model.get_decoder()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is decoder)
         wanted = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
-        planned = {name: wanted.get(_generic(name)) for name, _ in decoder.named_modules()}
+        planned = {name: wanted.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in decoder.named_modules()}
         styles = {f"{prefix}{name}": style for name, style in planned.items() if style and name not in WHOLE}
         self._refuse_unknown(styles, ranks)
         self._styles = {name: style for name, style in styles.items() if style in STYLES}
@@ -123,10 +123,6 @@ def check_same(kind: str, before: tuple[float, ...], after: tuple[float, ...], t
         )
 
 
-def _generic(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def make_mesh(ranks: Ranks) -> DeviceMesh:
     """Rows of ranks that share each layer's weights, of which several may hold a model each, and beside each rank those
     it shares matrices with. Ranks that share sequences compute different tokens: here they are like any others."""
@@ -135,7 +131,7 @@ def make_mesh(ranks: Ranks) -> DeviceMesh:
     return DeviceMesh(ranks.device.type, ranks.grid.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
 
 
-class Whole(nn.Module):
+class ShardedRoot(nn.Module):
     """The root of a sharded model. Work called through it finds embeddings, last norm and head whole; the trainer calls
     decoder and head apart from each other, so the model's own forward pass is no root."""
 
@@ -272,7 +268,7 @@ def _cut(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: T
     adapters = set(trainable(model).values()) if hasattr(model, "peft_config") else set()
     for adapter in adapters:
         adapter.data = adapter.data.to(ranks.device)
-    root = None if settings.shard == "none" else Whole(model)
+    root = None if settings.shard == "none" else ShardedRoot(model)
     for block in _blocks(model):
         if root is not None:
             _widen(block, adapters)
@@ -293,7 +289,7 @@ def _fully_shard(
     cut = fully_shard(
         module,
         mesh=mesh["replica", "shard"] if settings.shard == "hybrid" else mesh["shard"],
-        reshard_after_forward=not isinstance(module, Whole),
+        reshard_after_forward=not isinstance(module, ShardedRoot),
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         ignored_params=adapters,
