@@ -49,8 +49,7 @@ class Bodies:
         self._special = frozenset(renderer.tokenizer.all_special_ids)
 
     def find(self, turn: Turn, messages: Sequence[int], begin: int = 0) -> list[MessageSpan]:
-        """The spans of some messages' bodies in a turn's prompt, from token `begin` on. A message whose words cannot
-        be told from the template's has none."""
+        """The spans of some messages' words in a prompt, from token `begin` on; none where they cannot be found."""
         assert turn.messages is not None
         ids = turn.prompt_ids[begin:]
         try:

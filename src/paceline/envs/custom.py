@@ -89,8 +89,7 @@ NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
 
 
 class FunctionEnvironment(DatasetEnvironment[Config]):
-    """`async def rollout(row, seat)` over the rows of a dataset. It answers with a reward, an `Outcome`, a `Rollout` it
-    made itself, or None to drop the episode."""
+    """`async def rollout(row, seat)` over a dataset; it returns a reward, an `Outcome`, a `Rollout` or None (drop)."""
 
     require = ()
     prompted = False

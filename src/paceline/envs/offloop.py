@@ -105,8 +105,7 @@ class _Call:
 
 
 class Threads:
-    """Runs calls in at most `limit` threads. Unlike `ThreadPoolExecutor` it replaces threads whose call was abandoned,
-    and the process can end while they hang."""
+    """A thread pool that, unlike `ThreadPoolExecutor`, replaces abandoned threads and lets the process end."""
 
     def __init__(self, limit: int = THREADS, stuck: int = STUCK) -> None:
         self._limit, self._most_stuck = limit, stuck

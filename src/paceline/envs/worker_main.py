@@ -51,8 +51,7 @@ def read(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:
 
 
 def work(request: dict[str, Any], most: int) -> Any:
-    """The lines that answer a request. Only what no process survives unharmed is let through: running out of memory
-    ends it, as do `sys.exit` and `os._exit`."""
+    """The lines that answer a request. Running out of memory ends the process, as do `sys.exit` and `os._exit`."""
     from paceline.util.importing import import_object  # the parent's path is known only now
 
     try:

@@ -18,8 +18,7 @@ from paceline.util.user_code import user_code
 
 
 class ArenaEnvironment(Environment):
-    """Plays an arena's requests. All tries of a group play the same request; every actor who spoke in it, in it or in
-    what it spawned, gives a rollout."""
+    """Plays an arena's requests, one per group. Every actor who spoke, in it or in what it spawned, gives a rollout."""
 
     def __init__(self, arena: Arena, train_examples: int = 1024, league: League | None = None) -> None:
         self.arena, self.league = arena, league

@@ -103,8 +103,7 @@ class EpisodeResult:
     children: list["EpisodeResult"] = field(default_factory=list)
 
     def followed_by(self, later: "EpisodeResult") -> "EpisodeResult":
-        """This episode and its continuation as one: it went on in the same seats, so its rewards add up to one return,
-        and every part of it is credited alike."""
+        """This episode and its continuation in the same seats as one, whose rewards add up and credit every part."""
         return replace(
             self,
             rewards={actor: reward + later.rewards[actor] for actor, reward in self.rewards.items()},

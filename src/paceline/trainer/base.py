@@ -28,15 +28,13 @@ class StepReport:
 
     metrics: dict[str, float]
     skipped: bool = False
-    """A gradient was not finite, or a spike: its optimizer step was left out, and the metrics are of the batch's other
-    steps, if it had any."""
+    """A gradient was not finite, or a spike: its step was left out, and the metrics are of the batch's other steps."""
     trouble: str = ""
     """What was wrong, as a sentence for the user; empty when nothing was."""
     roll_back: bool = False
     """The run file asks for the last good checkpoint after such a step: load it before anything is published."""
     memory: float = 0.0
-    """Bytes of the trainer's process at their highest so far (`Learner.peak_bytes`); of the first rank, where there are
-    several."""
+    """Peak bytes of the trainer's process so far (`Learner.peak_bytes`); of the first rank, if there are several."""
 
 
 class Trainer(Protocol):

@@ -32,8 +32,7 @@ BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2,
 def packed(
     samples: Sequence[Sample], scales: Mapping[int, Scales], bins: Bins, prox: Mapping[int, NDArray]
 ) -> list[MicroBatch]:
-    """A rank's micro-batches as all have agreed on them; where it has nothing, a blank one. Nothing is dropped, and
-    every rank runs equally many."""
+    """A rank's micro-batches as all have agreed on them, blank where it has nothing: every rank runs equally many."""
     return [lay(sorted(members), samples, scales, prox) if members else BLANK_PACK for members in bins]
 
 
@@ -43,8 +42,7 @@ BUDGET = 4096
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """The critic's targets in one sample: per token, its value at the batch's start and the return it should have
-    given. Only sampled tokens count."""
+    """The critic's targets in one sample: each sampled token's value at the batch's start, and its return."""
 
     sample: Sample
     values: NDArray

@@ -96,8 +96,7 @@ class Critic(ABC):
         return out, dict(zip(chosen, targets, strict=True)), metrics
 
     def update(self, targets: Sequence[ValueTargets], scales: Sequence[Scales]) -> dict[str, float]:
-        """One optimizer step, on these targets and those of the other ranks; a rank without any runs a blank. No step
-        where the gradient is not finite."""
+        """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs BLANK."""
         optimizer = self._optimizer
         if not targets:
             targets, scales = [ValueTargets(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])

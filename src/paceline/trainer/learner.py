@@ -54,8 +54,7 @@ class Learner(ABC):
         """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
-        """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
-        the others."""
+        """Run the micro-batches that samples of an unfinished batch fill. `learn` then gets only the other samples."""
         self._stream = self._stream or Stream(self._config, self.optimizer)
         if samples:
             samples = self._prepare_alone(samples).samples

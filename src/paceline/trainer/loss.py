@@ -91,8 +91,7 @@ class TokenLosses:
     """Tokens of the other sequences."""
 
     def scaled(self) -> dict[str, Array]:
-        """Each token's share of the loss. Where a scale is zero its term may be infinite or NaN (an absent stream), and
-        0 * inf is NaN."""
+        """Each token's share of the loss. Where a scale is zero the term may be infinite, and 0 * inf is NaN."""
         used = {name: (scale != 0) & self.unskipped for name, scale in self.scales.items()}
         return {name: where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
 

@@ -25,8 +25,7 @@ def rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
 
 
 def lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, int | None]:
-    """Optimizer steps of the policy and of the critic in a run of so many batches. The policy takes none while the
-    critic warms up."""
+    """Optimizer steps of the policy, which takes none while the critic warms up, and of the critic in a whole run."""
     if not batches:
         return None, None
     waiting = 0 if c.critic is None else c.critic.freeze_steps

@@ -58,8 +58,7 @@ class KLReference(ABC):
         return self._fingerprint() if self._config.reference == "base" else ""
 
     def load(self, tensors: Mapping[str, Array], base: str) -> None:
-        """Back to a checkpoint's. One written without a reference starts it at the weights just loaded, and names no
-        base."""
+        """Back to a checkpoint's; one without a reference starts it at the weights just loaded, and names no base."""
         if self._config.reference != "base":
             self._keep({name: tensors.get(name, p) for name, p in self._now().items()})
         elif base and base != self._fingerprint():

@@ -153,8 +153,7 @@ def _clipped(r: Array, advantages: Array, low: float, high: float) -> Term:
 
 
 def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
-    """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * r, in the same trust region as dppo.
-    The ratio is to the sampler."""
+    """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * pi / mu, in dppo's trust region."""
     pull = stop(tokens.ref_logprobs - tokens.logprobs)
     dropped = where(pull > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
     return -pull * ratio.value * ~dropped, dropped

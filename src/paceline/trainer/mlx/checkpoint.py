@@ -52,8 +52,7 @@ QUANTISED = ("quantization", "quantization_config")
 
 
 def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Weights, config and tokenizer. Adapters are merged into the weights, and also saved beside them as peft and as
-    mlx-lm read them."""
+    """Weights with adapters merged, config and tokenizer; the adapters also apart, in peft's and mlx-lm's form."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = export_dtype(model.base, dtype_name(model.dtype))
     weights = {name: array.astype(getattr(mx, dtype)) for name, array in merged(model).items()}
@@ -75,8 +74,7 @@ def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | N
 
 
 def merged(model: MlxModel) -> dict[str, mx.array]:
-    """All weights by Hugging Face's names: packed ones spread out, and base + scale * B A computed in float32 and
-    rounded once."""
+    """All weights by Hugging Face's names, dequantised; base + scale * B A is computed in float32 and rounded once."""
     state = dict(tree_flatten(model.net.parameters()))
     for path, module in model.net.named_modules():
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):

@@ -17,8 +17,7 @@ LOGIT_ELEMENTS = 1 << 25
 
 
 class MlxForwardPass:
-    """One model's forward pass over micro-batches. `again` computes each layer's activations once more in the backward
-    pass instead of keeping them."""
+    """One model's forward pass over micro-batches; `again` recomputes each layer's activations in the backward pass."""
 
     def __init__(self, model: MlxModel, again: bool = False) -> None:
         self._model, self._again = model, again
@@ -89,8 +88,7 @@ class MlxForwardPass:
         return mx.take(mx.concatenate(parts), mx.array(np.argsort(np.concatenate(order))), axis=0)
 
     def _hidden(self, tokens: mx.array) -> mx.array:
-        """With noise for dropout that depends on the number of the pass and of the layer: a layer that is computed
-        again in the backward pass must draw the same."""
+        """Dropout's noise depends on the pass and the layer alone: a layer that is recomputed must draw the same."""
         body = self._model.net.model
         if not body.training:
             return self._model.hidden(tokens)
@@ -121,8 +119,7 @@ class _Layer:
 
 
 def recomputed(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Work that keeps nothing for the backward pass but its arguments. The module's weights must be among those: what
-    is merely at hand gets no gradient."""
+    """Checkpointed work: it keeps only its arguments, the module's weights among them, which else get no gradient."""
 
     def inner(weights: Any, *args: mx.array) -> Any:
         module.update(weights)

@@ -224,8 +224,7 @@ class _Share(torch.autograd.Function):
 
 
 class ForwardPass:
-    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type and may
-    first bring it to its device."""
+    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type."""
 
     def __init__(
         self,

@@ -30,8 +30,7 @@ from paceline.trainer.torch.world import RankLayout, Ranks, World, local, togeth
 
 
 class TorchKLReference(KLReference):
-    """Kept on the CPU with `offload`; while it scores, the policy's own tensors wait beside it. Of a sharded model all
-    of this is this rank's part."""
+    """On the CPU with `offload`, as are the policy's tensors while it scores; of a sharded model this rank's part."""
 
     def __init__(self, model: PreTrainedModel, c: config.KLConfig, layout: RankLayout) -> None:
         self._layout = layout

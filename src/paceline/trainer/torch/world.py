@@ -250,8 +250,7 @@ class RankLayout:
         return 1
 
     def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Make gradients one where ranks have the same parameter and saw parts of a token. Every rank must ask, once
-        for all micro-batches of a step."""
+        """Make the gradients of replicated parameters equal on all ranks. Every rank must ask, once per step."""
 
     def narrow(self, parameter: Tensor) -> torch.dtype:
         """The type a parameter is computed with, which it may be kept wider than."""
