@@ -201,13 +201,13 @@ class OPD(Algorithm):
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [pulled(sample, self._weight) for sample in rollout.samples]
+            rollout.samples = [with_ref_kl_weights(sample, self._weight) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         return await self._teacher.refer(groups)
 
 
-def pulled(sample: Sample, weight: float = 1.0) -> Sample:
+def with_ref_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
     """Every sampled token trains towards the reference, and by no reward."""
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(rl_weights=nothing, ref_kl_weights=sample.loss_mask * np.float32(weight))
@@ -262,7 +262,7 @@ class OPSD(Algorithm):
                 if len(whole) < len(rollout.samples):
                     rollout.samples = [_untrained(sample) for sample in rollout.samples]
                 else:
-                    rollout.samples = [pulled(sample, mean / max(1, length)) for sample in rollout.samples]
+                    rollout.samples = [with_ref_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         lost = await self._teacher.refer(groups, self._reference_prompt)

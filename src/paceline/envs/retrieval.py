@@ -70,14 +70,11 @@ class Retrieval(DatasetEnvironment[Config]):
                 break
             if move is not None and move.text:
                 searches += 1
-                messages += [reply.message, await self._results(move.text)]
+                found = shown(await self._searcher.search(move.text), self._config.max_result_chars)
+                messages += [reply.message, {"role": self._config.results_role, "content": found}]
             else:
                 messages += [reply.message, {"role": "user", "content": HINT}]
         return self._outcome(answer, example["answer"], searches, formed)
-
-    async def _results(self, query: str) -> Message:
-        found = await self._searcher.search(query)
-        return {"role": self._config.results_role, "content": shown(found, self._config.max_result_chars)}
 
     def _row(self, row: Row) -> Row:
         """A row with the conversation it begins with and an answer that can be compared."""

@@ -104,7 +104,7 @@ class League:
         first one always stays, so that there is something to measure progress against. One that must go finishes its
         games and is met no more; until they are over the newcomer's place waits for a later version.
         """
-        self._hear(version)
+        self._enter_training_games(version)
         newest = next(reversed(self._places), None)
         if newest is not None and version // self._config.every <= newest // self._config.every:
             return None
@@ -128,7 +128,7 @@ class League:
         """Remove versions if the league has become smaller than at the checkpoint; returns their names."""
         left = []
         while len(self._places) > self.size:
-            left.append(least_missed(self.versions))
+            left.append(version_to_evict(self.versions))
             del self._places[left[-1]]
         if left:
             self._places = {version: place for place, version in enumerate(self._places)}
@@ -137,7 +137,7 @@ class League:
     def _free_place(self, newcomer: int) -> int | None:
         if len(self._places) < self.size:
             return min(set(range(self.size)) - set(self._places.values()))
-        self._leaving = least_missed([*self._places, newcomer])
+        self._leaving = version_to_evict([*self._places, newcomer])
         if self._playing[name_of(self._leaving)]:
             return None
         place, self._leaving = self._places.pop(self._leaving), None
@@ -181,7 +181,7 @@ class League:
         entered, self._rated = len(self._rated), []
         return entered
 
-    def _hear(self, version: int) -> None:
+    def _enter_training_games(self, version: int) -> None:
         if version == self._version:
             return  # published once more, by a run that was resumed
         for _, opponent, taken in sorted(self._news):
@@ -209,7 +209,7 @@ class League:
         self.payoff.load(state["payoff"])
 
 
-def least_missed(versions: Sequence[int]) -> int:
+def version_to_evict(versions: Sequence[int]) -> int:
     """The version whose neighbours are closest to one another, of all but the first and the last."""
     gaps = {at: after - before for before, at, after in zip(versions, versions[1:], versions[2:], strict=False)}
     return min(gaps, key=lambda version: (gaps[version], version))

@@ -118,24 +118,19 @@ class EpisodeResult:
         return [self, *(below for child in self.children for below in child.tree())]
 
 
+@dataclass(slots=True)
 class Seating:
     """Maps actors to seats while an episode and its continuations are played."""
 
-    def __init__(
-        self,
-        table: SessionMap,
-        seats: Mapping[str, str],
-        kind: str,
-        parent: str,
-        trained: bool,
-        models: Mapping[str, str],
-    ) -> None:
-        self.table, self.seats = table, dict(seats)
-        self.kind, self.parent, self.trained = kind, parent, trained
-        self.models = models
-        """Actors who are not played by the policy, here and in every episode below."""
-        self._home = ""
-        self._judges: dict[str, str] = {}
+    table: SessionMap
+    seats: dict[str, str]
+    kind: str
+    parent: str
+    trained: bool
+    models: Mapping[str, str]
+    """Actors who are not played by the policy, here and in every episode below."""
+    _home: str = ""
+    _judges: dict[str, str] = field(default_factory=dict)
 
     def seat(self, actor: str) -> Seat:
         if actor not in self.seats:

@@ -28,7 +28,7 @@ def cut(sample: Sample, limit: int) -> Sample:
     return short.with_streams(rewards=rewards)
 
 
-def per_action(sample: Sample) -> NDArray:
+def action_rewards(sample: Sample) -> NDArray:
     """Each sampled token's reward: the rewards from it up to the next one, so that none on a tool's answer is lost.
 
     A sample cut off at its length earns what its rewards say and nothing beyond: running out of room is an outcome.
@@ -102,7 +102,7 @@ class Critic(ABC):
             targets, scales = [ValueTargets(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])
         packs = pack([one.sample for one in targets], scales, self._budget)
         loss, norm = self._gradient(packs, targets)
-        while not np.isfinite(norm) and optimizer.retreat(bool(np.isfinite(loss))):
+        while not np.isfinite(norm) and optimizer.lower_scale(bool(np.isfinite(loss))):
             loss, norm = self._gradient(packs, targets)
         optimizer.step() if np.isfinite([loss, norm]).all() else optimizer.zero()
         return {"critic/loss": loss, "critic/grad_norm": norm}
@@ -181,7 +181,7 @@ class Critic(ABC):
 
     def _targets_of(self, sample: Sample, values: NDArray) -> ValueTargets:
         mask, returns = sample.loss_mask, np.zeros(len(sample))
-        advantages = gae(per_action(sample), values[mask], self._config.gamma, self._config.lam)
+        advantages = gae(action_rewards(sample), values[mask], self._config.gamma, self._config.lam)
         returns[mask] = advantages + values[mask]
         return ValueTargets(sample, values, returns)
 

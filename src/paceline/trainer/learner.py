@@ -226,7 +226,7 @@ class Learner(ABC):
         totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
         outcome = self._outcome(stream.sums, stream.finish(totals))
         if outcome.finite:
-            return self._taken(outcome, bool(totals.any()))
+            return self._take_step(outcome, bool(totals.any()))
         self.optimizer.zero()
         again = self._step(self._together(stream.samples), 0, version)
         assert again is not None  # what is fed has one step
@@ -266,9 +266,9 @@ class Learner(ABC):
         packs = packed(batch.samples, scales, bins, batch.prox) or [BLANK_PACK]
         trains = bool(count([batch.samples[i] for i in members]).any())
         outcome = self._gradient(packs, version, number == 0)
-        while not outcome.finite and self.optimizer.retreat(outcome.sound):
+        while not outcome.finite and self.optimizer.lower_scale(outcome.sound):
             outcome = self._gradient(packs, version, number == 0)
-        return self._taken(outcome, trains)
+        return self._take_step(outcome, trains)
 
     @contextmanager
     def _training(self) -> Generator[None]:
@@ -292,7 +292,7 @@ class Learner(ABC):
         totals = self._over_ranks(LossStats.total(held) if held else np.zeros(len(NAMES)))
         return StepOutcome(totals * shares, float(norm), len(sums))
 
-    def _taken(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
+    def _take_step(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
         its last one again."""
         trouble = self._norms.trouble(outcome)

@@ -71,9 +71,9 @@ class Stream:
     @contextmanager
     def summing(self, name: str) -> Generator[None]:
         """Gradients added to the optimizer inside belong to this component."""
-        self._optimizer.restore(self._gradients.pop(name, {}))
+        self._optimizer.add_gradients(self._gradients.pop(name, {}))
         yield
-        self._gradients[name] = self._optimizer.set_aside()
+        self._gradients[name] = self._optimizer.take_gradients()
 
     def finish(self, totals: NDArray) -> NDArray:
         """Leave the batch's gradient with the optimizer, by the counts of all ranks; answers with the share that each
@@ -81,7 +81,7 @@ class Stream:
         shares = np.ones(len(NAMES))
         for name, (tokens, rollouts) in zip(COMPONENTS, totals, strict=True):
             share = 1 / max(1.0, float(tokens if self._config.normalise == "token" else rollouts))
-            self._optimizer.restore(self._gradients.pop(name, {}), share)
+            self._optimizer.add_gradients(self._gradients.pop(name, {}), share)
             shares[[NAMES.index(f"loss_{term}") for term in TERMS[name]]] = share
         return shares
 

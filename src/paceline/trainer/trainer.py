@@ -141,7 +141,7 @@ class ThreadedTrainer(ABC, Generic[L]):
         counters = {"version": self.version, "bad_steps": self._bad_steps, "dtype": dtype_name(dtype)}
         return counters | self.learner.state()
 
-    def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
+    def _resume_from(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
         """Go on from a checkpoint that was read."""
         saved = under("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}

@@ -19,7 +19,7 @@ from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
-from paceline.trainer.optimizer import lengths
+from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.reference import KLReference
 from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.weights.update import Array, Canary, fingerprint
@@ -131,7 +131,7 @@ class MlxLearner(Learner):
         model.net.eval()
         self.parameters = Parameters(model.net)
         forward = MlxForwardPass(model, c.gradient_checkpointing)
-        own, critics = lengths(c, total_steps)
+        own, critics = schedule_lengths(c, total_steps)
         optimizer = MlxAdamW(self.parameters, c.optimizer, own, model.dtype == mx.float16)
         reference = MlxKLReference(self.parameters, c.kl) if c.kl is not None else None
         critic = MlxCritic(model, c, critics) if c.critic is not None else None

@@ -84,11 +84,11 @@ class MlxAdamW(MasterOptimizer):
         mx.eval(beside)
         return beside
 
-    def set_aside(self) -> dict[str, mx.array]:
+    def take_gradients(self) -> dict[str, mx.array]:
         held, self.gradients = self.gradients, {}
         return held
 
-    def restore(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
+    def add_gradients(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
         self.add(held if factor == 1 else {name: gradient * factor for name, gradient in held.items()})
 
     def add(self, gradients: Mapping[str, mx.array]) -> None:

@@ -39,7 +39,7 @@ class MlxTrainer(ThreadedTrainer[MlxLearner]):
         write(folder, self.learner.tensors(), self._state(self._model.dtype))
 
     def _load(self, folder: Path) -> None:
-        self._take_up(folder, *read(folder))
+        self._resume_from(folder, *read(folder))
 
     def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         export(self._model, folder, tokenizer)

@@ -19,7 +19,7 @@ from paceline.trainer.batch import Batch, TrainedTokens, cost_of
 from paceline.trainer.critic import Critic, value_loss
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
-from paceline.trainer.optimizer import lengths
+from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.reference import KLReference
 from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.trainer.torch.forward import ForwardPass
@@ -153,7 +153,7 @@ class TorchLearner(Learner):
         self.layout = forward.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
         self._found: int | None = None
         self._cost = cost_of(model.config)
-        own, critics = lengths(c, total_steps)
+        own, critics = schedule_lengths(c, total_steps)
         optimizer = MasterAdamW(trainable(model), c.optimizer, own, self.layout)
         reference = TorchKLReference(model, c.kl, self.layout) if c.kl is not None else None
         critic = TorchCritic(model, c, critics, self.ranks) if c.critic is not None else None
@@ -192,7 +192,7 @@ class TorchLearner(Learner):
 
     def _clip(self) -> Tensor:
         self.ranks.tokens.sum_gradients(self.optimizer.unsummed)
-        self.layout.settle(self.optimizer.masters)
+        self.layout.sync_replicated(self.optimizer.masters)
         return self.optimizer.clip()
 
     def _over_ranks(self, values: Tensor | NDArray) -> NDArray:

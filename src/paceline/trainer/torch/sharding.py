@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class TensorParallelPlan:
     """Which module of a model is cut in which way, and which whole ones see only a rank's own part of the features."""
 
     def __init__(self, model: PreTrainedModel, ranks: int) -> None:
-        self._kind = type(model).__name__
+        self._kind, self._ranks = type(model).__name__, ranks
         if hasattr(model, "peft_config"):
             raise TrainerError(
                 f"trainer.parallel.tensor = {ranks} cuts matrices whose adapters would have to be cut with them: leave "
@@ -57,12 +58,12 @@ class TensorParallelPlan:
         wanted = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
         planned = {name: wanted.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in decoder.named_modules()}
         styles = {f"{prefix}{name}": style for name, style in planned.items() if style and name not in WHOLE}
-        self._refuse_unknown(styles, ranks)
+        self._refuse_unknown(styles)
         self._styles = {name: style for name, style in styles.items() if style in STYLES}
         self.summed = frozenset(f"{name}.weight" for name, style in styles.items() if style == SUMMED)
         """Parameters that are whole on every rank and get gradients from its own part alone: they add up."""
-        self._refuse_uneven(model, ranks)
-        self._refuse_unplanned(model, ranks)
+        self._refuse_uneven(model)
+        self._refuse_unplanned(model)
 
     def within(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:
         """The styles of a block's modules, by their names in it."""
@@ -70,46 +71,48 @@ class TensorParallelPlan:
         inside = {name.removeprefix(f"{path}."): s for name, s in self._styles.items() if name.startswith(f"{path}.")}
         return {name: STYLES[style]() for name, style in inside.items()}
 
-    def _refuse_unknown(self, styles: Mapping[str, str], ranks: int) -> None:
+    def _refuse(self, why: str) -> NoReturn:
+        raise TrainerError(f"trainer.parallel.tensor = {self._ranks}: {why}")
+
+    def _refuse_unknown(self, styles: Mapping[str, str]) -> None:
         if not styles:
-            raise TrainerError(
-                f"trainer.parallel.tensor = {ranks}: transformers has no tensor plan for {self._kind}; set tensor = 1 "
+            self._refuse(
+                f"transformers has no tensor plan for {self._kind}; set tensor = 1 "
                 'and shard = "full", which divides the memory of weights and optimizer by the ranks'
             )
         for name, style in styles.items():
             if style not in STYLES and style != SUMMED:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: {self._kind} wants `{name}` laid out as `{style}`, which is "
-                    'not supported; set tensor = 1 and shard = "full"'
+                self._refuse(
+                    f"{self._kind} wants `{name}` laid out as `{style}`, which is not supported; set tensor = 1 and "
+                    'shard = "full"'
                 )
 
-    def _refuse_uneven(self, model: PreTrainedModel, ranks: int) -> None:
+    def _refuse_uneven(self, model: PreTrainedModel) -> None:
         shape = attention_shape(model)
         for what, number in (("key and value heads", shape.kv_heads), ("attention heads", shape.heads)):
-            if number % ranks:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: {self._kind} has {number} {what}, which cannot be dealt "
-                    f"evenly; set tensor to a divisor of {number}"
+            if number % self._ranks:
+                self._refuse(
+                    f"{self._kind} has {number} {what}, which cannot be dealt evenly; "
+                    f"set tensor to a divisor of {number}"
                 )
         for name, style in self._styles.items():
             weight = model.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
             size = weight.shape[0 if style.startswith(COLUMNS) else 1]
-            if size % ranks:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: the {size} features of `{name}` cannot be dealt evenly; set "
-                    f"tensor to a divisor of {size}"
+            if size % self._ranks:
+                self._refuse(
+                    f"the {size} features of `{name}` cannot be dealt evenly; set tensor to a divisor of {size}"
                 )
 
-    def _refuse_unplanned(self, model: nn.Module, ranks: int) -> None:
+    def _refuse_unplanned(self, model: nn.Module) -> None:
         """A whole parameter beside cut ones would see a part of the features, and its gradients would not be summed."""
         beside = {name.rpartition(".")[0] for name, style in self._styles.items() if style == COLUMNS}
         for name, _ in model.named_parameters():
             module = name.rpartition(".")[0]
             if module.rpartition(".")[0] in beside and module not in self._styles and name not in self.summed:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: transformers' tensor plan for {self._kind} says nothing of "
-                    f'`{name}`, which lies among cut matrices; set tensor = 1 and shard = "full"'
+                self._refuse(
+                    f"transformers' tensor plan for {self._kind} says nothing of `{name}`, which lies among cut "
+                    'matrices; set tensor = 1 and shard = "full"'
                 )
 
 
@@ -184,7 +187,7 @@ class Sharded(RankLayout):
         assert self.shards is not None
         return self.shards.size // prod(self._cuts(name).values())
 
-    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
+    def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
         whole = [name for name in masters if "tensor" not in self._cuts(name)]
         if self._tensor.size == 1 or not whole:
             return

@@ -193,5 +193,5 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
     def _load(self, folder: Path) -> None:
         world = self.learner.ranks.all
         tensors, state = checkpoint.read(folder, self.learner.room, world.group)
-        self._take_up(folder, tensors, state)
+        self._resume_from(folder, tensors, state)
         restore_rng(tensors, self.learner.device, world.rank)

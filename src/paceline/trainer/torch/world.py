@@ -249,7 +249,7 @@ class RankLayout:
         """How many of `shards` hold the same part of a parameter."""
         return 1
 
-    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
+    def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Make the gradients of replicated parameters equal on all ranks. Every rank must ask, once per step."""
 
     def narrow(self, parameter: Tensor) -> torch.dtype:
