@@ -10,7 +10,7 @@ from typing import Literal
 from paceline.config.env.tasks import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
 from paceline.envs.base import POLICY, DatasetEnvironment, Outcome, Split
-from paceline.envs.search.client import Found, LocalSearch, SearchClient, Searcher
+from paceline.envs.search.client import Found, LocalSearch, SearchClient
 from paceline.envs.search.index import QUESTIONS, open_index
 from paceline.rollout import Message, Seat
 
@@ -44,7 +44,7 @@ class Retrieval(DatasetEnvironment[Config]):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         advice = config.to_raise("search_timeout")
-        self._searcher: Searcher = (
+        self._searcher = (
             LocalSearch(open_index(config.corpus), config.top_k)
             if config.url is None
             else SearchClient(config.url, config.top_k, config.search_timeout, config.api_key_variable, advice)

@@ -42,9 +42,7 @@ class ArenaEnvironment(Environment):
         """Games of this version against those before it, for the ratings; none if nothing can be played now."""
         games = [] if self.league is None else self.league.meet(version)
         # Every seat of a request has its turn before the next request has: no opening is always the same player's.
-        sides = (
-            [(request, actor) for request in self._matches() for actor in self._policy_actors(request)] if games else []
-        )
+        sides = [(request, actor) for request in self._matches() for actor in self._learners(request)] if games else []
         rows: list[Row] = []
         for number, (opponent, game) in enumerate(games if sides else ()):
             request, learner = sides[game % len(sides)]
@@ -60,7 +58,7 @@ class ArenaEnvironment(Environment):
 
     async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
         request: EpisodeRequest = example.get("request") or self.arena.draw(draw)
-        row, cast = example | {"request": request}, self._policy_actors(request)
+        row, cast = example | {"request": request}, self._learners(request)
         # A single actor, or an episode that does not train, meets no past version.
         if self.league is None or not cast or not request.is_trainable:
             return row
@@ -87,7 +85,7 @@ class ArenaEnvironment(Environment):
         address = self.league.address(match.opponent)
         if address is None:
             return None
-        past = {actor: address for actor in self._policy_actors(request) if actor != match.learner}
+        past = {actor: address for actor in self._learners(request) if actor != match.learner}
         request = replace(request, models={**request.models, **past})
         with self.league.playing(match.opponent):
             # Games for the ratings must not teach either.
@@ -97,7 +95,7 @@ class ArenaEnvironment(Environment):
         # It may all be over before the learner's first turn: a result, but nothing to train on.
         return outcome(result) if any(seat.turns and seat.trained for seat in table.values()) else None
 
-    def _policy_actors(self, request: EpisodeRequest) -> Sequence[str]:
+    def _learners(self, request: EpisodeRequest) -> Sequence[str]:
         """Those in it whom the policy plays, in order, if there are two or more."""
         cast = self.arena.episode(request.episode_type).actors or self.actors
         mine = [actor for actor in cast if actor not in request.models]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
@@ -120,17 +120,6 @@ class Hit:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self.document) | {"score": self.score}
-
-
-class Index(Protocol):
-    """Finds documents. Safe to be asked by several threads at once."""
-
-    @property
-    def documents(self) -> Sequence[Document]: ...
-
-    def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
-        """The best documents, best first; none that does not fit at all."""
-        ...
 
 
 def tokenise(text: str) -> list[str]:
@@ -281,6 +270,9 @@ class Dense:
             )
         return best(self.documents, self.vectors @ vector, top_k)
 
+
+Index = BM25 | Dense
+"""Finds documents. Safe to be asked by several threads at once."""
 
 # A folder holds documents.jsonl, so that a service can be started from it alone, and bm25.npz (words and postings) or
 # dense.npz (vectors). Each index names the corpus it was made from by its digest, and is made anew when that differs.

@@ -89,6 +89,8 @@ Differentiated = tuple[mx.array, dict[str, mx.array]]
 
 
 class MlxKLReference(KLReference):
+    """Arrays are replaced, never changed: the reference may share them with the policy."""
+
     def __init__(self, parameters: Parameters, c: config.KLConfig) -> None:
         self._parameters = parameters
         super().__init__(c, all(name.endswith(ADAPTER) for name in parameters.now()))

@@ -1,4 +1,4 @@
-"""Writes and reads the trainer's part of a checkpoint (`files.py`) in torch, by one process or many ranks.
+"""Writes and reads the trainer's part of a checkpoint in torch, by one process or many ranks.
 
 Parts are written and read by torch.distributed.checkpoint, which cuts them anew for any number of ranks. Its own format
 keeps the index in a pickle, through which a checkpoint could run code when read; so it is given safetensors storage,
