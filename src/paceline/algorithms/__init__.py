@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-BUILDERS: dict[type[config.AlgorithmConfig], Callable[..., Algorithm]] = {
+BUILDERS: dict[type, Callable[..., Algorithm]] = {
     config.GRPOConfig: GRPO,
     config.MaxRLConfig: lambda _: MaxRL(),
     config.RewardConfig: lambda _: Reward(),

@@ -1,7 +1,4 @@
-"""On-policy distillation: from another model (OPD), or from the policy shown a demonstration (OPSD).
-
-Scores what the policy sampled by another model, or by the policy with another prompt.
-"""
+"""On-policy distillation: from another model (OPD), or from the policy shown a demonstration (OPSD)."""
 
 import asyncio
 import logging

@@ -1,7 +1,4 @@
-"""Group-relative credit for what the policy says, and prediction of what it is told.
-
-Finds which tokens of a prompt are a message's own words, and which the chat template's.
-"""
+"""Echo: GRPO on what the policy says, and next-token prediction of what it is told."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate

@@ -1,7 +1,4 @@
-"""Supervised fine-tuning.
-
-Turns a written conversation into the turns in which the policy would have said it.
-"""
+"""Supervised fine-tuning, on a teacher's replies or on written conversations."""
 
 import copy
 from collections.abc import Mapping, Sequence

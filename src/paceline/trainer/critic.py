@@ -1,7 +1,4 @@
-"""The critic: a value model that turns rewards into advantages, and learns from its errors.
-
-A subclass chooses the library that computes the values.
-"""
+"""The critic: a value model that turns rewards into advantages. A subclass chooses the library."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""AdamW over float32 masters in mlx, and gradient clipping.
-
-Maps trainable mlx arrays to their torch and peft names: a checkpoint fits either library.
-"""
+"""AdamW over float32 masters in mlx, and gradient clipping, under torch's and peft's parameter names."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt

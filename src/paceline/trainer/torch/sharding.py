@@ -1,9 +1,7 @@
 """Shards a model over ranks, by FSDP2, by tensor parallelism, or by both.
 
 FSDP2: a rank keeps one part of every weight, and the whole of a layer only while it computes. Tensor parallelism: of
-each matrix only the part it computes with. Both: a part of that part.
-
-Tensor parallelism: the ranks of a group share each matrix of a layer, by the plan transformers has for the model.
+each matrix only the part it computes with, by the plan transformers has for the model. Both: a part of that part.
 
 A block's first matrices are cut by rows of their output, so that a rank has some of the heads, or of the MLP's inner
 features; its last ones by their input, so that the ranks' results add up to the whole. What lies between works on a

@@ -1,7 +1,4 @@
-"""The ranks that train one batch together, and how a model's weights lie on them.
-
-Joins this process to the process group of all ranks, and leaves it.
-"""
+"""The process group of all ranks: joins and leaves it, sums over it, and says how weights lie on it."""
 
 import contextlib
 import os
