@@ -252,7 +252,10 @@ class Verifiers(Environment):
             raw = {"id": self._config.env, "taskset": {**args, "id": ident}, **agents}
             return self._vf.load_environment(self._vf.resolve_env_config(raw))
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # how the package refuses a setting
-            said = _first(error) if isinstance(error, ValidationError) else error
+            said: object = error
+            if isinstance(error, ValidationError):
+                problem = error.errors()[0]
+                said = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
             raise EnvError(f"verifiers environment `{self._config.id}` cannot be loaded: {said}") from error
 
     def _apply_defaults(self, agent: dict[str, Any], declared: Any) -> None:
@@ -311,11 +314,6 @@ def _roles(config: Any) -> Iterable[tuple[str, Any]]:
 def _episode_error(episode: Any) -> str:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without saying why"
-
-
-def _first(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
 
 
 def _importable(file: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from paceline.clients import NoEngineLeft
 from paceline.envs import JudgeFailed, Split
 from paceline.errors import EngineError, Mismatch, RequestError
-from paceline.rollout import Message, Reply, Seat, SessionMap
+from paceline.rollout import Message, Reply, SessionMap
 from paceline.selfplay.episode import Episode
 from paceline.selfplay.state import (
     Actor,
@@ -194,7 +194,12 @@ class Arena:
         """An actor's reply to these messages. Without an actor it is a judge who answers, and is never trained;
         `model` then names a served adapter, the policy when left out."""
         if actor is None:
-            return await _judged(state.seating.judge(model), messages)
+            try:
+                return await state.seating.judge(model).chat(messages)
+            except (RequestError, NoEngineLeft, Mismatch):
+                raise  # asking again changes nothing
+            except EngineError as error:
+                raise JudgeFailed(f"the judge could not answer: {error}") from error
         seat = state.seating.seat(self.actor(actor).id)
         messages = list(messages)
         reply = await seat.chat(messages)
@@ -267,15 +272,6 @@ def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
     if name in registry:
         raise ArenaError(f"{what} `{name}` is registered already: each needs a name of its own")
     registry[name] = value
-
-
-async def _judged(seat: Seat, messages: Sequence[Message]) -> Reply:
-    try:
-        return await seat.chat(messages)
-    except (RequestError, NoEngineLeft, Mismatch):
-        raise  # asking again changes nothing
-    except EngineError as error:
-        raise JudgeFailed(f"the judge could not answer: {error}") from error
 
 
 def _find(registry: Mapping[str, T], name: str, what: str, how: str) -> T:

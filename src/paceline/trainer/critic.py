@@ -161,13 +161,11 @@ class Critic(ABC):
         """Values of choosing at `places`, without a gradient."""
 
     @abstractmethod
-    def _backward(
-        self, micro_batch: MicroBatch, places: NDArray, old: NDArray, returns: NDArray, scales: NDArray
-    ) -> Any:
+    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> Any:
         """Add the gradient of the value loss at `places`; answers with the loss."""
 
     @abstractmethod
-    def _clip(self, losses: Sequence[Any]) -> tuple[float, float]:
+    def _clip(self, losses: list[Any]) -> tuple[float, float]:
         """Sum losses and gradient over the ranks and clip it; answers with the loss and the norm it had."""
 
     def _summed(self, numbers: Sequence[float]) -> list[float]:

@@ -64,9 +64,9 @@ class Stream:
         lengths = [len(sample) for sample, _ in self._waiting]
         bins = first_fit_decreasing(lengths, budget)
         emptiest = [] if last else min(bins, key=lambda members: sum(lengths[i] for i in members), default=[])
-        parts = [[self._waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
-        self._waiting = [self._waiting[i] for i in sorted(emptiest)]
-        return [pack(*zip(*part, strict=True), budget)[0] for part in parts]
+        waiting, self._waiting = self._waiting, [self._waiting[i] for i in sorted(emptiest)]
+        full = [[waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
+        return [pack([sample for sample, _ in part], [scale for _, scale in part], budget)[0] for part in full]
 
     @contextmanager
     def summing(self, name: str) -> Generator[None]:

@@ -31,7 +31,8 @@ class MlxForwardPass:
         score = _scorer(self._model, entropy, entropy_grad)
         pieces = list(self._pieces(micro_batch, places))
         if len(pieces) > 1:
-            score = recomputed(_head(self._model), score)
+            net = self._model.net
+            score = recomputed(getattr(net, "lm_head", None) or net.model.embed_tokens, score)
         values, *spread = (mx.concatenate(part) for part in zip(*(score(*piece) for piece in pieces), strict=True))
         return values, spread[0] if spread else None
 
@@ -127,10 +128,6 @@ def recomputed(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
 
     checkpointed = mx.checkpoint(inner)
     return lambda *args: checkpointed(module.trainable_parameters(), *args)
-
-
-def _head(model: MlxModel) -> Any:
-    return getattr(model.net, "lm_head", None) or model.net.model.embed_tokens
 
 
 def _scorer(model: MlxModel, entropy: bool, entropy_grad: bool) -> Callable[..., tuple[mx.array, ...]]:

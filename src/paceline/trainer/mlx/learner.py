@@ -1,6 +1,6 @@
 """Trains a policy in mlx: its optimizer, KL reference and critic."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,10 +60,10 @@ class MlxCritic(Critic):
     def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
         return np.asarray(self._model(micro_batch, places)) if len(places) else np.zeros(0)
 
-    def _backward(self, micro_batch: MicroBatch, places: NDArray, *streams: NDArray) -> float:
+    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> float:
         if not len(places):
             return 0.0
-        old, returns, scales = map(mx.array, streams)
+        old, returns, scales = map(mx.array, targets)
 
         def whole() -> tuple[mx.array, mx.array]:
             values = self._model(micro_batch, places)
@@ -72,7 +72,7 @@ class MlxCritic(Critic):
 
         return self._optimizer.backward(whole).item()
 
-    def _clip(self, losses: Sequence[float]) -> tuple[float, float]:
+    def _clip(self, losses: list[float]) -> tuple[float, float]:
         return sum(losses), self._optimizer.clip()
 
     def state(self) -> dict[str, float]:

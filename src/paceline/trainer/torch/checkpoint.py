@@ -71,8 +71,11 @@ def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str
         if whole:  # beside it lie past versions, which are not the trainer's
             with safe_open(folder / FILE, "pt") as file:
                 own = set(file.keys())
-        else:
-            _check_complete(folder, state.get("ranks", 1))
+        elif (found := len(list((folder / FOLDER).glob("*.safetensors")))) != (ranks := state.get("ranks", 1)):
+            raise TrainerError(
+                f"checkpoint {folder} was written by {ranks} ranks but has the files of {found}: copy all of "
+                f"{folder / FOLDER}, or go back to another checkpoint"
+            )
         storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
         tensors = {}
         for name, saved in storage.read_metadata().state_dict_metadata.items():
@@ -117,15 +120,6 @@ def _plain_errors() -> Generator[None]:
         if refused is not None:
             raise OSError(refused.errno, refused.strerror) from error
         raise next((c for c in causes if isinstance(c, SafetensorError)), TrainerError(f"{causes[0]}")) from error
-
-
-def _check_complete(folder: Path, ranks: int) -> None:
-    found = len(list((folder / FOLDER).glob("*.safetensors")))
-    if found != ranks:
-        raise TrainerError(
-            f"checkpoint {folder} was written by {ranks} ranks but has the files of {found}: copy all of "
-            f"{folder / FOLDER}, or go back to another checkpoint"
-        )
 
 
 def export(

@@ -111,14 +111,14 @@ class TorchCritic(Critic):
         values, _ = self._model(micro_batch, self._send(places))
         return values.cpu().numpy()
 
-    def _backward(self, micro_batch: MicroBatch, *streams: NDArray) -> Tensor:
-        places, old, returns, scales = map(self._send, streams)
-        values, anchor = self._model(micro_batch, places)
+    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> Tensor:
+        old, returns, scales = map(self._send, targets)
+        values, anchor = self._model(micro_batch, self._send(places))
         loss = (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
         self._optimizer.backward(loss, anchor)
         return loss.detach()
 
-    def _clip(self, losses: Sequence[Tensor]) -> tuple[float, float]:
+    def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
         self._ranks.tokens.sum_gradients(self._optimizer.unsummed)
         return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self._optimizer.clip().item()
 
