@@ -43,7 +43,7 @@ _without_namespaces = False
 """The kernel forbids namespaces, as this worker has found out."""
 
 
-def judge(
+def grade(
     source: str, tests: list[str], entry_point: str | None, whole: bool, sandbox: str, limits: dict[str, Any]
 ) -> dict[str, Any]:
     """How many tests a solution passes; with `whole` it is over at the first that fails. `jailed` says whether the
@@ -217,7 +217,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 class Cell:
-    """The judge's side of the pipes: one request, one answer, all before the deadline."""
+    """The grader's side of the pipes: one request, one answer, all before the deadline."""
 
     def __init__(self, requests: int, answers: int, deadline: float) -> None:
         self._requests, self._answers, self._deadline = requests, answers, deadline
