@@ -81,10 +81,7 @@ class Workers:
         if _elsewhere:
             return await _elsewhere[-1](function, args, timeout, self._limits)
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
-        loop = asyncio.get_running_loop()
-        if loop not in self._pools:
-            self._pools[loop] = _Pool(self._limits)
-        pool = self._pools[loop]
+        pool = self._pool()
         for _ in range(ATTEMPTS - 1):
             try:
                 return await pool.call(request, timeout)
@@ -97,6 +94,12 @@ class Workers:
         """End this event loop's workers now; calls under way fail. Otherwise they end with the loop."""
         if pool := self._pools.pop(asyncio.get_running_loop(), None):
             await pool.close()
+
+    def _pool(self) -> "_Pool":
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            self._pools[loop] = _Pool(self._limits)
+        return self._pools[loop]
 
 
 class _Pool:
@@ -111,8 +114,7 @@ class _Pool:
 
     async def call(self, request: bytes, timeout: float) -> Any:
         async with self._places:  # bounded: each call before it has a deadline
-            worker = self._idle.pop() if self._idle else await _Worker.start(self._limits)
-            self._alive.add(worker)
+            worker = self._idle.pop() if self._idle else await self._start()
             try:
                 answer = await worker.call(request, timeout)
             except BaseException:  # cancelled too: whatever it is doing now, no other call may get it
@@ -131,6 +133,11 @@ class _Pool:
     @property
     def closed(self) -> bool:
         return self._keeper.done() or self._keeper.cancelling() > 0
+
+    async def _start(self) -> "_Worker":
+        worker = await _Worker.start(self._limits)
+        self._alive.add(worker)
+        return worker
 
     async def _discard(self, worker: "_Worker") -> None:
         self._alive.discard(worker)
