@@ -33,8 +33,7 @@ from paceline.config.target import load_target
 from paceline.data import Cursor
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
 from paceline.envs.retrieval import Retrieval
-from paceline.envs.search import Embedder, load_corpus, open_index
-from paceline.envs.search.index import BUILT_IN
+from paceline.envs.search.index import BUILT_IN, Embedder, load_corpus, open_index
 from paceline.envs.search.server import build_app
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
@@ -45,8 +44,7 @@ from paceline.server.app import listen
 SEARCHING = re.compile(r"paceline: searching (\d+) documents at (http://\S+)/search")
 SERVE = """
 import sys
-from paceline.envs.search import load_options
-from paceline.envs.search.server import serve_search
+from paceline.envs.search.server import load_options, serve_search
 serve_search(load_options(port=0, index=sys.argv[1], corpus=sys.argv[2], top_k=3))
 """
 

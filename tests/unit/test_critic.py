@@ -14,7 +14,7 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
 from paceline.model import attach_lora
 from paceline.trainer import TrainerError
-from paceline.trainer.critic import gae, per_action
+from paceline.trainer.critic import action_rewards, gae
 from samples import make_batch, rewarded
 from trainers import critic_of, shared_with_critic, trainer_of, value_slope, weights_of
 
@@ -44,7 +44,7 @@ def test_what_the_policy_did_not_choose_takes_no_time():
         temperatures=np.ones(8),
         rewards=np.array([9, 0, 0.5, 0, 2, 0, 1, 0.25]),
     )
-    assert per_action(sample).tolist() == [0.5, 2.0, 1.25]
+    assert action_rewards(sample).tolist() == [0.5, 2.0, 1.25]
 
 
 @given(st.lists(st.tuples(FINITE, FINITE, FINITE), min_size=1, max_size=8), st.floats(0, 2))

@@ -17,7 +17,7 @@ from paceline.config import env as config
 from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.selfplay import Artifact, EpisodeRequest, EpisodeResult, League, Match
-from paceline.selfplay.league import Matchmaker
+from paceline.selfplay.league import draw_opponent
 from paceline.selfplay.payoff import SCALE, Payoff, draw_league, rate
 from paceline.weights.update import Adapter, WeightUpdate
 
@@ -111,8 +111,8 @@ def test_matchmaking_is_a_pure_function_and_prefers_those_it_loses_to():
     past = ["weak", "strong"]
 
     def drawn(rule: str, mirror: float) -> list[str]:
-        maker = Matchmaker(rule, mirror)
-        return [maker.draw(random.Random(n), "me", past, payoff) for n in range(400)]
+        c = config.LeagueConfig(rule=rule, mirror=mirror)
+        return [draw_opponent(c, random.Random(n), "me", past, payoff) for n in range(400)]
 
     hardest = drawn("hardest", 0.25)
     assert hardest == drawn("hardest", 0.25)
@@ -120,7 +120,7 @@ def test_matchmaking_is_a_pure_function_and_prefers_those_it_loses_to():
     assert hardest.count("strong") > 20 * hardest.count("weak")
     assert set(drawn("latest", 0)) == {"strong"}
     assert 150 < drawn("uniform", 0).count("weak") < 250
-    assert Matchmaker("hardest", mirror=0).draw(random.Random(0), "me", [], payoff) == "me"
+    assert draw_opponent(config.LeagueConfig(rule="hardest", mirror=0), random.Random(0), "me", [], payoff) == "me"
 
 
 def test_intervals_tell_players_apart_and_not_from_nowhere():

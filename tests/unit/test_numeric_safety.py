@@ -19,7 +19,7 @@ from paceline.data import Sample, decode
 from paceline.errors import PacelineError
 from paceline.model import load_model
 from paceline.trainer import TorchTrainer, TrainerError
-from paceline.trainer.stepping import KEPT, WARM_UP, Norms, StepOutcome
+from paceline.trainer.stepping import KEPT, WARM_UP, GradientNorms, StepOutcome
 from samples import PLAIN, make_batch, near_policy
 from trainers import put_weights, tensors_of, trainer_of, weights_of
 
@@ -186,7 +186,7 @@ def test_the_norms_are_part_of_a_checkpoint_and_old_checkpoints_have_none(tmp_pa
 def test_if_one_rank_sees_a_spike_all_leave_the_step_out():
     """Votes are summed over the ranks: here the other one's is always yes, or always no."""
     for other, expected in ((1.0, True), (0.0, False)):
-        norms = Norms(50.0, lambda vote, other=other: vote + other)
+        norms = GradientNorms(50.0, lambda vote, other=other: vote + other)
         norms.load([1.0] * WARM_UP)
         assert bool(norms.trouble(StepOutcome(np.zeros(1), 1.0, 1))) is expected
         assert norms.trouble(StepOutcome(np.zeros(1), 60.0, 1))

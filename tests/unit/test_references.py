@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.distillation import MOST_EMPTY, ReferencePrompt, ReferenceScorer, pulled
+from paceline.algorithms.distillation import MOST_EMPTY, ReferencePrompt, ReferenceScorer, with_ref_kl_weights
 from paceline.clients.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
 from paceline.config.model import ModelRef
 from paceline.errors import EngineError
@@ -32,7 +32,7 @@ def asked(*replies: str, renderer, **more):
     question = {"role": "user", "content": "go"}
     rollouts = [spoken(renderer, question, replies=[text], member=at, **more) for at, text in enumerate(replies)]
     for rollout in rollouts:
-        rollout.samples = [pulled(sample) for sample in rollout.samples]
+        rollout.samples = [with_ref_kl_weights(sample) for sample in rollout.samples]
     return grouped(*rollouts)
 
 

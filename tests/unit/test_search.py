@@ -22,8 +22,18 @@ from paceline.config.env import RetrievalConfig
 from paceline.data import DataError
 from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
-from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, server, tokenise
-from paceline.envs.search.index import BUILT_IN, QUESTIONS, save_corpus
+from paceline.envs.search import server
+from paceline.envs.search.index import (
+    BM25,
+    BUILT_IN,
+    QUESTIONS,
+    Document,
+    load_corpus,
+    open_index,
+    save_corpus,
+    tokenise,
+)
+from paceline.envs.search.server import load_options
 from paceline.server.app import listen
 
 laws = settings(max_examples=50, deadline=None)

@@ -12,7 +12,7 @@ from test_references import REF
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
-from paceline.algorithms.sft import recite
+from paceline.algorithms.sft import demonstration_turns
 from paceline.config import RunConfig
 from paceline.config.algorithm import SFTConfig
 from paceline.config.env import ReverseTextConfig
@@ -70,7 +70,7 @@ def test_the_teacher_speaks_in_training_and_nobody_else_is_asked(quick):
 @given(st.lists(st.text("ab c1", min_size=1, max_size=9).map(str.strip).filter(bool), min_size=1, max_size=3))
 def test_a_recited_conversation_reads_as_the_template_writes_it(renderer, replies):
     messages = [m for text in replies for m in (USER, {"role": "assistant", "content": text})]
-    turns = recite(renderer, messages)
+    turns = demonstration_turns(renderer, messages)
     # A template may put an empty thought before the last reply.
     assert [renderer.reply(turn.completion_ids).rpartition("</think>")[2].strip() for turn in turns] == replies
     assert all(turn.completion_ids[-1] in renderer.end_tokens for turn in turns)
@@ -91,7 +91,9 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 def test_calls_and_parts_are_recited_too(renderer, words):
     calling = {"role": "assistant", "content": words, "tool_calls": [CALL]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "it is 2"}]}
-    turns = recite(renderer, [USER, calling, {"role": "tool", "tool_call_id": "1", "content": "2"}, answer], [TOOL])
+    turns = demonstration_turns(
+        renderer, [USER, calling, {"role": "tool", "tool_call_id": "1", "content": "2"}, answer], [TOOL]
+    )
     first, last = (renderer.reply(turn.completion_ids).rpartition("</think>")[2].strip() for turn in turns)
     assert first.startswith("wait" if words else "<")
     assert all(part in first for part in ("add", '"x": 1'))

@@ -213,7 +213,7 @@ def test_every_term_of_a_policy_that_has_not_moved_is_the_trainers_own(loss):
     dice = np.random.default_rng(0)
     mu, a, ref = -dice.exponential(0.8, 40), dice.normal(size=40), -dice.exponential(0.8, 40)
     tokens = _tokens(mu, mu, a, ref)
-    judged = Loss(config.TrainerConfig(loss=loss, proximal=None)).judge(tokens) if loss.type != "gspo" else None
+    judged = Loss(config.TrainerConfig(loss=loss, proximal=None)).per_token(tokens) if loss.type != "gspo" else None
     if judged is None:
         judged = _gspo(loss, tokens)
     for at in range(40):
@@ -230,7 +230,7 @@ def _gspo(loss, tokens):
     """Its trainer measures from the batch's start; here from the sampler, as a later step does from the start."""
     made = Loss(config.TrainerConfig(loss=loss))
     made._config = made._config.model_copy(update={"proximal": None})
-    return made.judge(tokens)
+    return made.per_token(tokens)
 
 
 @pytest.mark.parametrize("normalise", ["token", "sample", "fixed"])
@@ -245,7 +245,7 @@ def test_loss_shares_of_a_policy_that_has_not_moved_are_the_trainers(tmp_path, n
         rl = torch.from_numpy(scale.rl)
         mu = torch.tensor(sample.logprobs)
         tokens = _tokens(mu.tolist(), mu.tolist(), sample.advantages.tolist(), mu.tolist(), rl)
-        real = Loss(trainer).judge(tokens).scaled()["rl"]
+        real = Loss(trainer).per_token(tokens).scaled()["rl"]
         for at in np.flatnonzero(sample.rl)[::3]:
             line = _lines(client, row.index, int(at), "shares")["loss share at r = 1"]
             assert line["value"] == pytest.approx(float(real[at]), rel=1e-5)

@@ -1,6 +1,6 @@
 """Algorithms: one short module each, on one contract."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.algorithms.base import (
     Algorithm,
@@ -48,33 +48,25 @@ __all__ = [
 ]
 
 
+BUILDERS: dict[type, Callable[..., Algorithm]] = {
+    config.GRPOConfig: GRPO,
+    config.MaxRLConfig: lambda _: MaxRL(),
+    config.RewardConfig: lambda _: Reward(),
+    config.ConstantConfig: Constant,
+    config.RAEConfig: RAE,
+    config.HierarchicalConfig: Hierarchical,
+    config.GAEConfig: lambda _: GAE(),
+    config.EchoConfig: Echo,
+    config.OPDConfig: OPD,
+    config.OPSDConfig: OPSD,
+    config.SFTConfig: SFT,
+    config.CustomConfig: custom_algorithm,
+}
+
+
 def build_algorithm(c: config.AlgorithmConfig) -> Algorithm:
     """The algorithm a section of the run file describes."""
-    match c:
-        case config.GRPOConfig():
-            return GRPO(c)
-        case config.MaxRLConfig():
-            return MaxRL()
-        case config.RewardConfig():
-            return Reward()
-        case config.ConstantConfig():
-            return Constant(c)
-        case config.RAEConfig():
-            return RAE(c)
-        case config.HierarchicalConfig():
-            return Hierarchical(c)
-        case config.GAEConfig():
-            return GAE()
-        case config.EchoConfig():
-            return Echo(c)
-        case config.OPDConfig():
-            return OPD(c)
-        case config.OPSDConfig():
-            return OPSD(c)
-        case config.SFTConfig():
-            return SFT(c)
-        case config.CustomConfig():
-            return custom_algorithm(c)
+    return BUILDERS[type(c)](c)
 
 
 def credit_for(env: BaseEnvConfig, actors: Sequence[str]) -> Algorithm:

@@ -82,8 +82,7 @@ class Algorithm(ABC):
 
 
 class RewardCredit(Algorithm):
-    """The family that needs nothing but rewards: one number per rollout, the same for all its sampled tokens. Rollouts
-    are compared with those of the same actor."""
+    """Credit from rewards alone: one advantage per rollout, from comparing it with those of the same actor."""
 
     @abstractmethod
     def credit(self, rewards: NDArray) -> NDArray:

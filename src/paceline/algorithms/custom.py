@@ -58,16 +58,6 @@ class CustomCredit(Algorithm):
             spread(rollout, stream)
 
 
-def _made(found: type[Algorithm], config: Config) -> Algorithm:
-    try:
-        return found(**config.kwargs)
-    except TypeError as error:
-        if user_frames(error):
-            raise
-        # A hook that is missing, or arguments that do not fit: nothing of the user's has run yet.
-        raise AlgorithmError(f"{config.import_path}: {error}") from error
-
-
 def guarded(algorithm: Algorithm, path: str) -> Algorithm:
     """The same object, whose hooks name themselves when they raise."""
 
@@ -112,7 +102,13 @@ def custom_algorithm(config: Config) -> Algorithm:
         if not issubclass(found, Algorithm):
             raise AlgorithmError(f"{config.import_path}: a class must derive from paceline.Algorithm")
         with user_code(f"the algorithm `{config.import_path}` (algo)"):
-            algorithm = _made(found, config)
+            try:
+                algorithm = found(**config.kwargs)
+            except TypeError as error:
+                if user_frames(error):
+                    raise
+                # A hook that is missing, or arguments that do not fit: nothing of the user's has run yet.
+                raise AlgorithmError(f"{config.import_path}: {error}") from error
         for name in CALLED:
             if inspect.iscoroutinefunction(getattr(algorithm, name)):
                 raise AlgorithmError(f"{config.import_path}: `{name}` is called, not awaited: write it without `async`")

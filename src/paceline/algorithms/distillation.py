@@ -1,7 +1,4 @@
-"""On-policy distillation: from another model (OPD), or from the policy shown a demonstration (OPSD).
-
-Scores what the policy sampled by another model, or by the policy with another prompt.
-"""
+"""On-policy distillation: from another model (OPD), or from the policy shown a demonstration (OPSD)."""
 
 import asyncio
 import logging
@@ -79,40 +76,41 @@ class ReferenceScorer:
         it would be trained towards nothing. One that has it from an earlier training keeps it. A reference that is lost
         for good stops the run."""
         pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
-        errand = PendingBatch(sum(_lacks(sample) for _, sample in pairs))
-        with self._telling(errand):
-            answers = await together([self._one(errand, sample, context, rollout) for rollout, sample in pairs])
+        pending = PendingBatch(sum(_lacks(sample) for _, sample in pairs))
+        with self._logging_progress(pending):
+            answers = await together([self._one(pending, sample, context, rollout) for rollout, sample in pairs])
         for group in groups:
             for rollout in group.rollouts:
                 rollout.samples = []
         for (rollout, _), answer in zip(pairs, answers, strict=True):
             if answer is not None:
                 rollout.samples.append(answer)
-        self._judge(errand)
-        return Counter({FAILED: errand.lost} if errand.lost else {})
+        self._stop_if_lost(pending)
+        return Counter({FAILED: pending.lost} if pending.lost else {})
 
-    async def _one(self, errand: "PendingBatch", sample: Sample, context: Context, rollout: Rollout) -> Sample | None:
+    async def _one(self, pending: "PendingBatch", sample: Sample, context: Context, rollout: Rollout) -> Sample | None:
         """The sample with its score; None where there is none to be had."""
         if not _lacks(sample):
             return sample
         async with self._places:  # bounded: those before it each have SECONDS
+            now = asyncio.get_running_loop().time
             for failed in count(1):
-                before, began = errand.answered, _now()
-                if errand.gone:
+                before, began = pending.answered, now()
+                if pending.gone:
                     break
                 try:
                     scored = await self._scored(sample, context(rollout, sample))
                 except EngineError as error:
-                    errand.cause = errand.cause or str(error)
+                    pending.cause = pending.cause or str(error)
                     # No request had an answer in all that time: those that still wait for their turn need not wait too.
-                    errand.gone = errand.gone or (errand.answered == before and _now() - began >= SECONDS)
-                    if not self._again(error, failed) or errand.gone:
+                    pending.gone = pending.gone or (pending.answered == before and now() - began >= SECONDS)
+                    if not self._again(error, failed) or pending.gone:
                         break
                     await asyncio.sleep(Retry.pause(failed))
                 else:
-                    errand.answered += 1
+                    pending.answered += 1
                     return scored
-        errand.lost += 1
+        pending.lost += 1
         return None
 
     def _again(self, error: EngineError, failed: int) -> bool:
@@ -122,16 +120,16 @@ class ReferenceScorer:
         return isinstance(self._policy, Retry) and self._policy.again(failed) and not isinstance(error, RequestError)
 
     @contextmanager
-    def _telling(self, errand: "PendingBatch") -> Generator[None]:
+    def _logging_progress(self, pending: "PendingBatch") -> Generator[None]:
         """Says every now and then how far it is, and what is in the way."""
         loop = asyncio.get_running_loop()
         began = loop.time()
 
         def tell() -> None:
             nonlocal timer
-            why = f": {errand.cause or self._pool.trouble or 'no answer yet'}"
+            why = f": {pending.cause or self._pool.trouble or 'no answer yet'}"
             text = "waiting for %s since %.0f s: %d of %d samples are scored%s"
-            log.warning(text, self._name, loop.time() - began, errand.answered, errand.wanted, why)
+            log.warning(text, self._name, loop.time() - began, pending.answered, pending.wanted, why)
             timer = loop.call_later(WORD_SECONDS, tell)
 
         timer = loop.call_later(WORD_SECONDS, tell)
@@ -152,14 +150,14 @@ class ReferenceScorer:
             logprobs[here] = aligned[here]
         return sample.with_streams(ref_logprobs=logprobs)
 
-    def _judge(self, errand: "PendingBatch") -> None:
-        if errand.lost:
+    def _stop_if_lost(self, pending: "PendingBatch") -> None:
+        if pending.lost:
             text = "%s left %d of %d samples without a score: %s"
-            log.warning(text, self._name, errand.lost, errand.wanted, errand.cause)
-        self._empty = self._empty + 1 if errand.wanted and errand.lost == errand.wanted else 0
+            log.warning(text, self._name, pending.lost, pending.wanted, pending.cause)
+        self._empty = self._empty + 1 if pending.wanted and pending.lost == pending.wanted else 0
         if self._empty >= MOST_EMPTY:
             raise AlgorithmError(
-                f"{self._name} scored nothing in {self._empty} batches: {errand.cause}. "
+                f"{self._name} scored nothing in {self._empty} batches: {pending.cause}. "
                 "See that it is up and large enough, then add --resume latest"
             )
 
@@ -175,10 +173,6 @@ class PendingBatch:
     """The first error."""
     gone: bool = False
     """It is not to be waited for any more."""
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _lacks(sample: Sample) -> bool:
@@ -204,13 +198,13 @@ class OPD(Algorithm):
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [pulled(sample, self._weight) for sample in rollout.samples]
+            rollout.samples = [with_ref_kl_weights(sample, self._weight) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         return await self._teacher.refer(groups)
 
 
-def pulled(sample: Sample, weight: float = 1.0) -> Sample:
+def with_ref_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
     """Every sampled token trains towards the reference, and by no reward."""
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(rl_weights=nothing, ref_kl_weights=sample.loss_mask * np.float32(weight))
@@ -263,17 +257,17 @@ class OPSD(Algorithm):
             for rollout, length in zip(rollouts, lengths, strict=True):
                 whole = [s for s in rollout.samples if s.ended == "terminated" or not self._config.terminated_only]
                 if len(whole) < len(rollout.samples):
-                    rollout.samples = [_silent(sample) for sample in rollout.samples]
+                    rollout.samples = [_untrained(sample) for sample in rollout.samples]
                 else:
-                    rollout.samples = [pulled(sample, mean / max(1, length)) for sample in rollout.samples]
+                    rollout.samples = [with_ref_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        lost = await self._teacher.refer(groups, self._setting)
+        lost = await self._teacher.refer(groups, self._reference_prompt)
         for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.samples = [self._held(sample) for sample in rollout.samples]
+            rollout.samples = [self._clamped(sample) for sample in rollout.samples]
         return lost
 
-    def _setting(self, rollout: Rollout, sample: Sample) -> ReferencePrompt:
+    def _reference_prompt(self, rollout: Rollout, sample: Sample) -> ReferencePrompt:
         """The first prompt with the demonstration before it, in place of the one without."""
         ids = sample.token_ids.tolist()
         turn = next(thread.turns[0] for thread in threads(rollout.turns) if thread.tokens == ids)
@@ -285,7 +279,7 @@ class OPSD(Algorithm):
         told = self._conditioned(turn.messages, self._demonstration(rollout.ticket.row))
         return ReferencePrompt(self._means.voice.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
 
-    def _held(self, sample: Sample) -> Sample:
+    def _clamped(self, sample: Sample) -> Sample:
         if sample.ref_logprobs is None or sample.logprobs is None:
             return sample
         most = np.float32(self._config.max_pull)
@@ -311,7 +305,7 @@ class OPSD(Algorithm):
         return text
 
 
-def _silent(sample: Sample) -> Sample:
+def _untrained(sample: Sample) -> Sample:
     """No ending, nothing to learn: a group of such samples carries no signal and makes room for another."""
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(advantages=nothing, rl_weights=nothing)

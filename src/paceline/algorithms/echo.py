@@ -1,7 +1,4 @@
-"""Group-relative credit for what the policy says, and prediction of what it is told.
-
-Finds which tokens of a prompt are a message's own words, and which the chat template's.
-"""
+"""Echo: GRPO on what the policy says, and next-token prediction of what it is told."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -49,12 +46,11 @@ class Bodies:
         self._special = frozenset(renderer.tokenizer.all_special_ids)
 
     def find(self, turn: Turn, messages: Sequence[int], begin: int = 0) -> list[MessageSpan]:
-        """The spans of some messages' bodies in a turn's prompt, from token `begin` on. A message whose words cannot
-        be told from the template's has none."""
+        """The spans of some messages' words in a prompt, from token `begin` on; none where they cannot be found."""
         assert turn.messages is not None
         ids = turn.prompt_ids[begin:]
         try:
-            whole = self._text(turn.messages, turn.tools)
+            whole = self._renderer.text(turn.messages, turn.tools)
         except RenderError:  # a hand-made turn, of messages this template cannot write
             return []
         written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.spell(token)[1]) for token in ids)]
@@ -80,16 +76,13 @@ class Bodies:
             return None
         marked = [*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]]
         try:
-            before, mark, after = self._text(marked, tools).partition(MARK)
+            before, mark, after = self._renderer.text(marked, tools).partition(MARK)
         except RenderError:
             return None
         fits = len(before) + len(after) <= len(whole)
         if not (mark and fits and whole.startswith(before) and whole.endswith(after)):
             return None
         return len(before.encode()), len(whole.encode()) - len(after.encode())
-
-    def _text(self, messages: Sequence[Message], tools: Tools | None) -> str:
-        return self._renderer.text(messages, tools)
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
@@ -145,16 +138,16 @@ class Echo(GRPO):
                 )
 
     def observe(self, rollout: Rollout) -> None:
-        keep = self._kept(rollout)
+        keep = self._filter_masks(rollout)
         seen: set[bytes] = set()
         lost = 0
         samples = []
         for sample, thread in zip(rollout.samples, threads(rollout.turns), strict=True):
             weights, begin, known = np.zeros(len(sample), np.float32), 0, 0
             for turn, (_, end) in zip(thread.turns, thread.spans, strict=True):
-                told = self._told(turn, known, seen)
-                found = self._bodies.find(turn, told, begin) if told else []
-                lost += len(set(told) - {body.message for body in found})
+                new = self._new_messages(turn, known, seen)
+                found = self._bodies.find(turn, new, begin) if new else []
+                lost += len(set(new) - {body.message for body in found})
                 for place, first, last in found:
                     assert turn.messages is not None
                     weights[first:last] = self._alphas[turn.messages[place]["role"]]
@@ -168,7 +161,7 @@ class Echo(GRPO):
         if lost:
             rollout.metrics["unattributed"] = float(lost)
 
-    def _told(self, turn: Turn, known: int, seen: set[bytes]) -> list[int]:
+    def _new_messages(self, turn: Turn, known: int, seen: set[bytes]) -> list[int]:
         """Messages of the roles that train, which no earlier sample has held."""
         if turn.messages is None:
             return []
@@ -180,7 +173,7 @@ class Echo(GRPO):
             seen.add(digest)
         return new
 
-    def _kept(self, rollout: Rollout) -> dict[int, NDArray] | None:
+    def _filter_masks(self, rollout: Rollout) -> dict[int, NDArray] | None:
         """The user's choice among a turn's tokens, by turn; None if there is none to make."""
         if self._filter is None or self._hook is None:
             return None

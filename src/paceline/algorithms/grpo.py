@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.algorithms.base import Algorithm, RewardCredit, broadcast, centred
+from paceline.algorithms.base import Algorithm, RewardCredit, centred
 from paceline.config.algorithm import GroupCreditConfig, HierarchicalConfig
 from paceline.config.algorithm import GRPOConfig as Flat
 from paceline.rollout import Group, Rollout
@@ -96,9 +96,6 @@ def _deviation(rewards: NDArray, kind: str) -> float:
     return 0.0
 
 
-Scope = tuple[int | None, str, str, str]
-
-
 class Hierarchical(Algorithm):
     """GRPO between siblings: reward minus the mean of those who faced the same thing.
 
@@ -112,16 +109,10 @@ class Hierarchical(Algorithm):
         self._siblings = GRPO(Flat(std=config.std, positive_only=config.positive_only))
 
     def assign(self, group: Group) -> None:
-        scopes: dict[Scope, list[Rollout]] = {}
+        scopes: dict[tuple, list[Rollout]] = {}
         for rollout in group.rollouts:
-            scopes.setdefault(_scope(rollout), []).append(rollout)
+            # Seats are named within one try, so the same parent in two tries is two parents.
+            member = rollout.member if rollout.parent else None
+            scopes.setdefault((member, rollout.parent, rollout.kind, rollout.actor), []).append(rollout)
         for rollouts in scopes.values():
-            rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
-            for rollout, advantage in zip(rollouts, self._siblings.credit(rewards), strict=True):
-                broadcast(rollout, float(advantage))
-
-
-def _scope(rollout: Rollout) -> Scope:
-    """Seats are named within one try, so the same parent in two tries is two parents."""
-    member = rollout.member if rollout.parent else None
-    return member, rollout.parent, rollout.kind, rollout.actor
+            self._siblings.compare(rollouts)

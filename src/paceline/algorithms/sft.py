@@ -1,7 +1,4 @@
-"""Supervised fine-tuning.
-
-Turns a written conversation into the turns in which the policy would have said it.
-"""
+"""Supervised fine-tuning, on a teacher's replies or on written conversations."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -21,7 +18,7 @@ from paceline.rollout.render import Renderer, RenderError
 from paceline.rollout.template import Tools
 
 
-def recite(renderer: Renderer, messages: Sequence[Message], tools: Tools | None = None) -> list[Turn]:
+def demonstration_turns(renderer: Renderer, messages: Sequence[Message], tools: Tools | None = None) -> list[Turn]:
     """A turn for each message of the assistant, in the words and with the end the chat template gives it.
 
     Each prompt is the template's own, so turns share a sample only where the template writes the past as it was said.
@@ -90,18 +87,18 @@ class SFT(Algorithm):
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._recital: Recital | None = None
+        self._demonstrations: DemonstrationEnvironment | None = None
 
     def stage(self, environment: Environment) -> Environment:
         if not self._config.demonstrations:
             return environment
-        self._recital = Recital(environment, self._config.demonstrations)
-        return self._recital
+        self._demonstrations = DemonstrationEnvironment(environment, self._config.demonstrations)
+        return self._demonstrations
 
     async def begin(self, means: AlgorithmContext) -> None:
-        if self._recital is not None:
-            self._recital.voice = means.voice
-            read = self._recital.conversation
+        if self._demonstrations is not None:
+            self._demonstrations.voice = means.voice
+            read = self._demonstrations.conversation
             where = f"environment `{means.env}`, row"
             self.bad_rows = look_through(
                 means.rows, lambda number: read(means.rows[number], f"{where} {number}"), AlgorithmError
@@ -111,15 +108,15 @@ class SFT(Algorithm):
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [_imitated(sample) for sample in rollout.samples]
+            rollout.samples = [_with_ce_weights(sample) for sample in rollout.samples]
 
 
-def _imitated(sample: Sample) -> Sample:
+def _with_ce_weights(sample: Sample) -> Sample:
     nothing, never = np.zeros(len(sample), np.float32), np.full(len(sample), -1)
     return sample.with_streams(logprobs=None, versions=never, rl_weights=nothing, ce_weights=sample.loss_mask)
 
 
-class Recital(Environment):
+class DemonstrationEnvironment(Environment):
     """An environment whose training rows are read out instead of played."""
 
     def __init__(self, environment: Environment, key: str | bool) -> None:
@@ -143,7 +140,7 @@ class Recital(Environment):
             return await self._played.play(example, seats)
         assert self.voice is not None
         tools = example["tools"] if isinstance(example["tools"], list) else None
-        seats[POLICY].turns[:] = recite(self.voice.renderer, example[WRITTEN], tools)
+        seats[POLICY].turns[:] = demonstration_turns(self.voice.renderer, example[WRITTEN], tools)
         return Outcome.solo(1.0)  # a demonstration is right by definition
 
     def conversation(self, row: Row, where: str) -> list[Message]:

@@ -39,7 +39,6 @@ from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import cut
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
-from paceline.trainer.ops import all_finite
 from paceline.trainer.stepping import trained
 from paceline.trainer.terms import held_back
 
@@ -79,8 +78,8 @@ class TokenLossRecorder:
         places, segments = trained(micro_batch), tokens.segments.cpu().numpy()
         shares = {name: _array(values) for name, values in judged.scaled().items()}
         used = {name: _array(scale) != 0 for name, scale in judged.scales.items()}
-        left = {name: _array(values) & used[name] for name, values in judged.left.items()}
-        moved = judged.moved
+        left = {name: _array(values) & used[name] for name, values in judged.clipped.items()}
+        moved = judged.ratio
         streams = [tokens.logprobs, tokens.behaviour, moved.value, tokens.advantages, tokens.entropy]
         streams, apart, rl = [_array(stream) for stream in streams], _array(moved.difference), used["rl"]
         for number, member in enumerate(micro_batch.members):
@@ -137,7 +136,7 @@ def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[F
 
 def broken_weights(learner: Learner) -> list[str]:
     """Weights that are not finite, by name."""
-    return [name for name, master in learner.optimizer.masters.items() if not all_finite(master)]
+    return [name for name, master in learner.optimizer.masters.items() if not master.isfinite().all()]
 
 
 def verdict(findings: Sequence[Finding], weights: Sequence[str]) -> str:

@@ -60,8 +60,7 @@ class Environment(ABC):
         """The rows of a split. Called once; the order must not change between runs."""
 
     async def prepare(self, example: Row) -> Row:
-        """Whatever all episodes of a group must have in common and the row does not say. Called once per group, on a
-        copy of the row."""
+        """Add what all episodes of a group must have in common. Called once per group, on a copy of the row."""
         return example
 
     async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
@@ -191,8 +190,7 @@ class DatasetEnvironment(Environment, Generic[C]):
 
 
 HELD_OUT = 1 << 30
-"""Distance between the seeds of training and held-out rows. A generator makes row i from seed + i, so that neighbouring
-seeds would give nearly the same rows."""
+"""Distance between the seeds of training and held-out rows: row i is made from seed + i, so neighbours share rows."""
 
 
 def row_seeds(config: ReasoningGymConfig | TextArenaConfig, split: Split) -> range:

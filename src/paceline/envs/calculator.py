@@ -6,9 +6,7 @@ import math
 import operator
 import random
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -117,7 +115,7 @@ class Calculator(Environment):
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._style: Style = ToolStyle(config) if config.style == "tools" else TextStyle(config)
+        self._style = ToolStyle(config) if config.style == "tools" else TextStyle(config)
 
     def examples(self, split: Split) -> Sequence[Row]:
         count = self._config.train_examples if split == "train" else self._config.eval_examples
@@ -137,20 +135,20 @@ class Calculator(Environment):
             asked = self._style.calls(reply, example["expression"])
             if not asked or reply.truncated or not turns_left:
                 break
-            results = [work_out(call) for call in asked]
+            results = [work_out(expression) for expression, _ in asked]
             calls += len(results)
-            errors += sum(not result.good for result in results)
-            shown = shown or any(result.text == example["answer"] for result in results)
-            messages.extend(self._style.answer(results))
+            errors += sum(not is_number for _, is_number in results)
+            texts = [text for text, _ in results]
+            shown = shown or example["answer"] in texts
+            messages.extend(self._style.answer(asked, texts))
         said = "" if asked else reply.content.strip()
-        correct = answer_in(said) == Fraction(example["answer"])
-        reward = 1.0 if correct else self._consolation(said, example["answer"], shown)
+        inside = boxed(said)
+        correct = last_number(said if inside is None else inside) == Fraction(example["answer"])
+        # A wrong answer earns nothing, unless the run file says otherwise. Calls count by what they showed (paid for
+        # any call, a policy learns to have 5 worked out), digits only if they could be copied (else it guesses).
+        consolation = self._config.call_reward + self._config.partial_credit * in_place(said, example["answer"])
+        reward = 1.0 if correct else shown * consolation
         return Outcome.solo(reward, correct=float(correct), calls=float(calls), tool_errors=float(errors))
-
-    def _consolation(self, said: str, answer: str, shown: bool) -> float:
-        """Reward of a wrong answer: nothing, unless the run file says otherwise. Calls count by what they showed (paid
-        for any call, a policy learns to have 5 worked out), digits only if they could be copied (else it guesses)."""
-        return shown * (self._config.call_reward + self._config.partial_credit * in_place(said, answer))
 
     def _draw(self, rng: random.Random, split: Split) -> str:
         config = self._config
@@ -164,70 +162,29 @@ class Calculator(Environment):
         raise EnvError(f"environment `{config.name}`: there are too few questions of this kind, raise `max_operand`")
 
 
-def answer_in(said: str) -> Fraction | None:
-    """The number a reply gives: boxed, or else the last one."""
-    inside = boxed(said)
-    return last_number(said if inside is None else inside)
-
-
 # --- calls
 
-
-@dataclass(frozen=True, slots=True)
-class CalculatorCall:
-    """An expression the policy wants worked out. None if it did not say which."""
-
-    expression: str | None
-    id: str = ""
+Call = tuple[str | None, str]
+"""The expression the policy wants worked out, None if it did not say which; and the call's id."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalculatorResult:
-    """The calculator's answer to a call."""
-
-    call: CalculatorCall
-    text: str
-    good: bool
-
-
-def work_out(call: CalculatorCall) -> CalculatorResult:
-    """An error is an answer too: the policy can learn from it."""
+def work_out(expression: str | None) -> tuple[str, bool]:
+    """The calculator's answer, and whether it is a number. An error is an answer too: the policy can learn from it."""
     try:
-        if call.expression is None:
+        if expression is None:
             raise BadExpression("call it with an `expression`, as text")
-        return CalculatorResult(call, written(calculate(call.expression)), good=True)
+        return written(calculate(expression)), True
     except BadExpression as error:
-        return CalculatorResult(call, f"error: {error}", good=False)
+        return f"error: {error}", False
 
 
-class Style(ABC):
-    """How the calculator is offered, called and heard."""
-
-    tools: Sequence[dict[str, Any]] | None = None
-    question: str
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def ask(self, expression: str) -> Message:
-        text = self.question if self._config.question is None else self._config.question
-        return {"role": "user", "content": text.replace("{expression}", expression)}
-
-    @abstractmethod
-    def calls(self, reply: Reply, asked: str) -> list[CalculatorCall]:
-        """The calls in a reply to what was asked."""
-
-    @abstractmethod
-    def answer(self, results: Sequence[CalculatorResult]) -> list[Message]:
-        """The messages that tell of results."""
-
-
-class ToolStyle(Style):
-    """A tool in OpenAI's form, for models whose template knows tools."""
+class ToolStyle:
+    """How the calculator is offered, called and answered: as a tool in OpenAI's form, for models whose template knows
+    tools."""
 
     question = "What is {expression}? Work it out with the calculator, then answer with the number."
     name = "calculator"
-    tools = (
+    tools: Sequence[dict[str, Any]] | None = (
         {
             "type": "function",
             "function": {
@@ -242,33 +199,43 @@ class ToolStyle(Style):
         },
     )
 
-    def calls(self, reply: Reply, asked: str) -> list[CalculatorCall]:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def ask(self, expression: str) -> Message:
+        text = self.question if self._config.question is None else self._config.question
+        return {"role": "user", "content": text.replace("{expression}", expression)}
+
+    def calls(self, reply: Reply, asked: str) -> list[Call]:
+        """The calls in a reply to what was asked."""
+        return [(_expression(call["function"]["arguments"]), call.get("id", "")) for call in reply.tool_calls]
+
+    def answer(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
+        """The messages with the results of calls."""
         return [
-            CalculatorCall(_expression(call["function"]["arguments"]), call.get("id", "")) for call in reply.tool_calls
+            {"role": "tool", "tool_call_id": ident, "name": self.name, "content": text}
+            for (_, ident), text in zip(calls, texts, strict=True)
         ]
 
-    def answer(self, results: Sequence[CalculatorResult]) -> list[Message]:
-        return [{"role": "tool", "tool_call_id": r.call.id, "name": self.name, "content": r.text} for r in results]
 
-
-class TextStyle(Style):
+class TextStyle(ToolStyle):
     """A line that begins with the `call` mark is a call, and a message of the user is its result: for models that are
     too small for JSON. A call without a number is about the question itself: even a model that cannot yet copy an
     expression can make it, and so find out what a calculator is good for."""
 
+    tools = None
     question = (
         "What is {expression}? You have a calculator: a line such as `calc: 2*3` is answered with its result. "
         "When you know the answer, reply with the number alone."
     )
 
-    def calls(self, reply: Reply, asked: str) -> list[CalculatorCall]:
+    def calls(self, reply: Reply, asked: str) -> list[Call]:
         lines = map(str.strip, reply.text.splitlines())
         rests = [line.removeprefix(self._config.call).strip() for line in lines if line.startswith(self._config.call)]
-        return [CalculatorCall(rest if any(map(str.isdigit, rest)) else asked) for rest in rests]
+        return [(rest if any(map(str.isdigit, rest)) else asked, "") for rest in rests]
 
-    def answer(self, results: Sequence[CalculatorResult]) -> list[Message]:
-        text = "\n".join(result.text for result in results)
-        return [{"role": "user", "content": self._config.result.replace("{result}", text)}]
+    def answer(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
+        return [{"role": "user", "content": self._config.result.replace("{result}", "\n".join(texts))}]
 
 
 def _expression(arguments: str) -> str | None:

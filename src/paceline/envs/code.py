@@ -1,4 +1,4 @@
-"""Programs judged by hidden tests, in a sandbox."""
+"""Programs graded by hidden tests, in a sandbox."""
 
 import ast
 import re
@@ -12,9 +12,9 @@ from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 
-JUDGE = f"{Path(__file__).with_name('sandbox') / 'judge.py'}:judge"
+GRADER = f"{Path(__file__).with_name('sandbox') / 'grader.py'}:grade"
 GRACE = 15.0
-"""Seconds beyond its own deadline a judge may take, to start cells and to end them."""
+"""Seconds beyond its own deadline the grader may take, to start cells and to end them."""
 _PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLAIN_BLOCK = re.compile(r"```[ \t]*\r?\n(.*?)```", re.DOTALL)
 
@@ -46,16 +46,16 @@ class Code(DatasetEnvironment[Config]):
         limits = {"seconds": c.time_limit, **c.model_dump(include={"memory_mb", "file_mb", "processes"})}
         args = [solution_in(text), list(tests), entry_point, c.reward == "all", c.sandbox, limits]
         try:
-            verdict = await self._workers.call(JUDGE, args, c.time_limit + GRACE)
+            graded = await self._workers.call(GRADER, args, c.time_limit + GRACE)
         except WorkerFailed as failed:
             return Outcome.solo(0.0, solved=0.0, passed=0.0, **failure_metrics(failed))
-        if "no_jail" in verdict:
-            why = f"this machine allows no namespaces ({verdict['no_jail']})"
+        if "no_jail" in graded:
+            why = f"this machine allows no namespaces ({graded['no_jail']})"
             raise EnvError(f'environment `{c.name}`: {why}: set sandbox = "auto", or run where they are allowed')
-        passed = verdict["passed"] / len(tests)
-        solved = float(verdict["passed"] == len(tests))
+        passed = graded["passed"] / len(tests)
+        solved = float(graded["passed"] == len(tests))
         reward = solved if c.reward == "all" else passed
-        sandbox = float(verdict["jailed"])
+        sandbox = float(graded["jailed"])
         return Outcome.solo(reward, solved=solved, passed=passed, sandbox=sandbox, **failure_metrics(None))
 
     def _row(self, row: Row) -> Row:

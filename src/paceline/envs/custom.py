@@ -49,7 +49,14 @@ def _checked(turn: Any, where: str, last_token: int) -> Turn:
     for name, tokens in ids.items():
         if not tokens:
             raise EnvError(f"{where}: `{name}` is empty: a turn needs a prompt, and something the policy said")
-    _same_length(turn, len(ids["completion_ids"]), where)
+    sampled = len(ids["completion_ids"])
+    for name in SAMPLED:
+        stream = getattr(turn, name)
+        if stream is not None and len(stream) != sampled:
+            raise EnvError(
+                f"{where}: `{name}` has {len(stream)} entries, but `completion_ids` has {sampled}: "
+                "every sampled token needs its own"
+            )
     if turn.finish not in get_args(Finish):
         raise EnvError(f"{where}: `finish` is {turn.finish!r}: write " + " or ".join(map(repr, get_args(Finish))))
     if not isinstance(turn.temperature, int | float) or not 0 <= turn.temperature < math.inf:
@@ -61,16 +68,6 @@ def _checked(turn: Any, where: str, last_token: int) -> Turn:
         logprobs=_finite(turn.logprobs, f"{where}: `logprobs`"),
         log_z=None if turn.log_z is None else _finite(turn.log_z, f"{where}: `log_z`"),
     )
-
-
-def _same_length(turn: Turn, sampled: int, where: str) -> None:
-    for name in SAMPLED:
-        stream = getattr(turn, name)
-        if stream is not None and len(stream) != sampled:
-            raise EnvError(
-                f"{where}: `{name}` has {len(stream)} entries, but `completion_ids` has {sampled}: "
-                "every sampled token needs its own"
-            )
 
 
 def _whole(values: Sequence[Any], where: str, most: int) -> list[int]:
@@ -92,8 +89,7 @@ NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
 
 
 class FunctionEnvironment(DatasetEnvironment[Config]):
-    """`async def rollout(row, seat)` over the rows of a dataset. It answers with a reward, an `Outcome`, a `Rollout` it
-    made itself, or None to drop the episode."""
+    """`async def rollout(row, seat)` over a dataset; it returns a reward, an `Outcome`, a `Rollout` or None (drop)."""
 
     require = ()
     prompted = False

@@ -105,8 +105,7 @@ class _Call:
 
 
 class Threads:
-    """Runs calls in at most `limit` threads. Unlike `ThreadPoolExecutor` it replaces threads whose call was abandoned,
-    and the process can end while they hang."""
+    """A thread pool that, unlike `ThreadPoolExecutor`, replaces abandoned threads and lets the process end."""
 
     def __init__(self, limit: int = THREADS, stuck: int = STUCK) -> None:
         self._limit, self._most_stuck = limit, stuck
@@ -133,9 +132,9 @@ class Threads:
                     f"{self._stuck} calls of user code never came back: give the tools time limits of their own"
                 )
             self._waiting.append(call)
-            self._staff()
+            self._start_thread()
 
-    def _staff(self) -> None:
+    def _start_thread(self) -> None:
         """A thread for every waiting call, as far as the limit goes."""
         if len(self._waiting) <= self._idle or self._threads >= self._limit:
             self._changed.notify()
@@ -143,14 +142,12 @@ class Threads:
         try:
             threading.Thread(target=self._work, name="paceline user code", daemon=True).start()
             self._threads += 1
-        except RuntimeError as error:
-            self._understaffed(error)
-
-    def _understaffed(self, error: RuntimeError) -> None:
-        """The machine gives no more threads. If there are any, they will come to every call."""
-        while self._threads == 0 and self._waiting:
-            lost = EnvError(f"no thread can be started for user code: {error}")
-            self._waiting.popleft().deliver((None, lost))
+        except (
+            RuntimeError
+        ) as error:  # the machine gives no more threads; if there are any, they will come to every call
+            while self._threads == 0 and self._waiting:
+                lost = EnvError(f"no thread can be started for user code: {error}")
+                self._waiting.popleft().deliver((None, lost))
 
     def _work(self) -> None:
         while (call := self._next()) is not None:
@@ -181,7 +178,7 @@ class Threads:
                 self._stuck += 1
                 self._threads -= 1
                 if self._waiting:
-                    self._staff()
+                    self._start_thread()
 
 
 _THREADS = Threads()

@@ -72,7 +72,11 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
         )
 
     def _row(self, row: Row) -> Row:
-        return row | {"messages": conversation(row, self._config.system), "answer": _solution(row)}
+        """With the final answer of the dataset's worked solution."""
+        _, mark, answer = wanted(row)[0].rpartition(MARK)
+        if not mark or only_number(answer) is None:
+            raise BadRow(f"`answer` must end in `{MARK} 18`, with the row's own number")
+        return row | {"messages": conversation(row, self._config.system), "answer": answer.strip()}
 
 
 def final_number(text: str) -> Fraction | None:
@@ -85,14 +89,6 @@ def final_number(text: str) -> Fraction | None:
         return only_number(inside)
     _, mark, rest = text.rpartition(MARK)
     return only_number(rest.strip().partition("\n")[0]) if mark else None
-
-
-def _solution(row: Row) -> str:
-    """The final answer of the dataset's worked solution."""
-    _, mark, answer = wanted(row)[0].rpartition(MARK)
-    if not mark or only_number(answer) is None:
-        raise BadRow(f"`answer` must end in `{MARK} 18`, with the row's own number")
-    return answer.strip()
 
 
 CHECK = f"{Path(__file__).with_name('math_check.py')}:check"

@@ -10,7 +10,7 @@ from typing import Literal
 from paceline.config.env.tasks import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
 from paceline.envs.base import POLICY, DatasetEnvironment, Outcome, Split
-from paceline.envs.search.client import Found, LocalSearch, SearchClient, Searcher
+from paceline.envs.search.client import Found, LocalSearch, SearchClient
 from paceline.envs.search.index import QUESTIONS, open_index
 from paceline.rollout import Message, Seat
 
@@ -44,7 +44,7 @@ class Retrieval(DatasetEnvironment[Config]):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         advice = config.to_raise("search_timeout")
-        self._searcher: Searcher = (
+        self._searcher = (
             LocalSearch(open_index(config.corpus), config.top_k)
             if config.url is None
             else SearchClient(config.url, config.top_k, config.search_timeout, config.api_key_variable, advice)
@@ -70,14 +70,11 @@ class Retrieval(DatasetEnvironment[Config]):
                 break
             if move is not None and move.text:
                 searches += 1
-                messages += [reply.message, await self._results(move.text)]
+                found = shown(await self._searcher.search(move.text), self._config.max_result_chars)
+                messages += [reply.message, {"role": self._config.results_role, "content": found}]
             else:
                 messages += [reply.message, {"role": "user", "content": HINT}]
         return self._outcome(answer, example["answer"], searches, formed)
-
-    async def _results(self, query: str) -> Message:
-        found = await self._searcher.search(query)
-        return {"role": self._config.results_role, "content": shown(found, self._config.max_result_chars)}
 
     def _row(self, row: Row) -> Row:
         """A row with the conversation it begins with and an answer that can be compared."""

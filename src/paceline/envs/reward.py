@@ -171,7 +171,8 @@ def reward_functions(
     if not pairs:
         raise EnvError("the list of reward functions is empty: give at least one function")
     if unknown := sorted(weights.keys() - set(names)):
-        raise EnvError(f"reward_weights names `{unknown[0]}`, which is no reward function: there are {_listed(names)}")
+        known = ", ".join(f"`{name}`" for name in names)
+        raise EnvError(f"reward_weights names `{unknown[0]}`, which is no reward function: there are {known}")
     for name in names if len(names) > 1 else ():
         if names.count(name) > 1:
             raise EnvError(f"two reward functions are called `{name}`: give them as a dict, {{name: function}}")
@@ -182,7 +183,3 @@ def reward_functions(
 
 def _name(function: Callable[..., Any]) -> str:
     return name_of(function).rpartition(".")[2]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

@@ -34,9 +34,7 @@ class Game:
         with self._own_luck():
             self._env = textarena.make(name, **args)
             self._env.reset(num_players=players, seed=seed)
-        self._core = self._env
-        while isinstance(self._core, textarena.Wrapper):
-            self._core = self._core.env
+        self._core = _unwrapped(self._env)
 
     def look(self) -> tuple[int, str]:
         """Whose turn it is, and what the game showed them since their last one.
@@ -87,10 +85,14 @@ class Game:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Game":
         twin = copy.copy(self)
         twin._env = copy.deepcopy(self._env, memo)
-        twin._core = twin._env
-        while hasattr(type(twin._core), "is_wrapped_with"):
-            twin._core = twin._core.env
+        twin._core = _unwrapped(twin._env)
         return twin
+
+
+def _unwrapped(env: Any) -> Any:
+    while isinstance(env, _package().Wrapper):
+        env = env.env
+    return env
 
 
 def random_move(game: Game, told: list[str], luck: random.Random) -> str:
@@ -132,7 +134,7 @@ class TextArena(Environment):
         self._open(config.seed)  # a game that cannot be played is an error now, not in the first episode
         self._opponent: Callable[..., Any] | None = None
         if config.opponent == "self":
-            self.actors = tuple(_seat(i) for i in range(self._players)) if self._players > 1 else (POLICY,)
+            self.actors = tuple(f"player_{i}" for i in range(self._players)) if self._players > 1 else (POLICY,)
             return
         if self._players == 1:
             raise EnvError(f"textarena game `{config.game}` is for one player: leave `opponent` out")
@@ -145,9 +147,12 @@ class TextArena(Environment):
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         game = await run_user_code(self._open, example["seed"], timeout=STEP_SECONDS)
-        mine = self._seats(example["seat"])
+        against_itself = self._config.opponent == "self"
+        mine = dict(enumerate(self.actors)) if against_itself else {example["seat"]: POLICY}
         luck = random.Random(example["seed"])
-        told: dict[int, list[Message]] = {player: self._opening() for player in range(self._players)}
+        system = self._config.system_prompt
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        told = {player: list(opening) for player in range(self._players)}
         turns = 0
         while not game.over and turns < self._config.max_turns:
             player, text = game.look()
@@ -172,13 +177,6 @@ class TextArena(Environment):
         if self._config.opponent != "self":
             metrics["won"] = float(all(reward > 0 for reward in rewards.values()))
         return Outcome(rewards, metrics)
-
-    def _seats(self, seat: int) -> dict[int, str]:
-        """Which players the policy plays, and under which names."""
-        return {seat: POLICY} if self._config.opponent != "self" else dict(enumerate(self.actors))
-
-    def _opening(self) -> list[Message]:
-        return [{"role": "system", "content": self._config.system_prompt}] if self._config.system_prompt else []
 
     async def _choose(self, game: Game, told: Sequence[Message], luck: random.Random) -> str:
         """An opponent's move."""
@@ -209,7 +207,3 @@ class TextArena(Environment):
             raise EnvError(f"textarena game `{config.game}` with {self._players} players: {error}") from error
         except (TypeError, ValueError, LookupError, OSError, ImportError, SyntaxError) as error:
             raise EnvError(f"textarena game `{config.game}` cannot be opened: {error}") from error
-
-
-def _seat(player: int) -> str:
-    return f"player_{player}"

@@ -72,9 +72,9 @@ def register(vf: Any) -> str:
             timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # the episode has a deadline of its own
             # Nothing here leaves the machine: no certificates are read, no proxy is asked.
             async with httpx.AsyncClient(headers=headers, timeout=timeout, verify=False, trust_env=False) as client:
-                talk = _Talk(client, endpoint, ctx.model, tool_interception_url, secret)
+                chat = _ChatLoop(client, endpoint, ctx.model, tool_interception_url, secret)
                 try:
-                    await talk.converse(opening, specs)
+                    await chat.run(opening, specs)
                 except Refused as refusal:
                     # Whether a refusal is an error or how a task's own limit ends the episode, the package knows.
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=str(refusal))
@@ -87,14 +87,14 @@ def register(vf: Any) -> str:
     return HARNESS
 
 
-class _Talk:
+class _ChatLoop:
     """One conversation until a reply calls no tool."""
 
     def __init__(self, client: httpx.AsyncClient, endpoint: str, model: str, gate: str | None, secret: str) -> None:
         self._client, self._endpoint, self._model = client, endpoint, model
         self._gate, self._secret = gate, secret
 
-    async def converse(self, messages: list[dict[str, Any]], specs: dict[str, dict[str, Any]]) -> None:
+    async def run(self, messages: list[dict[str, Any]], specs: dict[str, dict[str, Any]]) -> None:
         from verifiers.v1.harnesses.utils.mcp import connect_mcp  # ty: ignore[import-not-found]
 
         async with AsyncExitStack() as stack:
@@ -182,11 +182,14 @@ class Verifiers(Environment):
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         await self._serve()
         task = self._tasks[example["split"]][example["index"]]
-        clients = {role: await self._client(seats[seat]) for role, seat in self._seats.items()}
+        # The variable that would hold a key: the address itself is the secret.
+        key = {"api_key_var": "PACELINE_NO_KEY"}
+        addresses = {role: await seats[seat].base_url() for role, seat in self._seats.items()}
+        clients = {role: self._vf.EvalClientConfig(base_url=url, **key) for role, url in addresses.items()}
         context = self._vf.ModelContext(model=POLICY, client=next(iter(clients.values())))
-        episode = await self._at(clients).run_episode(task, context)
+        episode = await self._with_clients(clients).run_episode(task, context)
         if not episode.ok:
-            raise EnvError(f"verifiers environment `{self._config.id}`: {_why(episode)}")
+            raise EnvError(f"verifiers environment `{self._config.id}`: {_episode_error(episode)}")
         for role, seat in self._seats.items():
             runs = [trace for trace in episode.traces if self._role(trace) == role]
             seats[seat].trained = any(trace.agent.trainable for trace in runs)
@@ -212,11 +215,7 @@ class Verifiers(Environment):
     def _role(self, trace: Any) -> str:
         return trace.agent.name or next(iter(self._seats))
 
-    async def _client(self, seat: Seat) -> Any:
-        # The variable that would hold a key: the address itself is the secret.
-        return self._vf.EvalClientConfig(base_url=await seat.base_url(), api_key_var="PACELINE_NO_KEY")
-
-    def _at(self, clients: Mapping[str, Any]) -> Any:
+    def _with_clients(self, clients: Mapping[str, Any]) -> Any:
         """The environment with this episode's addresses. A copy, because many episodes are played at once; without the
         shared interception server, because that keeps a client for every address it ever saw."""
         env = copy.copy(self._env)
@@ -249,14 +248,17 @@ class Verifiers(Environment):
             kind = self._vf.env_config_type(ident, self._config.env)
             agents = copy.deepcopy(self._config.agents)
             for role, declared in _roles(kind):
-                self._settle(agents.setdefault(role, {}), declared)
+                self._apply_defaults(agents.setdefault(role, {}), declared)
             raw = {"id": self._config.env, "taskset": {**args, "id": ident}, **agents}
             return self._vf.load_environment(self._vf.resolve_env_config(raw))
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # how the package refuses a setting
-            said = _first(error) if isinstance(error, ValidationError) else error
+            said: object = error
+            if isinstance(error, ValidationError):
+                problem = error.errors()[0]
+                said = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
             raise EnvError(f"verifiers environment `{self._config.id}` cannot be loaded: {said}") from error
 
-    def _settle(self, agent: dict[str, Any], declared: Any) -> None:
+    def _apply_defaults(self, agent: dict[str, Any], declared: Any) -> None:
         """Where neither the run file nor the environment's author chose, run here: no code, no remote sandbox. An
         author's choice of `null`, which only chats, is that of the same protocol: it need not install a program."""
         chosen = declared.harness
@@ -309,14 +311,9 @@ def _roles(config: Any) -> Iterable[tuple[str, Any]]:
     return [(name, value) for name, value in fields if type(value).__name__.endswith("AgentConfig")]
 
 
-def _why(episode: Any) -> str:
+def _episode_error(episode: Any) -> str:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without saying why"
-
-
-def _first(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
 
 
 def _importable(file: Path) -> str:

@@ -30,7 +30,10 @@ def main() -> None:
     if settings["memory_mb"] is not None:
         size = settings["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    die_with_parent()
+    if (
+        sys.platform == "linux"
+    ):  # the reading thread sees the pipe close, unless native code holds the interpreter's lock
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(requests, lines), daemon=True).start()
     while True:
@@ -38,13 +41,6 @@ def main() -> None:
         for answer in work(json.loads(line), settings["bytes"]):
             answers.write(answer + b"\n")
             answers.flush()
-
-
-def die_with_parent() -> None:
-    """The reading thread sees the pipe close, but not while native code holds the interpreter's lock; Linux always
-    does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def read(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:
@@ -55,8 +51,7 @@ def read(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:
 
 
 def work(request: dict[str, Any], most: int) -> Any:
-    """The lines that answer a request. Only what no process survives unharmed is let through: running out of memory
-    ends it, as do `sys.exit` and `os._exit`."""
+    """The lines that answer a request. Running out of memory ends the process, as do `sys.exit` and `os._exit`."""
     from paceline.util.importing import import_object  # the parent's path is known only now
 
     try:

@@ -22,7 +22,7 @@ from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Overloaded, RequestError
 from paceline.model import ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
-from paceline.trainer.preparing import score
+from paceline.trainer.batch import score
 from paceline.trainer.torch.forward import ForwardPass
 
 MOST_WAITING = 1 << 24

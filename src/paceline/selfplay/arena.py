@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from paceline.clients import NoEngineLeft
 from paceline.envs import JudgeFailed, Split
 from paceline.errors import EngineError, Mismatch, RequestError
-from paceline.rollout import Message, Reply, Seat, SessionMap
+from paceline.rollout import Message, Reply, SessionMap
 from paceline.selfplay.episode import Episode
 from paceline.selfplay.state import (
     Actor,
@@ -176,8 +176,8 @@ class Arena:
             trains = trained and not model
             free = not above and not model and name in table and not table[name].turns
             at = name if free else table.open(name, parent=parent, model=model)
-            _settle(table[at], self.actor(name), kind, trains)
-            seats[name] = at
+            seat, seats[name] = table[at], at
+            seat.kind, seat.trained, seat.max_tokens = kind, trains, self.actor(name).max_tokens
         return Seating(table, seats, kind, parent, trained, models)
 
     async def play(self, request: EpisodeRequest, seating: Seating) -> EpisodeResult:
@@ -194,7 +194,12 @@ class Arena:
         """An actor's reply to these messages. Without an actor it is a judge who answers, and is never trained;
         `model` then names a served adapter, the policy when left out."""
         if actor is None:
-            return await _judged(state.seating.judge(model), messages)
+            try:
+                return await state.seating.judge(model).chat(messages)
+            except (RequestError, NoEngineLeft, Mismatch):
+                raise  # asking again changes nothing
+            except EngineError as error:
+                raise JudgeFailed(f"the judge could not answer: {error}") from error
         seat = state.seating.seat(self.actor(actor).id)
         messages = list(messages)
         reply = await seat.chat(messages)
@@ -261,25 +266,12 @@ def _read(written: Sequence[Any]) -> EpisodeRequest:
     return EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
 
 
-def _settle(seat: Seat, actor: Actor, kind: str, trained: bool) -> None:
-    seat.kind, seat.trained, seat.max_tokens = kind, trained, actor.max_tokens
-
-
 def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
     if not name:
         raise ArenaError(f"{what} {value!r} has no name: give it one")
     if name in registry:
         raise ArenaError(f"{what} `{name}` is registered already: each needs a name of its own")
     registry[name] = value
-
-
-async def _judged(seat: Seat, messages: Sequence[Message]) -> Reply:
-    try:
-        return await seat.chat(messages)
-    except (RequestError, NoEngineLeft, Mismatch):
-        raise  # asking again changes nothing
-    except EngineError as error:
-        raise JudgeFailed(f"the judge could not answer: {error}") from error
 
 
 def _find(registry: Mapping[str, T], name: str, what: str, how: str) -> T:

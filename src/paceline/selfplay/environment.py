@@ -18,8 +18,7 @@ from paceline.util.user_code import user_code
 
 
 class ArenaEnvironment(Environment):
-    """Plays an arena's requests. All tries of a group play the same request; every actor who spoke in it, in it or in
-    what it spawned, gives a rollout."""
+    """Plays an arena's requests, one per group. Every actor who spoke, in it or in what it spawned, gives a rollout."""
 
     def __init__(self, arena: Arena, train_examples: int = 1024, league: League | None = None) -> None:
         self.arena, self.league = arena, league
@@ -43,7 +42,7 @@ class ArenaEnvironment(Environment):
         """Games of this version against those before it, for the ratings; none if nothing can be played now."""
         games = [] if self.league is None else self.league.meet(version)
         # Every seat of a request has its turn before the next request has: no opening is always the same player's.
-        sides = [(request, actor) for request in self._matches() for actor in self._cast(request)] if games else []
+        sides = [(request, actor) for request in self._matches() for actor in self._learners(request)] if games else []
         rows: list[Row] = []
         for number, (opponent, game) in enumerate(games if sides else ()):
             request, learner = sides[game % len(sides)]
@@ -59,7 +58,7 @@ class ArenaEnvironment(Environment):
 
     async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
         request: EpisodeRequest = example.get("request") or self.arena.draw(draw)
-        row, cast = example | {"request": request}, self._cast(request)
+        row, cast = example | {"request": request}, self._learners(request)
         # A single actor, or an episode that does not train, meets no past version.
         if self.league is None or not cast or not request.is_trainable:
             return row
@@ -86,7 +85,7 @@ class ArenaEnvironment(Environment):
         address = self.league.address(match.opponent)
         if address is None:
             return None
-        past = {actor: address for actor in self._cast(request) if actor != match.learner}
+        past = {actor: address for actor in self._learners(request) if actor != match.learner}
         request = replace(request, models={**request.models, **past})
         with self.league.playing(match.opponent):
             # Games for the ratings must not teach either.
@@ -96,7 +95,7 @@ class ArenaEnvironment(Environment):
         # It may all be over before the learner's first turn: a result, but nothing to train on.
         return outcome(result) if any(seat.turns and seat.trained for seat in table.values()) else None
 
-    def _cast(self, request: EpisodeRequest) -> Sequence[str]:
+    def _learners(self, request: EpisodeRequest) -> Sequence[str]:
         """Those in it whom the policy plays, in order, if there are two or more."""
         cast = self.arena.episode(request.episode_type).actors or self.actors
         mine = [actor for actor in cast if actor not in request.models]

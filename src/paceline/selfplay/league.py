@@ -10,40 +10,30 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paceline.config.env import LeagueConfig as Config
 from paceline.selfplay.payoff import Payoff
 from paceline.selfplay.state import EpisodeResult
 
-Rule = Literal["latest", "uniform", "hardest"]
 
-
-class Matchmaker:
-    """Draws opponents for the learner.
+def draw_opponent(c: Config, dice: random.Random, learner: str, past: Sequence[str], payoff: Payoff) -> str:
+    """An opponent for the learner: a pure function of its arguments, so that a resumed run draws what an unbroken one
+    would.
 
     `latest` always plays the newest version of itself; `uniform` any past version alike; `hardest` prefers those it
     loses to, with weight (1 - score)^2, as leagues do to keep old weaknesses from coming back (arXiv 1912.06680 and
     the StarCraft league after it). `mirror` of the games are against itself as it is now, whatever the rule.
     """
-
-    def __init__(self, rule: Rule = "hardest", mirror: float = 0.5) -> None:
-        if not 0 <= mirror <= 1:
-            raise ValueError(f"mirror = {mirror}: the share of games against itself lies between 0 and 1")
-        self._rule, self._mirror = rule, mirror
-
-    def draw(self, dice: random.Random, learner: str, past: Sequence[str], payoff: Payoff) -> str:
-        """An opponent: a pure function of the dice and of what is known, so a resumed run draws what an unbroken one
-        would."""
-        if not past or dice.random() < self._mirror:
-            return learner
-        if self._rule == "latest":
-            return past[-1]
-        if self._rule == "uniform":
-            return dice.choice(past)
-        scores = [payoff.score(learner, opponent) for opponent in past]
-        weights = [(1 - (0.5 if score is None else score)) ** 2 + 1e-3 for score in scores]
-        return dice.choices(past, weights)[0]
+    if not past or dice.random() < c.mirror:
+        return learner
+    if c.rule == "latest":
+        return past[-1]
+    if c.rule == "uniform":
+        return dice.choice(past)
+    scores = [payoff.score(learner, opponent) for opponent in past]
+    weights = [(1 - (0.5 if score is None else score)) ** 2 + 1e-3 for score in scores]
+    return dice.choices(past, weights)[0]
 
 
 POLICY = "policy"
@@ -70,7 +60,6 @@ class League:
 
     def __init__(self, config: Config, env: str) -> None:
         self._config, self._env = config, env
-        self._matchmaker = Matchmaker(config.rule, config.mirror)
         self._places: dict[int, int] = {}
         """Version to place, oldest first."""
         self._playing: Counter[str] = Counter()
@@ -115,7 +104,7 @@ class League:
         first one always stays, so that there is something to measure progress against. One that must go finishes its
         games and is met no more; until they are over the newcomer's place waits for a later version.
         """
-        self._hear(version)
+        self._enter_training_games(version)
         newest = next(reversed(self._places), None)
         if newest is not None and version // self._config.every <= newest // self._config.every:
             return None
@@ -139,7 +128,7 @@ class League:
         """Remove versions if the league has become smaller than at the checkpoint; returns their names."""
         left = []
         while len(self._places) > self.size:
-            left.append(least_missed(self.versions))
+            left.append(version_to_evict(self.versions))
             del self._places[left[-1]]
         if left:
             self._places = {version: place for place, version in enumerate(self._places)}
@@ -148,7 +137,7 @@ class League:
     def _free_place(self, newcomer: int) -> int | None:
         if len(self._places) < self.size:
             return min(set(range(self.size)) - set(self._places.values()))
-        self._leaving = least_missed([*self._places, newcomer])
+        self._leaving = version_to_evict([*self._places, newcomer])
         if self._playing[name_of(self._leaving)]:
             return None
         place, self._leaving = self._places.pop(self._leaving), None
@@ -162,7 +151,7 @@ class League:
         self._news = [news for news in self._news if news[0] != number]
         there = [v for v in self._places if v not in (self._arriving, self._leaving)]
         learner = dice.choice(actors)
-        opponent = self._matchmaker.draw(dice, POLICY, [name_of(version) for version in there], self._form)
+        opponent = draw_opponent(self._config, dice, POLICY, [name_of(version) for version in there], self._form)
         return None if opponent == POLICY else Match(learner, opponent, number)
 
     def meet(self, version: int) -> list[tuple[str, int]]:
@@ -192,7 +181,7 @@ class League:
         entered, self._rated = len(self._rated), []
         return entered
 
-    def _hear(self, version: int) -> None:
+    def _enter_training_games(self, version: int) -> None:
         if version == self._version:
             return  # published once more, by a run that was resumed
         for _, opponent, taken in sorted(self._news):
@@ -220,7 +209,7 @@ class League:
         self.payoff.load(state["payoff"])
 
 
-def least_missed(versions: Sequence[int]) -> int:
+def version_to_evict(versions: Sequence[int]) -> int:
     """The version whose neighbours are closest to one another, of all but the first and the last."""
     gaps = {at: after - before for before, at, after in zip(versions, versions[1:], versions[2:], strict=False)}
     return min(gaps, key=lambda version: (gaps[version], version))

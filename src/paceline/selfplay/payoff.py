@@ -27,15 +27,6 @@ class Rating:
     high: float
     games: float
 
-    def beats(self, other: "Rating") -> float:
-        """The score to expect of a game.
-
-        >>> a, b = Rating("a", 200, 0, 0, 1), Rating("b", 0, 0, 0, 1)
-        >>> round(a.beats(b), 2)
-        0.76
-        """
-        return float(1 / (1 + 10 ** ((other.points - self.points) / 400)))
-
 
 def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
     """Ratings from `scores[i, j]`: the points i took from j, a draw being half a point for each.
@@ -164,14 +155,11 @@ def draw_league(payoff: Payoff, path: Path, title: str) -> None:
     left.set_ylim(len(names) - 0.5, -0.5)
     left.set_xlabel("Elo points, 95% interval")
     left.spines[["top", "right"]].set_visible(False)
-    scores = [[payoff.score(a, b) if a != b else None for b in names] for a in names]
-    shades = [[float("nan") if score is None else score for score in line] for line in scores]
-    right.imshow(shades, cmap="RdBu", vmin=0, vmax=1)
-    for row, line in enumerate(scores):
-        for column, score in enumerate(line):
-            if score is not None:
-                strong = abs(score - 0.5) > 0.35
-                right.text(column, row, f"{score:.2f}", ha="center", va="center", color="white" if strong else _INK)
+    scores = np.array([[payoff.score(a, b) if a != b else None for b in names] for a in names], np.float64)
+    right.imshow(scores, cmap="RdBu", vmin=0, vmax=1)
+    for row, column in np.argwhere(~np.isnan(scores)):
+        ink = "white" if abs(scores[row, column] - 0.5) > 0.35 else _INK
+        right.text(column, row, f"{scores[row, column]:.2f}", ha="center", va="center", color=ink)
     right.set_xticks(rows, names)
     right.set_yticks(rows, names)
     right.set_title("row's mean points against column", fontsize=9, color=_INK)

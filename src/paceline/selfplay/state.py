@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.envs import EnvError
@@ -103,11 +103,9 @@ class EpisodeResult:
     children: list["EpisodeResult"] = field(default_factory=list)
 
     def followed_by(self, later: "EpisodeResult") -> "EpisodeResult":
-        """This episode and its continuation as one: it went on in the same seats, so its rewards add up to one return,
-        and every part of it is credited alike."""
-        return EpisodeResult(
-            request=self.request,
-            seats=self.seats,
+        """This episode and its continuation in the same seats as one, whose rewards add up and credit every part."""
+        return replace(
+            self,
             rewards={actor: reward + later.rewards[actor] for actor, reward in self.rewards.items()},
             metrics=self.metrics | later.metrics,
             steps=[*self.steps, *later.steps],
@@ -120,24 +118,19 @@ class EpisodeResult:
         return [self, *(below for child in self.children for below in child.tree())]
 
 
+@dataclass(slots=True)
 class Seating:
     """Maps actors to seats while an episode and its continuations are played."""
 
-    def __init__(
-        self,
-        table: SessionMap,
-        seats: Mapping[str, str],
-        kind: str,
-        parent: str,
-        trained: bool,
-        models: Mapping[str, str],
-    ) -> None:
-        self.table, self.seats = table, dict(seats)
-        self.kind, self.parent, self.trained = kind, parent, trained
-        self.models = models
-        """Actors who are not played by the policy, here and in every episode below."""
-        self._home = ""
-        self._judges: dict[str, str] = {}
+    table: SessionMap
+    seats: dict[str, str]
+    kind: str
+    parent: str
+    trained: bool
+    models: Mapping[str, str]
+    """Actors who are not played by the policy, here and in every episode below."""
+    _home: str = ""
+    _judges: dict[str, str] = field(default_factory=dict)
 
     def seat(self, actor: str) -> Seat:
         if actor not in self.seats:

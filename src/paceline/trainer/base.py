@@ -1,7 +1,4 @@
-"""The `Trainer` protocol, its step report and its errors.
-
-Measures this process's peak memory, to compare it with the planner's estimate.
-"""
+"""The `Trainer` protocol, its step report and its errors."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +11,6 @@ from paceline.errors import PacelineError
 from paceline.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 
@@ -32,15 +28,13 @@ class StepReport:
 
     metrics: dict[str, float]
     skipped: bool = False
-    """A gradient was not finite, or a spike: its optimizer step was left out, and the metrics are of the batch's other
-    steps, if it had any."""
+    """A gradient was not finite, or a spike: its step was left out, and the metrics are of the batch's other steps."""
     trouble: str = ""
     """What was wrong, as a sentence for the user; empty when nothing was."""
     roll_back: bool = False
     """The run file asks for the last good checkpoint after such a step: load it before anything is published."""
     memory: float = 0.0
-    """Bytes of the trainer's process at their highest so far (`peak_bytes`); of the first rank, where there are
-    several."""
+    """Peak bytes of the trainer's process so far (`Learner.peak_bytes`); of the first rank, if there are several."""
 
 
 class Trainer(Protocol):
@@ -74,17 +68,8 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
-def peak_bytes(device: "torch.device") -> float:
-    """On a GPU, the most that torch has held there at once; on a CPU, the most of the process that was in memory."""
-    if device.type == "cuda":
-        import torch
-
-        return float(torch.cuda.max_memory_allocated(device))
-    return process_bytes()
-
-
 def process_bytes() -> float:
-    """The most of this process that was in memory at once."""
+    """The most of this process that was in memory at once, to compare with the planner's estimate."""
     try:
         import resource
     except ImportError:  # Windows does not count

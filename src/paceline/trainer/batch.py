@@ -8,8 +8,8 @@ The tokens of a micro-batch that train, and how far each has moved.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO
 from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay, pack
 from paceline.data.balance import Bins, held
-from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, take, where
+from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, where
 from paceline.weights.update import Array
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2,
 def packed(
     samples: Sequence[Sample], scales: Mapping[int, Scales], bins: Bins, prox: Mapping[int, NDArray]
 ) -> list[MicroBatch]:
-    """A rank's micro-batches as all have agreed on them; where it has nothing, a blank one. Nothing is dropped, and
-    every rank runs equally many."""
+    """A rank's micro-batches as all have agreed on them, blank where it has nothing: every rank runs equally many."""
     return [lay(sorted(members), samples, scales, prox) if members else BLANK_PACK for members in bins]
 
 
@@ -42,13 +41,28 @@ BUDGET = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class ValueTargets:
+    """The critic's targets in one sample: each sampled token's value at the batch's start, and its return."""
+
+    sample: Sample
+    values: NDArray
+    returns: NDArray
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """All samples in an order that is the same on every rank, and how they are cut."""
+    """All samples in an order that is the same on every rank, how they are cut, and what the steps aim at, which is
+    filled in for this rank's own samples."""
 
     samples: list[Sample]
     cuts: list[Cut]
     """For each optimizer step every rank's micro-batches."""
     rank: int
+    prox: Mapping[int, NDArray] = field(default_factory=dict)
+    """Log probabilities at the batch's start, where a step later than the first needs them, by sample."""
+    value_targets: Mapping[int, ValueTargets] = field(default_factory=dict)
+    valued: frozenset[int] = frozenset()
+    """All samples the critic learns from, on whichever rank."""
 
     @classmethod
     def alone(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
@@ -68,6 +82,21 @@ def scales_of(
     place = {index: at for at, index in enumerate(members)}
     step = [samples[i] for i in members]
     return dict(zip(own, fold(step, c.normalise, c.fixed_length, own=[place[i] for i in own]), strict=True))
+
+
+def score(forward: Any, samples: Sequence[Sample], bins: Bins) -> dict[int, NDArray]:
+    """Log probabilities of the sampled tokens of each sample in `bins` at their temperatures, in float32; 0.0
+    elsewhere. An empty bin is a pass too: other ranks may wait for it."""
+    scores: dict[int, NDArray] = {}
+    own = held(bins)
+    scales = dict(zip(own, fold([samples[i] for i in own]), strict=True))
+    for micro_batch in packed(samples, scales, bins, {}):
+        stream = np.zeros(len(micro_batch), np.float32)
+        stream[micro_batch.loss_mask] = forward.scores(micro_batch)
+        if micro_batch is not BLANK_PACK:
+            parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
+            scores |= zip(micro_batch.members, parts, strict=True)
+    return scores
 
 
 def cost_of(model: "PreTrainedConfig") -> Cost:
@@ -157,11 +186,6 @@ class TrainedTokens:
             segment_sums(where(self.rl, x, 0.0), self.segments, len(self.names)) for x in (values, ones_like(values))
         )
         return sums, clip(counts, low=1.0)
-
-    def sequence_mean(self, values: Array) -> Array:
-        """Each token's sequence's mean over its rl tokens."""
-        sums, counts = self.per_sequence(values)
-        return take(sums / counts, self.segments)
 
     def _or_policy(self, stream: Array) -> Array:
         return where(isnan(stream), stop(self.logprobs), stream)

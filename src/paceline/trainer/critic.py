@@ -1,11 +1,7 @@
-"""The critic: a value model that turns rewards into advantages, and learns from its errors.
-
-A subclass chooses the library that computes the values.
-"""
+"""The critic: a value model that turns rewards into advantages. A subclass chooses the library."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, fold, pack
-from paceline.trainer.batch import BLANK, BUDGET
+from paceline.trainer.batch import BLANK, BUDGET, ValueTargets
 from paceline.trainer.ops import clip, maximum, square
 from paceline.weights.update import Array
 
@@ -29,7 +25,7 @@ def cut(sample: Sample, limit: int) -> Sample:
     return short.with_streams(rewards=rewards)
 
 
-def per_action(sample: Sample) -> NDArray:
+def action_rewards(sample: Sample) -> NDArray:
     """Each sampled token's reward: the rewards from it up to the next one, so that none on a tool's answer is lost.
 
     A sample cut off at its length earns what its rewards say and nothing beyond: running out of room is an outcome.
@@ -55,16 +51,6 @@ def gae(rewards: NDArray, values: NDArray, gamma: float, lam: float) -> NDArray:
     return advantages
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """The critic's targets in one sample: per token, its value at the batch's start and the return it should have
-    given. Only sampled tokens count."""
-
-    sample: Sample
-    values: NDArray
-    returns: NDArray
-
-
 class Critic(ABC):
     """Values, advantages and the value model's own optimizer. The model is made when first needed."""
 
@@ -72,8 +58,8 @@ class Critic(ABC):
         assert c.critic is not None
         self._trainer, self._config, self._total = c, c.critic, total_steps
         self._budget = BUDGET if c.micro_batch_tokens == "auto" else c.micro_batch_tokens
+        self._model: Any = None
         self._optimizer: Any = None
-        """Comes with the model."""
         self.batches = 0
 
     @property
@@ -81,43 +67,51 @@ class Critic(ABC):
         """The policy is held while the critic learns what it is worth."""
         return self.batches < self._config.freeze_steps
 
-    def pupils(self, samples: Sequence[Sample]) -> list[int]:
+    def lacking_advantages(self, samples: Sequence[Sample]) -> list[int]:
         """Samples that bring rewards instead of advantages."""
         return [i for i, s in enumerate(samples) if s.advantages is None and s.rewards is not None and s.rl.any()]
 
     def credit(
         self, samples: Sequence[Sample], own: Sequence[int]
-    ) -> tuple[list[Sample], dict[int, Lesson], dict[str, float]]:
-        """Advantages for those of a batch that are this rank's and bring rewards instead, the lessons in them by index,
+    ) -> tuple[list[Sample], dict[int, ValueTargets], dict[str, float]]:
+        """Advantages for those of a batch that are this rank's and bring rewards instead, its own targets by index,
         and metrics of all ranks; none where no sample brings rewards."""
-        pupils = set(self.pupils(samples))
-        if not pupils:
+        lacking = set(self.lacking_advantages(samples))
+        if not lacking:
             return list(samples), {}, {}
-        chosen = [i for i in own if i in pupils]
+        chosen = [i for i in own if i in lacking]
         self.make()
         wanted = [samples[i] for i in chosen]
-        lessons = [self._lesson(s, v) for s, v in zip(wanted, self.values(wanted), strict=True)]
-        advantages = [lesson.returns - lesson.values for lesson in lessons]
-        metrics = self._explained(lessons)
+        targets = [self._targets_of(s, v) for s, v in zip(wanted, self.values(wanted), strict=True)]
+        advantages = [one.returns - one.values for one in targets]
+        metrics = self._explained(targets)
         if self._config.whiten:
             advantages = self._whitened(wanted, advantages)
         out = list(samples)
         for i, stream in zip(chosen, advantages, strict=True):
             out[i] = samples[i].with_streams(advantages=stream)
-        return out, dict(zip(chosen, lessons, strict=True)), metrics
+        return out, dict(zip(chosen, targets, strict=True)), metrics
 
-    def update(self, lessons: Sequence[Lesson], scales: Sequence[Scales]) -> dict[str, float]:
-        """One optimizer step, on these lessons and those of the other ranks; a rank without any runs a blank. No step
-        where the gradient is not finite."""
+    def update(self, targets: Sequence[ValueTargets], scales: Sequence[Scales]) -> dict[str, float]:
+        """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs BLANK."""
         optimizer = self._optimizer
-        if not lessons:
-            lessons, scales = [Lesson(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])
-        packs = pack([lesson.sample for lesson in lessons], scales, self._budget)
-        loss, norm = self._gradient(packs, lessons)
-        while not np.isfinite(norm) and optimizer.retreat(bool(np.isfinite(loss))):
-            loss, norm = self._gradient(packs, lessons)
+        if not targets:
+            targets, scales = [ValueTargets(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])
+        packs = pack([one.sample for one in targets], scales, self._budget)
+        loss, norm = self._gradient(packs, targets)
+        while not np.isfinite(norm) and optimizer.lower_scale(bool(np.isfinite(loss))):
+            loss, norm = self._gradient(packs, targets)
         optimizer.step() if np.isfinite([loss, norm]).all() else optimizer.zero()
         return {"critic/loss": loss, "critic/grad_norm": norm}
+
+    def _gradient(self, packs: Sequence[MicroBatch], targets: Sequence[ValueTargets]) -> tuple[float, float]:
+        """All ranks' gradient, clipped: the loss, and the norm it had."""
+        self._model.train()
+        try:
+            losses = [self._backward(micro_batch, *self._targets(micro_batch, targets)) for micro_batch in packs]
+        finally:
+            self._model.eval()
+        return self._clip(losses)
 
     def values(self, samples: Sequence[Sample]) -> list[NDArray]:
         """Of the sampled tokens, each of the moment before it was chosen; 0.0 elsewhere."""
@@ -160,15 +154,19 @@ class Critic(ABC):
 
     @abstractmethod
     def _build(self, c: config.OptimizerConfig) -> Any:
-        """Make the value model; answers with its optimizer."""
+        """Make the value model, `_model`; answers with its optimizer."""
 
     @abstractmethod
     def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
         """Values of choosing at `places`, without a gradient."""
 
     @abstractmethod
-    def _gradient(self, packs: Sequence[MicroBatch], lessons: Sequence[Lesson]) -> tuple[float, float]:
-        """All ranks' gradient, clipped: the loss, and the norm it had."""
+    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> Any:
+        """Add the gradient of the value loss at `places`; answers with the loss."""
+
+    @abstractmethod
+    def _clip(self, losses: list[Any]) -> tuple[float, float]:
+        """Sum losses and gradient over the ranks and clip it; answers with the loss and the norm it had."""
 
     def _summed(self, numbers: Sequence[float]) -> list[float]:
         """Each of them over the ranks."""
@@ -176,24 +174,24 @@ class Critic(ABC):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _lesson(self, sample: Sample, values: NDArray) -> Lesson:
+    def _targets_of(self, sample: Sample, values: NDArray) -> ValueTargets:
         mask, returns = sample.loss_mask, np.zeros(len(sample))
-        advantages = gae(per_action(sample), values[mask], self._config.gamma, self._config.lam)
+        advantages = gae(action_rewards(sample), values[mask], self._config.gamma, self._config.lam)
         returns[mask] = advantages + values[mask]
-        return Lesson(sample, values, returns)
+        return ValueTargets(sample, values, returns)
 
-    def _targets(self, micro_batch: MicroBatch, lessons: Sequence[Lesson]) -> list[NDArray]:
-        """Places of a micro-batch that teach, and of each its value at the batch's start, its return and its scale."""
+    def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> list[NDArray]:
+        """Places of a micro-batch that train, and of each its value at the batch's start, its return and its scale."""
         places = micro_batch.policy_scale.nonzero()[0]
-        own = [lessons[i] for i in micro_batch.members]
+        own = [targets[i] for i in micro_batch.members]
         old, returns = _joined(x.values for x in own), _joined(x.returns for x in own)
         scales = micro_batch.policy_scale
         return [places, *(stream[places].astype(np.float32) for stream in (old, returns, scales))]
 
-    def _explained(self, lessons: Sequence[Lesson]) -> dict[str, float]:
+    def _explained(self, targets: Sequence[ValueTargets]) -> dict[str, float]:
         """How much of the returns' variance the values foresaw: 1 is all, 0 no better than a constant."""
-        returns = _joined(x.returns[x.sample.loss_mask] for x in lessons)
-        values = _joined(x.values[x.sample.loss_mask] for x in lessons)
+        returns = _joined(x.returns[x.sample.loss_mask] for x in targets)
+        values = _joined(x.values[x.sample.loss_mask] for x in targets)
         mean, spread = self._moments(returns)
         _, left = self._moments(returns - values)
         value, _ = self._moments(values)

@@ -1,13 +1,13 @@
 """Trains one batch: gather it on every rank, prepare it once, then take K optimizer steps.
 
-together -> cut -> prepare -> minibatch by minibatch:
+together -> cut -> credit -> score -> minibatch by minibatch:
 scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step, or leave a bad step out
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -16,31 +16,23 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, count, fold, lay
-from paceline.data.balance import everyone, held
-from paceline.trainer.batch import BLANK_PACK, Batch, TrainedTokens, packed, scales_of
+from paceline.data.balance import everyone, held, only
+from paceline.trainer.base import TrainerError, process_bytes
+from paceline.trainer.batch import BLANK_PACK, BUDGET, Batch, TrainedTokens, packed, scales_of, score
 from paceline.trainer.checkpoint import under
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.optimizer import MasterOptimizer
-from paceline.trainer.preparing import Preparation, Prepared
-from paceline.trainer.stepping import Norms, StepOutcome, Stream
+from paceline.trainer.reference import KLReference, shaped
+from paceline.trainer.stepping import GradientNorms, StepOutcome, Stream
 from paceline.weights.update import Array, Canary
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The outcome of a batch."""
-
-    outcomes: list[StepOutcome]
-    report: dict[str, float] = field(default_factory=dict)
-    """The critic's metrics of the batch."""
-    lessons: list[dict[str, float]] = field(default_factory=list)
-    """Its metrics of each of its own steps."""
 
 
 class Learner(ABC):
     """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks.
     A subclass chooses the library that computes."""
+
+    rank = 0
 
     def __init__(
         self,
@@ -48,37 +40,37 @@ class Learner(ABC):
         model: Any,
         forward: Any,
         optimizer: MasterOptimizer,
-        reference: Any | None,
+        reference: KLReference | None,
         critic: Critic | None,
         summed: Callable[[float], float] = float,
     ) -> None:
         """`summed` adds a number up over the ranks."""
         self._config, self._net, self.forward, self.optimizer = c, model, forward, optimizer
         self._reference, self._critic = reference, critic
-        self._preparation = Preparation(c, forward, reference, critic)
         self._loss = Loss(c)
-        self._norms = Norms(c.spike, summed)
+        self._norms = GradientNorms(c.spike, summed)
         self._stream: Stream | None = None
         self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
         """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
-        """Samples of a batch that is still being gathered: what micro-batches they fill run now. `learn` then gets only
-        the others."""
+        """Run the micro-batches that samples of an unfinished batch fill. `learn` then gets only the other samples."""
         self._stream = self._stream or Stream(self._config, self.optimizer)
-        if not samples:
-            return
-        work = self._alone(samples)
-        self._run_fed(self._stream, self._stream.add(work.batch.samples, self._budget), version)
+        if samples:
+            samples = self._prepare_alone(samples).samples
+            self._run_fed(self._stream, self._stream.add(samples, self._budget), version)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
         """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
         out, if one was. What was fed before belongs to it."""
-        rate = self.optimizer.lr
-        taken = self._steps(samples, version)
+        rate, report, critic_steps = self.optimizer.lr, {}, []
+        if self._stream is None:
+            steps, report, critic_steps = self._learn_whole(samples, version)
+        else:
+            self.feed(samples, version)
+            steps = [self._finish_fed(version)]
         if self._reference is not None:
             self._reference.follow(version + 1, self.optimizer)
-        steps, report = taken.outcomes, dict(taken.report)
         if steps:
             good = [step for step in steps if not step.trouble] or steps  # one NaN would spread to all
             report |= metrics(np.sum([step.sums for step in good], axis=0), len(good))
@@ -86,15 +78,15 @@ class Learner(ABC):
             report["micro_batches"] = float(sum(step.micro_batches for step in good))
             report["lr"] = rate
         troubles = [step.trouble for step in steps if step.trouble]
-        if not all(np.isfinite(list(one.values())).all() for one in taken.lessons):
+        if not all(np.isfinite(list(one.values())).all() for one in critic_steps):
             troubles.append("the critic's loss or gradient was not finite")
         return report, troubles[0] if troubles else ""
 
     def alone(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Each sample in a micro-batch of its own, with its share of the whole batch's normalisers."""
-        work = self._alone(samples)
-        scales = dict(enumerate(fold(work.batch.samples, self._config.normalise, self._config.fixed_length)))
-        return [lay([i], work.batch.samples, scales, work.prox) for i in scales]
+        batch = self._prepare_alone(samples)
+        scales = dict(enumerate(fold(batch.samples, self._config.normalise, self._config.fixed_length)))
+        return [lay([i], batch.samples, scales, batch.prox) for i in scales]
 
     # -- what a library does ------------------------------------------------------------------------------------------
 
@@ -107,33 +99,30 @@ class Learner(ABC):
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
 
     @abstractmethod
-    def _clip(self) -> Any:
-        """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
+    def canary(self) -> Canary:
+        """Log probabilities of a few fixed tokens under the current weights."""
 
     @abstractmethod
     def _over_ranks(self, values: Array | NDArray) -> NDArray:
         """Summed, as float64 numbers of the host."""
 
+    def _clip(self) -> Any:
+        """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
+        return self.optimizer.clip()
+
     @property
-    @abstractmethod
     def _budget(self) -> int:
         """Tokens of a micro-batch."""
+        given = self._config.micro_batch_tokens
+        return BUDGET if given == "auto" else given
 
-    @abstractmethod
     def _together(self, samples: Sequence[Sample]) -> Batch:
         """All ranks' samples, and the same cut of them on every rank."""
+        return Batch.alone(samples, self._config, self._budget)
 
-    @abstractmethod
-    def canary(self) -> Canary:
-        """Log probabilities of a few fixed tokens under the current weights."""
-
-    @abstractmethod
     def peak_bytes(self) -> float:
         """The most memory this process has needed so far."""
-
-    @property
-    def rank(self) -> int:
-        return 0
+        return process_bytes()
 
     def total(self, value: float) -> float:
         """A number, summed over the ranks."""
@@ -167,32 +156,79 @@ class Learner(ABC):
         if self._critic is not None:
             self._critic.load(under("critic/", tensors), state.get("critic", {}))
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- preparing a batch ------------------------------------------------------------------------------------------
 
-    def _alone(self, samples: Sequence[Sample]) -> Prepared:
+    def _prepare_alone(self, samples: Sequence[Sample]) -> Batch:
         """Samples that no other rank needs to know of."""
-        batch = Batch.alone(samples, self._config, self._budget)
-        return self._preparation.scored(self._preparation.credit(batch)[0])
+        return self._scored(self._credited(Batch.alone(samples, self._config, self._budget))[0])
 
-    def _steps(self, samples: Sequence[Sample], version: int) -> Steps:
-        """Train what is left of a batch: all of it, or what was not fed before."""
-        if self._stream is None:
-            return self._whole(samples, version)
-        self.feed(samples, version)
-        return Steps([self._finish(version)])
+    def _credited(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Advantages for all, or a sentence on the sample that lacks them; and what the critic reports of the batch."""
+        for sample in batch.samples:
+            self._check(sample)
+        if self._critic is None:
+            return batch, {}
+        samples, targets, report = self._critic.credit(batch.samples, batch.own)
+        valued = frozenset(self._critic.lacking_advantages(batch.samples))
+        return replace(batch, samples=samples, value_targets=targets, valued=valued), report
 
-    def _finish(self, version: int) -> StepOutcome:
+    def _check(self, sample: Sample) -> None:
+        pulled = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
+        if pulled and sample.ref_logprobs is None:
+            raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `ref_logprobs`")
+        if sample.advantages is not None or not sample.rl.any():
+            return
+        if sample.rewards is None:
+            raise TrainerError(f"{sample.where}: tokens train with rl but carry neither advantages nor rewards")
+        if self._critic is None:
+            raise TrainerError(
+                f"{sample.where}: carries rewards and no advantages, which needs a critic to turn one into the "
+                "other: write [trainer.critic] in the run file"
+            )
+
+    def _scored(self, batch: Batch) -> Batch:
+        """With what the settings ask for: log probabilities at the batch's start, the reference's, and its pull. Which
+        samples need them is decided over all ranks, so that all run their passes or none does."""
+        kl, samples = self._config.kl, list(batch.samples)
+        shaping = kl is not None and kl.how == "advantage"
+
+        def scores(chosen: set[int]) -> dict[int, NDArray]:
+            """This rank's part of a pass over some samples of all ranks."""
+            return score(self.forward, batch.samples, only(batch.cuts, chosen)[batch.rank])
+
+        started: set[int] = set()
+        if self._config.proximal is not None:
+            # The first step needs none: it is taken from the batch's start itself.
+            later = batch.cuts[0 if shaping else 1 :]
+            started = {i for cut in later for i in everyone(cut) if samples[i].rl.any()}
+        prox = scores(started)
+        lacking = {i for i, s in enumerate(samples) if s.base_logprobs is None and s.rl.any()}
+        if self._reference is not None and lacking:
+            with self._reference.in_place():
+                base = scores(lacking)
+            for i, stream in base.items():
+                samples[i] = samples[i].with_streams(base_logprobs=stream)
+        if shaping and kl is not None:
+            unscored = {i for i, s in enumerate(samples) if s.logprobs is None and i not in started}
+            given = {i: stream for i in batch.own if (stream := samples[i].logprobs) is not None}
+            for i, policy in (given | scores(unscored) | prox).items():
+                samples[i] = shaped(samples[i], policy, kl)
+        return replace(batch, samples=samples, prox=prox)
+
+    # -- optimizer steps --------------------------------------------------------------------------------------------
+
+    def _finish_fed(self, version: int) -> StepOutcome:
         """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
         assert self._stream is not None
         stream, self._stream = self._stream, None
-        self._run_fed(stream, stream.rest(self._budget), version)
+        self._run_fed(stream, stream.add([], self._budget, last=True), version)
         counts = count(stream.samples)
         totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
         outcome = self._outcome(stream.sums, stream.finish(totals))
         if outcome.finite:
-            return self._taken(outcome, bool(totals.any()))
+            return self._take_step(outcome, bool(totals.any()))
         self.optimizer.zero()
-        again = self._step(Prepared(self._together(stream.samples), {}, {}), 0, version)
+        again = self._step(self._together(stream.samples), 0, version)
         assert again is not None  # what is fed has one step
         return again
 
@@ -201,36 +237,38 @@ class Learner(ABC):
         with self._training():
             stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
 
-    def _whole(self, samples: Sequence[Sample], version: int) -> Steps:
-        """K steps on a whole batch: how they went, and what the critic reports of the batch and of each step."""
-        work, report = self._preparation.credit(self._together(samples))
-        critic = self._critic if work.taught else None
+    def _learn_whole(
+        self, samples: Sequence[Sample], version: int
+    ) -> tuple[list[StepOutcome], dict[str, float], list[dict[str, float]]]:
+        """K steps on a whole batch: how they went, and the critic's metrics of the batch and of each of its steps."""
+        batch, report = self._credited(self._together(samples))
+        critic = self._critic if batch.valued else None
         waits = critic is not None and critic.warming_up
-        work = work if waits else self._preparation.scored(work)
-        taken = Steps([], report)
+        batch = batch if waits else self._scored(batch)
+        steps, critic_steps = [], []
         for number in range(self._config.minibatches):
-            if not waits and (outcome := self._step(work, number, version)):
-                taken.outcomes.append(outcome)
-            if critic is not None and (lesson := self._teach(critic, work, number)):
-                taken.lessons.append(lesson)
+            if not waits and (outcome := self._step(batch, number, version)):
+                steps.append(outcome)
+            if critic is not None and (taken := self._critic_step(critic, batch, number)):
+                critic_steps.append(taken)
         if critic is not None:
             critic.batches += 1
-            report |= {name: fmean(one[name] for one in taken.lessons) for name in taken.lessons[0]}
-        return taken
+            report |= {name: fmean(one[name] for one in critic_steps) for name in critic_steps[0]}
+        return steps, report, critic_steps
 
-    def _step(self, work: Prepared, number: int, version: int) -> StepOutcome | None:
+    def _step(self, batch: Batch, number: int, version: int) -> StepOutcome | None:
         """One optimizer step on all ranks' samples; None for one of several that has none."""
-        batch, cut = work.batch, work.batch.cuts[number]
+        cut = batch.cuts[number]
         members, bins = everyone(cut), cut[batch.rank]
         if not members and self._config.minibatches > 1:
             return None
         scales = scales_of(batch.samples, members, held(bins), self._config)
-        packs = packed(batch.samples, scales, bins, work.prox) or [BLANK_PACK]
+        packs = packed(batch.samples, scales, bins, batch.prox) or [BLANK_PACK]
         trains = bool(count([batch.samples[i] for i in members]).any())
         outcome = self._gradient(packs, version, number == 0)
-        while not outcome.finite and self.optimizer.retreat(outcome.sound):
+        while not outcome.finite and self.optimizer.lower_scale(outcome.sound):
             outcome = self._gradient(packs, version, number == 0)
-        return self._taken(outcome, trains)
+        return self._take_step(outcome, trains)
 
     @contextmanager
     def _training(self) -> Generator[None]:
@@ -254,7 +292,7 @@ class Learner(ABC):
         totals = self._over_ranks(LossStats.total(held) if held else np.zeros(len(NAMES)))
         return StepOutcome(totals * shares, float(norm), len(sums))
 
-    def _taken(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
+    def _take_step(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of
         its last one again."""
         trouble = self._norms.trouble(outcome)
@@ -265,12 +303,12 @@ class Learner(ABC):
             self._norms.add(outcome.grad_norm)
         return replace(outcome, trouble=trouble)
 
-    def _teach(self, critic: Critic, work: Prepared, number: int) -> dict[str, float] | None:
-        """The critic's step beside one of the policy's; None where nothing in it teaches."""
-        cut = work.batch.cuts[number]
-        members = [i for i in everyone(cut) if i in work.taught]
-        own = [i for i in held(cut[work.batch.rank]) if i in work.lessons]
+    def _critic_step(self, critic: Critic, batch: Batch, number: int) -> dict[str, float] | None:
+        """The critic's step beside one of the policy's; None where it has no targets."""
+        cut = batch.cuts[number]
+        members = [i for i in everyone(cut) if i in batch.valued]
+        own = [i for i in held(cut[batch.rank]) if i in batch.value_targets]
         if not members:
             return None
-        scales = scales_of(work.batch.samples, members, own, self._config)
-        return critic.update([work.lessons[i] for i in own], [scales[i] for i in own])
+        scales = scales_of(batch.samples, members, own, self._config)
+        return critic.update([batch.value_targets[i] for i in own], [scales[i] for i in own])

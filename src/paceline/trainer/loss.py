@@ -37,20 +37,20 @@ class Loss:
 
     def parts(self, tokens: TrainedTokens, version: int, first: bool = True) -> tuple[dict[str, Array], "LossStats"]:
         """The same, term by term."""
-        judged = self.judge(tokens)
-        parts = {name: values.sum() for name, values in judged.scaled().items()}
+        losses = self.per_token(tokens)
+        parts = {name: values.sum() for name, values in losses.scaled().items()}
         with no_grad(tokens.logprobs):
-            sums = LossStats.of(tokens, judged.moved, parts, judged.left, version, first)
-            sums.values["skipped"] = total(judged.skipped)
+            sums = LossStats.of(tokens, losses, parts, version, first)
         return parts, sums
 
-    def judge(self, tokens: TrainedTokens) -> "TokenLosses":
+    def per_token(self, tokens: TrainedTokens) -> "TokenLosses":
         """The losses of each token alone, before anything is added up."""
-        moved, sampled = self._ratios(tokens)
-        rl, rl_left = self._rl(moved, tokens)
+        sampled = Ratio.of(tokens.logprobs, tokens.sampler)
+        ratio = sampled if self._config.proximal is None else Ratio.of(tokens.logprobs, tokens.start)
+        rl, rl_clipped = self._rl(ratio, tokens)
         if self._config.proximal is not None:
             rl = rl * importance(self._config.proximal, tokens)
-        ref_kl, ref_left = ref_kl_term(sampled, tokens)
+        ref_kl, ref_clipped = ref_kl_term(sampled, tokens)
         terms = {"rl": rl, "ce": -tokens.logprobs, "ref_kl": ref_kl}
         scales = {"rl": tokens.rl_scale, "ce": tokens.ce_scale, "ref_kl": tokens.ref_kl_scale}
         if self._kl is not None and self._config.kl is not None:
@@ -58,14 +58,9 @@ class Loss:
         if self._config.entropy_coef:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
         skipped = self._skipped(sampled, tokens)
-        kept = ~take(skipped, tokens.segments)
+        unskipped = ~take(skipped, tokens.segments)
         scales |= {name: tokens.policy_scale for name in terms if name not in scales}
-        return TokenLosses(terms, scales, {"rl": rl_left, "ref_kl": ref_left}, moved, skipped, kept)
-
-    def _ratios(self, tokens: TrainedTokens) -> tuple[Ratio, Ratio]:
-        """How far tokens have moved from where the rl term measures, and from the sampler."""
-        sampled = Ratio.of(tokens.logprobs, tokens.sampler)
-        return (sampled if self._config.proximal is None else Ratio.of(tokens.logprobs, tokens.start)), sampled
+        return TokenLosses(terms, scales, {"rl": rl_clipped, "ref_kl": ref_clipped}, ratio, skipped, unskipped)
 
     def _skipped(self, sampled: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
@@ -86,19 +81,18 @@ class TokenLosses:
     terms: dict[str, Array]
     """Unscaled, by component."""
     scales: dict[str, Array]
-    left: dict[str, Array]
+    clipped: dict[str, Array]
     """Where a bound held a token back, by component."""
-    moved: Ratio
-    """How far each token has moved from where the rl term measures."""
+    ratio: Ratio
+    """Of the policy to the one that the rl term measures from: the sampler, or under `proximal` the batch's start."""
     skipped: Array
     """Sequences that are left out as a whole."""
-    kept: Array
+    unskipped: Array
     """Tokens of the other sequences."""
 
     def scaled(self) -> dict[str, Array]:
-        """Each token's share of the loss. Where a scale is zero its term may be infinite or NaN (an absent stream), and
-        0 * inf is NaN."""
-        used = {name: (scale != 0) & self.kept for name, scale in self.scales.items()}
+        """Each token's share of the loss. Where a scale is zero the term may be infinite, and 0 * inf is NaN."""
+        used = {name: (scale != 0) & self.unskipped for name, scale in self.scales.items()}
         return {name: where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
 
 
@@ -117,13 +111,7 @@ class LossStats:
 
     @classmethod
     def of(
-        cls,
-        tokens: TrainedTokens,
-        moved: Ratio,
-        parts: Mapping[str, Array],
-        left: Mapping[str, Array],
-        version: int,
-        first: bool,
+        cls, tokens: TrainedTokens, losses: TokenLosses, parts: Mapping[str, Array], version: int, first: bool
     ) -> "LossStats":
         rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
         based = rl & ~isnan(tokens.base_logprobs)
@@ -134,20 +122,20 @@ class LossStats:
         stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.behaviour)
         apart = Ratio.of(tokens.start, tokens.sampler).divergence()
         means = {
-            "ratio": (rl, moved.value),
-            "ppo_kl": (rl, moved.divergence()),
-            "clipped": (rl, left["rl"]),
+            "ratio": (rl, losses.ratio.value),
+            "ppo_kl": (rl, losses.ratio.divergence()),
+            "clipped": (rl, losses.clipped["rl"]),
             "entropy": (rl, tokens.entropy),
             "mismatch": (fresh, apart),
             "kv_kept": (kept, apart),
             "drift": (stale, apart),
             "nll": (ce, -tokens.logprobs),
             "pull": (ref, tokens.logprobs - tokens.ref_logprobs),
-            "ref_kl_clipped": (ref, left["ref_kl"]),
+            "ref_kl_clipped": (ref, losses.clipped["ref_kl"]),
             "kl": (based, k3(tokens.logprobs, tokens.base)),
         }
         masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "kept": kept, "stale": stale}
-        values = {f"loss_{name}": total(part) for name, part in parts.items()}
+        values = {f"loss_{name}": total(part) for name, part in parts.items()} | {"skipped": total(losses.skipped)}
         values |= {name: total(mask) for name, mask in masks.items()}
         values |= {n: total(where(mask, x, 0.0)) for n, (mask, x) in means.items()}
         return cls(values)

@@ -41,9 +41,5 @@ def segment_sums(values: NDArray, segments: NDArray, count: int) -> NDArray:
     return np.bincount(segments, values, count)
 
 
-def all_finite(x: NDArray) -> bool:
-    return bool(np.isfinite(x).all())
-
-
 def no_grad(_: NDArray) -> AbstractContextManager:
     return nullcontext()

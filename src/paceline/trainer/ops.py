@@ -59,6 +59,5 @@ places = _op("places")
 """Where a mask is true."""
 segment_sums = _op("segment_sums")
 """segment_sums(values, segments, count): the sum of each of `count` segments."""
-all_finite = _op("all_finite")
 no_grad = _op("no_grad")
 """A context in which nothing is computed for a gradient."""

@@ -24,9 +24,8 @@ def rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
     return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
 
 
-def lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, int | None]:
-    """Optimizer steps of the policy and of the critic in a run of so many batches. The policy takes none while the
-    critic warms up."""
+def schedule_lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, int | None]:
+    """Optimizer steps of the policy, which takes none while the critic warms up, and of the critic in a whole run."""
     if not batches:
         return None, None
     waiting = 0 if c.critic is None else c.critic.freeze_steps
@@ -50,7 +49,7 @@ class MasterOptimizer(ABC):
         """Learning rate of the next step."""
         return rate(self._config, self.steps, self._total)
 
-    def retreat(self, sound: bool) -> bool:
+    def lower_scale(self, sound: bool) -> bool:
         """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
         the loss itself is at fault, not `sound`, and not for ever."""
         self.zero()
@@ -70,11 +69,11 @@ class MasterOptimizer(ABC):
         self.scale = scale if scale and self.scale != 1 else self.scale
 
     @abstractmethod
-    def set_aside(self) -> dict[str, Array]:
+    def take_gradients(self) -> dict[str, Array]:
         """The gradient so far; what is added from here on is another one."""
 
     @abstractmethod
-    def restore(self, held: Mapping[str, Array], factor: float = 1.0) -> None:
+    def add_gradients(self, held: Mapping[str, Array], factor: float = 1.0) -> None:
         """Add a gradient that was set aside, times a factor. It is used up."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 
 import numpy as np
@@ -55,32 +55,25 @@ class Stream:
         """Of the micro-batches that ran."""
         self.samples: list[Sample] = []
 
-    def add(self, samples: Sequence[Sample], budget: int) -> list[MicroBatch]:
-        """The micro-batches to run now. The emptiest waits for what comes, or for `rest`."""
+    def add(self, samples: Sequence[Sample], budget: int, last: bool = False) -> list[MicroBatch]:
+        """The micro-batches to run now. The emptiest waits for what comes, unless these samples are the last."""
         self.samples += samples
         # Now, while all of a rollout's samples are at hand: their lengths may count together.
         scales = fold(samples, self._config.normalise, self._config.fixed_length, ONE)
         self._waiting += zip(samples, scales, strict=True)
         lengths = [len(sample) for sample, _ in self._waiting]
         bins = first_fit_decreasing(lengths, budget)
-        if len(bins) < 2:
-            return []
-        emptiest = min(bins, key=lambda members: sum(lengths[i] for i in members))
-        parts = [[self._waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
-        self._waiting = [self._waiting[i] for i in sorted(emptiest)]
-        return [_packed(part, budget) for part in parts]
-
-    def rest(self, budget: int) -> list[MicroBatch]:
-        """Nothing more comes: what still waits."""
-        last, self._waiting = self._waiting, []
-        return [_packed(last, budget)] if last else []
+        emptiest = [] if last else min(bins, key=lambda members: sum(lengths[i] for i in members), default=[])
+        waiting, self._waiting = self._waiting, [self._waiting[i] for i in sorted(emptiest)]
+        full = [[waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
+        return [pack([sample for sample, _ in part], [scale for _, scale in part], budget)[0] for part in full]
 
     @contextmanager
     def summing(self, name: str) -> Generator[None]:
         """Gradients added to the optimizer inside belong to this component."""
-        self._optimizer.restore(self._gradients.pop(name, {}))
+        self._optimizer.add_gradients(self._gradients.pop(name, {}))
         yield
-        self._gradients[name] = self._optimizer.set_aside()
+        self._gradients[name] = self._optimizer.take_gradients()
 
     def finish(self, totals: NDArray) -> NDArray:
         """Leave the batch's gradient with the optimizer, by the counts of all ranks; answers with the share that each
@@ -88,15 +81,9 @@ class Stream:
         shares = np.ones(len(NAMES))
         for name, (tokens, rollouts) in zip(COMPONENTS, totals, strict=True):
             share = 1 / max(1.0, float(tokens if self._config.normalise == "token" else rollouts))
-            self._optimizer.restore(self._gradients.pop(name, {}), share)
+            self._optimizer.add_gradients(self._gradients.pop(name, {}), share)
             shares[[NAMES.index(f"loss_{term}") for term in TERMS[name]]] = share
         return shares
-
-
-def _packed(part: Sequence[tuple[Sample, Scales]], budget: int) -> MicroBatch:
-    samples, scales = zip(*part, strict=True)
-    (micro_batch,) = pack(samples, scales, budget)
-    return micro_batch
 
 
 KEPT = 32
@@ -126,7 +113,7 @@ class StepOutcome:
         return bool(np.isfinite(self.sums).all())
 
 
-class Norms:
+class GradientNorms:
     """The norms, before clipping, of the last gradients that were stepped on.
 
     A gradient whose norm is above `spike` times their median is a spike. The median and not the mean, and spikes are
@@ -148,18 +135,15 @@ class Norms:
             return "the gradient was not finite"
         if self._spike is None:
             return ""
-        trouble = self._spiked(outcome.grad_norm, self._spike)
+        usual, trouble = median(self._last) if len(self._last) >= WARM_UP else inf, ""
+        if outcome.grad_norm > self._spike * usual:
+            trouble = (
+                f"the gradient's norm was {outcome.grad_norm:.3g}, {outcome.grad_norm / usual:.3g} times the median of "
+                f"the last {len(self._last)} steps (trainer.spike allows {self._spike:g})"
+            )
         # All ranks have the same gradient; should one round its norm differently, still all step or none does.
         votes = self._summed(float(bool(trouble)))
         return trouble or ("another rank saw the gradient's norm jump" if votes else "")
-
-    def _spiked(self, norm: float, spike: float) -> str:
-        if len(self._last) < WARM_UP or norm <= spike * (usual := median(self._last)):
-            return ""
-        return (
-            f"the gradient's norm was {norm:.3g}, {norm / usual:.3g} times the median of the last {len(self._last)} "
-            f"steps (trainer.spike allows {spike:g})"
-        )
 
     def state(self) -> list[float]:
         return list(self._last)

@@ -72,7 +72,8 @@ def gspo(c: config.GSPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     The reward judges the whole sequence, so the whole sequence is inside the trust region or outside. Written per token
     as sg[s] * pi / sg[pi]: the same value everywhere in the sequence, and the gradient reaches each token.
     """
-    s = exp(tokens.sequence_mean(stop(ratio.log)))
+    sums, counts = tokens.per_sequence(stop(ratio.log))
+    s = exp(take(sums / counts, tokens.segments))
     here = exp(tokens.logprobs - stop(tokens.logprobs))
     return _clipped(s * here, tokens.advantages, c.clip_low, c.clip_high)
 
@@ -136,13 +137,7 @@ def _aligned(given: Array, at: Array, name: str, path: str) -> Array:
     return given
 
 
-RL_TERMS: dict[str, Callable[..., Term]] = {
-    "dppo": dppo,
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-}
+RL_TERMS: dict[str, Callable[..., Term]] = {term.__name__: term for term in (dppo, ppo, gspo, cispo, reinforce)}
 
 
 def rl_term(c: config.LossConfig) -> RLTerm:
@@ -158,8 +153,7 @@ def _clipped(r: Array, advantages: Array, low: float, high: float) -> Term:
 
 
 def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
-    """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * r, in the same trust region as dppo.
-    The ratio is to the sampler."""
+    """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * pi / mu, in dppo's trust region."""
     pull = stop(tokens.ref_logprobs - tokens.logprobs)
     dropped = where(pull > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
     return -pull * ratio.value * ~dropped, dropped

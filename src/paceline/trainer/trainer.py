@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -47,7 +47,6 @@ class ThreadedTrainer(ABC, Generic[L]):
         """Longer samples are cut to this length."""
         self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._begin)
 
-    @abstractmethod
     def _begin(self) -> None:
         """First of all on the trainer's thread."""
 
@@ -118,10 +117,10 @@ class ThreadedTrainer(ABC, Generic[L]):
             self._rolled_back[step] += 1
             if self._rolled_back[step] >= most:
                 raise TrainerError(f"step {step} was bad {most} times, each after a roll-back: {trouble}{where}")
-            return f"{trouble}; its optimizer step was left out{where}"
-        self._bad_steps += 1
-        if self._bad_steps >= most:
-            raise TrainerError(f"{trouble} {self._bad_steps} times in a row: lower trainer.optimizer.lr{where}")
+        else:
+            self._bad_steps += 1
+            if self._bad_steps >= most:
+                raise TrainerError(f"{trouble} {self._bad_steps} times in a row: lower trainer.optimizer.lr{where}")
         return f"{trouble}; its optimizer step was left out{where}"
 
     def _dump(self, step: int, batch: Sequence[Sample]) -> str:
@@ -142,11 +141,14 @@ class ThreadedTrainer(ABC, Generic[L]):
         counters = {"version": self.version, "bad_steps": self._bad_steps, "dtype": dtype_name(dtype)}
         return counters | self.learner.state()
 
-    def _take_up(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
+    def _resume_from(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
         """Go on from a checkpoint that was read."""
         saved = under("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
-        if {name: _local_shape(tensor) for name, tensor in saved.items()} != own:
+        parts = {
+            name: t.to_local() if hasattr(t, "to_local") else t for name, t in saved.items()
+        }  # of a sharded tensor
+        if {name: tuple(part.shape) for name, part in parts.items()} != own:
             raise TrainerError(another_model(folder))
         self.learner.load(tensors, state)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
@@ -163,8 +165,3 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     @abstractmethod
     def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None: ...
-
-
-def _local_shape(tensor: Any) -> tuple[int, ...]:
-    """Of a sharded tensor, the shape of this rank's part."""
-    return tuple((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)

@@ -1,6 +1,6 @@
 """Runs untrusted programs in a sandbox and tests them from outside.
 
-Two processes, so that a solution never meets its tests. The *judge* (`judge.py`, in one of our workers) runs the tests;
+Two processes, so that a solution never meets its tests. The *grader* (`grader.py`, in one of our workers) runs them;
 where they call the solution, the arguments travel to the *cell* (`cell.py`), which runs the solution and sends back
 plain data (`wire.py`). So nothing a solution prints, patches, overloads or exits can turn a failing test into a passing
 one: all it can do is answer.

@@ -1,6 +1,6 @@
-"""Runs a solution in a process of its own and answers the judge's calls with plain data.
+"""Runs a solution in a process of its own and answers the grader's calls with plain data.
 
-Run as a file by `judge.py`, without site-packages and with an empty environment; two pipes are all it shares with
+Run as a file by `grader.py`, without site-packages and with an empty environment; two pipes are all it shares with
 others. It forks once: the child runs the solution, and the parent, which the solution cannot reach, waits to kill it.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def watch(child: int, parent: int, work: str | None, die_with_parent: Any) -> None:
-    """Outlive the solution, or end it when the judge says so or is gone; then only this process clears its folder."""
+    """Outlive the solution, or end it when the grader says so or is gone; then only this process clears its folder."""
 
     def end(*_: object) -> None:
         os.kill(child, signal.SIGKILL)
@@ -62,12 +62,12 @@ def watch(child: int, parent: int, work: str | None, die_with_parent: Any) -> No
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         end()
-    os.waitpid(child, 0)  # unbounded: the judge has the clock, and sends SIGTERM
+    os.waitpid(child, 0)  # unbounded: the grader has the clock, and sends SIGTERM
     os._exit(0)
 
 
 class Solution:
-    """The program under test, and the objects of it that the judge holds references to."""
+    """The program under test, and the objects of it that the grader holds references to."""
 
     def __init__(self, source: str, encode: Any, decode: Any) -> None:
         self._source, self._encode, self._decode = source, encode, decode
@@ -108,7 +108,7 @@ def say(answers: int, answer: list[Any]) -> None:
 
 
 def attempt(action: Any, *args: Any) -> list[Any]:
-    """The value it returned, or what it raised: the nearest of Python's own exceptions, which the judge knows too."""
+    """The value it returned, or what it raised: the nearest of Python's own exceptions, which the grader knows too."""
     try:
         return ["value", action(*args)]
     except BaseException as error:

@@ -19,8 +19,7 @@ SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MS_KEPT = 2 | 4 | 8 | 1024 | 2048
-"""Flags of a mount that an unprivileged process may not take off: nosuid, nodev, noexec, noatime, nodiratime. Numbered
-alike by `statvfs` and `mount`."""
+"""nosuid, nodev, noexec, noatime, nodiratime: an unprivileged process may not remove these. `statvfs` has the same."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
@@ -73,8 +72,7 @@ def _unshare() -> None:
 
 
 def renounce() -> None:
-    """Give up every privilege, the one of owning anything included. A user id of its own keeps the count of its
-    processes apart from other cells'."""
+    """Give up every privilege and take a user id of its own, which keeps its process count apart from other cells'."""
     if os.geteuid() == 0:
         os.setgroups([])
         try:

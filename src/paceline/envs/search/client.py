@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -18,12 +18,6 @@ _PATIENT_CONNECTIONS = 256
 
 Found = dict[str, Any]
 """`id`, `title`, `text` and `score` of a document."""
-
-
-class Searcher(Protocol):
-    """Answers queries without holding up the event loop."""
-
-    async def search(self, query: str) -> list[Found]: ...
 
 
 class LocalSearch:

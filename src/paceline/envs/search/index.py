@@ -10,10 +10,10 @@ import unicodedata
 import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
@@ -55,7 +55,10 @@ def load_corpus(path: str | Path) -> list[Document]:
         raise DataError(f"corpus {path}: cannot be read: {error.strerror}") from error
     documents: list[Document] = []
     seen: dict[str, int] = {}
-    for number, document in _documents(lines, path):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        document = _document(line, f"{path}:{number}")
         if document.id in seen:
             raise DataError(f"{path}:{number}: the id `{document.id}` stands in line {seen[document.id]} already")
         seen[document.id] = number
@@ -75,12 +78,6 @@ def digest(documents: Sequence[Document]) -> str:
     for document in documents:
         whole.update(orjson.dumps([document.id, document.title, document.text]))
     return whole.hexdigest()
-
-
-def _documents(lines: Sequence[bytes], path: Path) -> Iterator[tuple[int, Document]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, _document(line, f"{path}:{number}")
 
 
 def _document(line: bytes, where: str) -> Document:
@@ -123,17 +120,6 @@ class Hit:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self.document) | {"score": self.score}
-
-
-class Index(Protocol):
-    """Finds documents. Safe to be asked by several threads at once."""
-
-    @property
-    def documents(self) -> Sequence[Document]: ...
-
-    def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
-        """The best documents, best first; none that does not fit at all."""
-        ...
 
 
 def tokenise(text: str) -> list[str]:
@@ -285,6 +271,9 @@ class Dense:
         return best(self.documents, self.vectors @ vector, top_k)
 
 
+Index = BM25 | Dense
+"""Finds documents. Safe to be asked by several threads at once."""
+
 # A folder holds documents.jsonl, so that a service can be started from it alone, and bm25.npz (words and postings) or
 # dense.npz (vectors). Each index names the corpus it was made from by its digest, and is made anew when that differs.
 FORMAT = 1
@@ -323,7 +312,8 @@ def _source(corpus: str | None, kept: Path | None) -> str | Path:
 
 def _bm25(documents: Sequence[Document], file: Path, mark: str) -> BM25:
     if (held := _read(file, mark, ("words", "starts", "places", "weights"))) is not None:
-        return BM25(documents, _spelled(held["words"]), held["starts"], held["places"], held["weights"])
+        words = held["words"].tobytes().decode().split("\n") if held["words"].size else []
+        return BM25(documents, words, held["starts"], held["places"], held["weights"])
     made = BM25.build(documents)
     words = np.frombuffer("\n".join(made.words).encode(), np.uint8)  # a word holds no line break
     _write(file, mark, {"words": words, "starts": made.starts, "places": made.places, "weights": made.weights})
@@ -336,10 +326,6 @@ def _dense(documents: Sequence[Document], file: Path, mark: str, embedder: Embed
     made = Dense.build(documents, embedder)
     _write(file, mark, {"vectors": made.vectors})
     return made
-
-
-def _spelled(words: NDArray) -> list[str]:
-    return words.tobytes().decode().split("\n") if words.size else []
 
 
 def _read(file: Path, mark: str, names: Sequence[str]) -> Arrays | None:

@@ -52,8 +52,7 @@ QUANTISED = ("quantization", "quantization_config")
 
 
 def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Weights, config and tokenizer. Adapters are merged into the weights, and also saved beside them as peft and as
-    mlx-lm read them."""
+    """Weights with adapters merged, config and tokenizer; the adapters also apart, in peft's and mlx-lm's form."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = export_dtype(model.base, dtype_name(model.dtype))
     weights = {name: array.astype(getattr(mx, dtype)) for name, array in merged(model).items()}
@@ -75,12 +74,13 @@ def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | N
 
 
 def merged(model: MlxModel) -> dict[str, mx.array]:
-    """All weights by Hugging Face's names: packed ones spread out, and base + scale * B A computed in float32 and
-    rounded once."""
+    """All weights by Hugging Face's names, dequantised; base + scale * B A is computed in float32 and rounded once."""
     state = dict(tree_flatten(model.net.parameters()))
     for path, module in model.net.named_modules():
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            state[f"{path}.weight"] = _spread(module).astype(model.dtype)
+            packed, kind = (module.weight, module.scales, module.get("biases")), ("group_size", "bits", "mode")
+            unpacked = mx.dequantize(*packed, **{name: getattr(module, name) for name in kind})
+            state[f"{path}.weight"] = unpacked.astype(model.dtype)
             state.pop(f"{path}.scales")
             state.pop(f"{path}.biases", None)
     for path, layer in adapted_layers(model.net).items():
@@ -88,11 +88,6 @@ def merged(model: MlxModel) -> dict[str, mx.array]:
         a, b = (state.pop(f"{path}.lora_{half}").astype(mx.float32) for half in "AB")
         state[f"{path}.weight"] = (base.astype(mx.float32) + layer.scale * (b @ a)).astype(base.dtype)
     return {name.replace(".base.", "."): array for name, array in state.items()}
-
-
-def _spread(module: Any) -> mx.array:
-    packed = (module.weight, module.scales, module.get("biases"))
-    return mx.dequantize(*packed, group_size=module.group_size, bits=module.bits, mode=module.mode)
 
 
 def _save_for_peft(layers: Mapping[str, LoraLinear], model: MlxModel, folder: Path) -> None:

@@ -17,8 +17,7 @@ LOGIT_ELEMENTS = 1 << 25
 
 
 class MlxForwardPass:
-    """One model's forward pass over micro-batches. `again` computes each layer's activations once more in the backward
-    pass instead of keeping them."""
+    """One model's forward pass over micro-batches; `again` recomputes each layer's activations in the backward pass."""
 
     def __init__(self, model: MlxModel, again: bool = False) -> None:
         self._model, self._again = model, again
@@ -32,7 +31,8 @@ class MlxForwardPass:
         score = _scorer(self._model, entropy, entropy_grad)
         pieces = list(self._pieces(micro_batch, places))
         if len(pieces) > 1:
-            score = recomputed(_head(self._model), score)
+            net = self._model.net
+            score = recomputed(getattr(net, "lm_head", None) or net.model.embed_tokens, score)
         values, *spread = (mx.concatenate(part) for part in zip(*(score(*piece) for piece in pieces), strict=True))
         return values, spread[0] if spread else None
 
@@ -89,8 +89,7 @@ class MlxForwardPass:
         return mx.take(mx.concatenate(parts), mx.array(np.argsort(np.concatenate(order))), axis=0)
 
     def _hidden(self, tokens: mx.array) -> mx.array:
-        """With noise for dropout that depends on the number of the pass and of the layer: a layer that is computed
-        again in the backward pass must draw the same."""
+        """Dropout's noise depends on the pass and the layer alone: a layer that is recomputed must draw the same."""
         body = self._model.net.model
         if not body.training:
             return self._model.hidden(tokens)
@@ -121,8 +120,7 @@ class _Layer:
 
 
 def recomputed(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Work that keeps nothing for the backward pass but its arguments. The module's weights must be among those: what
-    is merely at hand gets no gradient."""
+    """Checkpointed work: it keeps only its arguments, the module's weights among them, which else get no gradient."""
 
     def inner(weights: Any, *args: mx.array) -> Any:
         module.update(weights)
@@ -130,10 +128,6 @@ def recomputed(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
 
     checkpointed = mx.checkpoint(inner)
     return lambda *args: checkpointed(module.trainable_parameters(), *args)
-
-
-def _head(model: MlxModel) -> Any:
-    return getattr(model.net, "lm_head", None) or model.net.model.embed_tokens
 
 
 def _scorer(model: MlxModel, entropy: bool, entropy_grad: bool) -> Callable[..., tuple[mx.array, ...]]:

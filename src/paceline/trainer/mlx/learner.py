@@ -1,7 +1,6 @@
 """Trains a policy in mlx: its optimizer, KL reference and critic."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,17 +9,17 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.apple import refused_of_trainer as refused
-from paceline.data import MicroBatch, Sample
+from paceline.data import MicroBatch
 from paceline.model.mlx.loading import MlxModel, twin
-from paceline.trainer.base import TrainerError, process_bytes
-from paceline.trainer.batch import BUDGET, Batch, TrainedTokens
-from paceline.trainer.critic import Critic, Lesson, value_loss
+from paceline.trainer.base import TrainerError
+from paceline.trainer.batch import TrainedTokens
+from paceline.trainer.critic import Critic, value_loss
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
-from paceline.trainer.optimizer import lengths
-from paceline.trainer.preparing import check_base
+from paceline.trainer.optimizer import schedule_lengths
+from paceline.trainer.reference import KLReference
 from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.weights.update import Array, Canary, canary_ids, canary_of, fingerprint
 
@@ -48,9 +47,6 @@ class MlxValueModel(nn.Module):
 class MlxCritic(Critic):
     """A critic with a trunk of its own, begun as a copy of the policy's."""
 
-    _model: MlxValueModel
-    _optimizer: MlxAdamW | None
-
     def __init__(self, policy: MlxModel, c: config.TrainerConfig, total_steps: int | None) -> None:
         super().__init__(c, total_steps)
         self._policy = policy
@@ -63,27 +59,20 @@ class MlxCritic(Critic):
     def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
         return np.asarray(self._model(micro_batch, places)) if len(places) else np.zeros(0)
 
-    def _gradient(self, packs: Sequence[MicroBatch], lessons: Sequence[Lesson]) -> tuple[float, float]:
-        assert self._optimizer is not None
-        self._model.train()
-        try:
-            loss = sum(self._backward(micro_batch, lessons, self._optimizer) for micro_batch in packs)
-        finally:
-            self._model.eval()
-        return loss, self._optimizer.clip()
-
-    def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson], optimizer: MlxAdamW) -> float:
-        places, *streams = self._targets(micro_batch, lessons)
+    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> float:
         if not len(places):
             return 0.0
-        old, returns, scales = map(mx.array, streams)
+        old, returns, scales = map(mx.array, targets)
 
         def whole() -> tuple[mx.array, mx.array]:
             values = self._model(micro_batch, places)
             loss = (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
             return loss, loss
 
-        return optimizer.backward(whole).item()
+        return self._optimizer.backward(whole).item()
+
+    def _clip(self, losses: list[float]) -> tuple[float, float]:
+        return sum(losses), self._optimizer.clip()
 
     def state(self) -> dict[str, float]:
         return super().state() | ({} if self._optimizer is None else {"draws": self._model.passes.draws})
@@ -98,60 +87,37 @@ Differentiated = tuple[mx.array, dict[str, mx.array]]
 """A loss, and sums as mlx can carry them out of a function that it differentiates."""
 
 
-class MlxKLReference:
-    """The reference's values of the trainable arrays, put into the model for a forward pass and taken out again.
-
-    The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept.
-    """
+class MlxKLReference(KLReference):
+    """Arrays are replaced, never changed: the reference may share them with the policy."""
 
     def __init__(self, parameters: Parameters, c: config.KLConfig) -> None:
-        self._parameters, self._config = parameters, c
-        now = parameters.now()
-        self._adapters_off = c.reference == "base" and all(name.endswith(ADAPTER) for name in now)
-        self._tensors = {} if self._adapters_off else {name: self._kept(p) for name, p in now.items()}
+        self._parameters = parameters
+        super().__init__(c, all(name.endswith(ADAPTER) for name in parameters.now()))
         mx.eval(self._tensors)
 
-    @contextmanager
-    def in_place(self) -> Generator[None]:
-        """The model computes as the reference inside."""
-        held = self._parameters.now()
-        off = {name: mx.zeros_like(p) for name, p in held.items() if ".lora_B." in name}
-        self._parameters.put(off if self._adapters_off else self._tensors)
-        try:
-            yield
-        finally:
-            self._parameters.put(held)
+    def _now(self) -> dict[str, mx.array]:
+        return self._parameters.now()
 
-    def follow(self, version: int, optimizer: MlxAdamW) -> None:
-        """After a batch: take the snapshot that is due, or move the mean. Masters hold what half precision loses."""
-        c = self._config
-        if c.reference == "snapshot" and version % c.every == 0:
-            self._tensors = self._parameters.now()
-        elif c.reference == "ema":
-            for name, master in optimizer.masters.items():
-                self._tensors[name] += (1 - c.decay) * (master - self._tensors[name])
-                mx.eval(self._tensors[name])
-
-    def tensors(self) -> dict[str, mx.array]:
-        """The tensors a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
-        return {} if self._config.reference == "base" else dict(self._tensors)
-
-    def base_fingerprint(self) -> str:
-        """Names the tensors the run started from; empty where a checkpoint keeps them."""
-        return fingerprint(self._tensors.items()) if self._config.reference == "base" else ""
-
-    def load(self, tensors: Mapping[str, mx.array], base: str) -> None:
-        """Back to a checkpoint's. One written without a reference starts it at the weights just loaded."""
-        if self._config.reference == "base":
-            check_base(base, self.base_fingerprint())
-            return
-        now = self._parameters.now()
-        held = {name: tensors.get(name, p).astype(self._tensors[name].dtype) for name, p in now.items()}
-        mx.eval(held)
-        self._tensors = held
-
-    def _kept(self, parameter: mx.array) -> mx.array:
+    def _copy(self, parameter: mx.array) -> mx.array:
         return parameter.astype(mx.float32) if self._config.reference == "ema" else parameter
+
+    def _aside(self, names: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        now = self._now()
+        return {name: now[name] for name in names}
+
+    def _put(self, tensors: Mapping[str, mx.array]) -> None:
+        self._parameters.put(tensors)
+
+    def _keep(self, tensors: Mapping[str, mx.array]) -> None:
+        self._tensors = {name: tensor.astype(self._tensors[name].dtype) for name, tensor in tensors.items()}
+        mx.eval(self._tensors)
+
+    def _average(self, name: str, master: mx.array, weight: float) -> None:
+        self._tensors[name] += weight * (master - self._tensors[name])
+        mx.eval(self._tensors[name])
+
+    def _fingerprint(self) -> str:
+        return fingerprint(self._tensors.items())
 
 
 class MlxLearner(Learner):
@@ -166,7 +132,7 @@ class MlxLearner(Learner):
         model.net.eval()
         self.parameters = Parameters(model.net)
         forward = MlxForwardPass(model, c.gradient_checkpointing)
-        own, critics = lengths(c, total_steps)
+        own, critics = schedule_lengths(c, total_steps)
         optimizer = MlxAdamW(self.parameters, c.optimizer, own, model.dtype == mx.float16)
         reference = MlxKLReference(self.parameters, c.kl) if c.kl is not None else None
         critic = MlxCritic(model, c, critics) if c.critic is not None else None
@@ -177,7 +143,7 @@ class MlxLearner(Learner):
             return LossStats({})
         if self.watch is not None:
             draws, tokens = self.forward.draws, self.tokens(micro_batch)
-            self.watch(micro_batch, tokens, self._loss.judge(tokens))
+            self.watch(micro_batch, tokens, self._loss.per_token(tokens))
             self.forward.draws = draws  # the pass that trains draws the same noise
 
         def whole() -> Differentiated:
@@ -209,9 +175,6 @@ class MlxLearner(Learner):
                 sums = LossStats(self.optimizer.backward(part))
         return sums
 
-    def _clip(self) -> float:
-        return self.optimizer.clip()
-
     def _over_ranks(self, values: mx.array | NDArray) -> NDArray:
         return np.array(values, np.float64)
 
@@ -221,7 +184,7 @@ class MlxLearner(Learner):
 
     def peak_bytes(self) -> float:
         """Memory that Metal holds is not counted as the process's own."""
-        return max(process_bytes(), float(mx.get_peak_memory()))
+        return max(super().peak_bytes(), float(mx.get_peak_memory()))
 
     def state(self) -> dict:
         return super().state() | {"draws": self.forward.draws}
@@ -229,14 +192,6 @@ class MlxLearner(Learner):
     def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
         super().load(tensors, state)
         self.forward.draws = state.get("draws", 0)
-
-    @property
-    def _budget(self) -> int:
-        given = self._config.micro_batch_tokens
-        return BUDGET if given == "auto" else given
-
-    def _together(self, samples: Sequence[Sample]) -> Batch:
-        return Batch.alone(samples, self._config, self._budget)
 
 
 def _check(model: MlxModel, c: config.TrainerConfig) -> None:

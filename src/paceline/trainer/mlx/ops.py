@@ -46,10 +46,6 @@ def segment_sums(values: mx.array, segments: mx.array, count: int) -> mx.array:
     return mx.zeros((count,), values.dtype).at[segments].add(values)
 
 
-def all_finite(x: mx.array) -> bool:
-    return bool(mx.isfinite(x).all())
-
-
 def no_grad(_: mx.array) -> AbstractContextManager:
     """Only what is asked for is differentiated here."""
     return nullcontext()

@@ -1,7 +1,4 @@
-"""AdamW over float32 masters in mlx, and gradient clipping.
-
-Maps trainable mlx arrays to their torch and peft names: a checkpoint fits either library.
-"""
+"""AdamW over float32 masters in mlx, and gradient clipping, under torch's and peft's parameter names."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -55,16 +52,13 @@ class Parameters:
 
 def named(tree: Any) -> dict[str, mx.array]:
     """A module's tree of arrays, flat."""
-    return {name + ADAPTER if _is_adapter(name) else name: array for name, array in tree_flatten(tree)}
+    halves = (".lora_A", ".lora_B")
+    return {name + ADAPTER if name.endswith(halves) else name: array for name, array in tree_flatten(tree)}
 
 
 def tree(arrays: Mapping[str, mx.array]) -> Any:
     """And back."""
     return tree_unflatten([(name.removesuffix(ADAPTER), array) for name, array in arrays.items()])
-
-
-def _is_adapter(name: str) -> bool:
-    return name.endswith((".lora_A", ".lora_B"))
 
 
 class MlxAdamW(MasterOptimizer):
@@ -87,11 +81,11 @@ class MlxAdamW(MasterOptimizer):
         mx.eval(beside)
         return beside
 
-    def set_aside(self) -> dict[str, mx.array]:
+    def take_gradients(self) -> dict[str, mx.array]:
         held, self.gradients = self.gradients, {}
         return held
 
-    def restore(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
+    def add_gradients(self, held: Mapping[str, mx.array], factor: float = 1.0) -> None:
         self.add(held if factor == 1 else {name: gradient * factor for name, gradient in held.items()})
 
     def add(self, gradients: Mapping[str, mx.array]) -> None:

@@ -27,9 +27,6 @@ class MlxTrainer(ThreadedTrainer[MlxLearner]):
         self._model = model
         super().__init__(MlxLearner(model, c, total_steps), c, model.config, dumps)
 
-    def _begin(self) -> None:
-        """mlx sets a thread up by itself."""
-
     def _weights(self) -> WeightUpdate:
         canary = self.learner.canary()
         adapter = adapter_tensors(self._model.net)
@@ -42,7 +39,7 @@ class MlxTrainer(ThreadedTrainer[MlxLearner]):
         write(folder, self.learner.tensors(), self._state(self._model.dtype))
 
     def _load(self, folder: Path) -> None:
-        self._take_up(folder, *read(folder))
+        self._resume_from(folder, *read(folder))
 
     def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         export(self._model, folder, tokenizer)

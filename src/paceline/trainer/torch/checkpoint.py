@@ -1,4 +1,4 @@
-"""Writes and reads the trainer's part of a checkpoint (`files.py`) in torch, by one process or many ranks.
+"""Writes and reads the trainer's part of a checkpoint in torch, by one process or many ranks.
 
 Parts are written and read by torch.distributed.checkpoint, which cuts them anew for any number of ranks. Its own format
 keeps the index in a pickle, through which a checkpoint could run code when read; so it is given safetensors storage,
@@ -52,7 +52,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: Pr
     else:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         storage = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
-        with writing(), _told():
+        with writing(), _plain_errors():
             dcp.save(dict(tensors), storage_writer=storage, process_group=group)
     if group is None or get_rank(group) == 0:
         write_state(folder, state, 1 if group is None else get_world_size(group))
@@ -61,29 +61,30 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: Pr
 def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
     """All tensors, of each what this rank has room for, and the state. However many ranks wrote them."""
     with reading(folder):
-        return _read(folder, room, group)
-
-
-def _read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
-    state = read_state(folder)
-    whole = (folder / FILE).is_file()
-    if whole and group is None:
-        return load_file(folder / FILE), state
-    if not is_checkpoint(folder):
-        raise TrainerError(f"checkpoint {folder} is damaged: {FILE} is missing")
-    if not whole:
-        _check_complete(folder, state.get("ranks", 1))
-    storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
-    tensors = {}
-    own = _names(folder / FILE) if whole else None  # beside it lie past versions, which are not the trainer's
-    for name, saved in storage.read_metadata().state_dict_metadata.items():
-        if own is not None and name not in own:
-            continue
-        assert isinstance(saved, TensorStorageMetadata)
-        tensors[name] = room(name, saved.size, saved.properties.dtype)
-    with _told():
-        dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
-    return tensors, state
+        state = read_state(folder)
+        whole = (folder / FILE).is_file()
+        if whole and group is None:
+            return load_file(folder / FILE), state
+        if not is_checkpoint(folder):
+            raise TrainerError(f"checkpoint {folder} is damaged: {FILE} is missing")
+        own = None
+        if whole:  # beside it lie past versions, which are not the trainer's
+            with safe_open(folder / FILE, "pt") as file:
+                own = set(file.keys())
+        elif (found := len(list((folder / FOLDER).glob("*.safetensors")))) != (ranks := state.get("ranks", 1)):
+            raise TrainerError(
+                f"checkpoint {folder} was written by {ranks} ranks but has the files of {found}: copy all of "
+                f"{folder / FOLDER}, or go back to another checkpoint"
+            )
+        storage = HuggingFaceStorageReader(str(folder if whole else folder / FOLDER))
+        tensors = {}
+        for name, saved in storage.read_metadata().state_dict_metadata.items():
+            if own is None or name in own:
+                assert isinstance(saved, TensorStorageMetadata)
+                tensors[name] = room(name, saved.size, saved.properties.dtype)
+        with _plain_errors():
+            dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
+        return tensors, state
 
 
 def masters(folder: Path) -> dict[str, Tensor]:
@@ -109,7 +110,7 @@ def put_masters(model: nn.Module, folder: Path) -> None:
 
 
 @contextmanager
-def _told() -> Generator[None]:
+def _plain_errors() -> Generator[None]:
     """Raise a rank's error as an ordinary exception: `except Exception` does not catch torch's own."""
     try:
         yield
@@ -119,20 +120,6 @@ def _told() -> Generator[None]:
         if refused is not None:
             raise OSError(refused.errno, refused.strerror) from error
         raise next((c for c in causes if isinstance(c, SafetensorError)), TrainerError(f"{causes[0]}")) from error
-
-
-def _names(file: Path) -> set[str]:
-    with safe_open(file, "pt") as opened:
-        return set(opened.keys())
-
-
-def _check_complete(folder: Path, ranks: int) -> None:
-    found = len(list((folder / FOLDER).glob("*.safetensors")))
-    if found != ranks:
-        raise TrainerError(
-            f"checkpoint {folder} was written by {ranks} ranks but has the files of {found}: copy all of "
-            f"{folder / FOLDER}, or go back to another checkpoint"
-        )
 
 
 def export(

@@ -102,7 +102,7 @@ class Cut:
         owners = torch.from_numpy(self._owners).to(places.device).index_select(0, places - 1)
         return owners, places[owners == self._rank]
 
-    def told(self, values: Tensor, owners: Tensor) -> Tensor:
+    def share_rows(self, values: Tensor, owners: Tensor) -> Tensor:
         """A row for each of `owners`, of whom this rank has computed its own."""
         if not len(owners):
             return values
@@ -188,15 +188,19 @@ class SlicedVarlenPlan:
         )[0]
 
 
+def _all_gather(part: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+    out = part.new_empty(size * len(part), *part.shape[1:])
+    ALL_GATHER(out, part.contiguous(), group=group)
+    return out
+
+
 class _Gather(torch.autograd.Function):
     """All ranks' tokens. Each may be used on every rank, so its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:  # noqa: ANN001 - torch's contract
         ctx.group, ctx.rows = group, len(part)
-        out = part.new_empty(size * len(part), *part.shape[1:])
-        ALL_GATHER(out, part.contiguous(), group=group)
-        return out
+        return _all_gather(part, group, size)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # noqa: ANN001, ANN205 - torch's contract
@@ -212,9 +216,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup, rank: int, size: int) -> Tensor:  # noqa: ANN001
         ctx.own = slice(rank * len(part), (rank + 1) * len(part))
-        out = part.new_empty(size * len(part), *part.shape[1:])
-        ALL_GATHER(out, part.contiguous(), group=group)
-        return out
+        return _all_gather(part, group, size)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # noqa: ANN001, ANN205 - torch's contract
@@ -222,8 +224,7 @@ class _Share(torch.autograd.Function):
 
 
 class ForwardPass:
-    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type and may
-    first bring it to its device."""
+    """One model's forward pass over micro-batches. Make it before the model is sharded, which hides its type."""
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class ForwardPass:
         owners, own = (None, places) if cut is None else cut.own(places)
         rows = of(hidden.index_select(0, where.index_select(0, own - 1)), own)
         if cut is not None and owners is not None:
-            rows = cut.told(rows, owners)
+            rows = cut.share_rows(rows, owners)
         return rows, (hidden * 0).sum()
 
     def _hidden(self, micro_batch: MicroBatch, cut: Cut | None) -> tuple[Tensor, Tensor]:
@@ -278,18 +279,15 @@ class ForwardPass:
             plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
             streams = (micro_batch.token_ids, micro_batch.positions, np.arange(len(micro_batch)))
         else:
-            plan, streams = self._trees(micro_batch)
+            # Common prompts are computed once, where padding costs less than computing them again.
+            shared = share_prefixes(micro_batch)
+            branched = any(len(tree.branches) > 1 for tree in shared.trees)
+            lengths = micro_batch.lengths.tolist()
+            plan = TreePlan(shared.trees, self._device) if branched else PackedPlan(lengths, self._device)
+            streams = (shared.token_ids, shared.positions, shared.where)
         ids, positions, where = map(self.send, streams)
         out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
         return out.last_hidden_state[0], where
-
-    def _trees(self, micro_batch: MicroBatch) -> tuple[AttentionPlan, tuple[NDArray, NDArray, NDArray]]:
-        """Common prompts computed once, where padding costs less than computing them again."""
-        shared = share_prefixes(micro_batch)
-        branched = any(len(tree.branches) > 1 for tree in shared.trees)
-        lengths = micro_batch.lengths.tolist()
-        plan = TreePlan(shared.trees, self._device) if branched else PackedPlan(lengths, self._device)
-        return plan, (shared.token_ids, shared.positions, shared.where)
 
     def logprobs(
         self, micro_batch: MicroBatch, places: Tensor, entropy: bool = False, entropy_grad: bool = False
@@ -297,17 +295,7 @@ class ForwardPass:
         """Log probabilities of the tokens at `places`, their entropy if asked for (with its gradient too), and a zero
         that depends on the hidden states: added to a loss it gives every parameter a gradient even if no token trains.
         """
-        return self.layout.run(lambda: self._logprobs(micro_batch, places, entropy, entropy_grad))
 
-    @torch.no_grad()
-    def scores(self, micro_batch: MicroBatch) -> NDArray:
-        """Log probabilities of the sampled tokens, on the host and without a gradient."""
-        values, _, _ = self.logprobs(micro_batch, self.send(micro_batch.loss_mask.nonzero()[0]))
-        return values.float().cpu().numpy()
-
-    def _logprobs(
-        self, micro_batch: MicroBatch, places: Tensor, entropy: bool, entropy_grad: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
         def scores(before: Tensor, own: Tensor) -> Tensor:
             targets, temperatures = (
                 self.send(x).index_select(0, own) for x in (micro_batch.token_ids, micro_batch.temperatures)
@@ -315,6 +303,15 @@ class ForwardPass:
             values, spread = token_logprobs(self.head, before, targets, temperatures, entropy, entropy_grad)
             return values[:, None] if spread is None else torch.stack((values, spread), 1)
 
-        rows, zero = self.read(micro_batch, places, scores)
-        values, *spread = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
-        return values, spread[0] if spread else None, zero
+        def work() -> tuple[Tensor, Tensor | None, Tensor]:
+            rows, zero = self.read(micro_batch, places, scores)
+            values, *spread = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
+            return values, spread[0] if spread else None, zero
+
+        return self.layout.run(work)
+
+    @torch.no_grad()
+    def scores(self, micro_batch: MicroBatch) -> NDArray:
+        """Log probabilities of the sampled tokens, on the host and without a gradient."""
+        values, _, _ = self.logprobs(micro_batch, self.send(micro_batch.loss_mask.nonzero()[0]))
+        return values.float().cpu().numpy()

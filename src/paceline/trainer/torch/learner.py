@@ -1,12 +1,6 @@
-"""Trains a policy in torch: on one device or many ranks, on whole batches or while one still comes in.
+"""Trains a policy in torch, with its critic and KL reference, on one device or many ranks."""
 
-The critic in torch.
-
-The KL reference of a policy: where it started, a snapshot of a while ago, or a running mean.
-"""
-
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,13 +14,12 @@ from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, cuts
 from paceline.model import Canary, trainable, twin
 from paceline.model.head import CanaryScorer, make_canary
-from paceline.trainer.base import peak_bytes
 from paceline.trainer.batch import Batch, TrainedTokens, cost_of
-from paceline.trainer.critic import Critic, Lesson, value_loss
+from paceline.trainer.critic import Critic, value_loss
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
-from paceline.trainer.optimizer import lengths
-from paceline.trainer.preparing import check_base
+from paceline.trainer.optimizer import schedule_lengths
+from paceline.trainer.reference import KLReference
 from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.trainer.torch.forward import ForwardPass
 from paceline.trainer.torch.optimizer import MasterAdamW
@@ -36,86 +29,45 @@ from paceline.trainer.torch.world import RankLayout, Ranks, World, local, togeth
 from paceline.weights.update import canary_ids, canary_of
 
 
-class KLReference:
-    """The reference's values of the trainable tensors, put into the model for a forward pass and taken out again.
-
-    The base under LoRA is the model with its adapters' second matrices at zero: nothing is kept. Everything else is one
-    copy of the trainable tensors, on the CPU with `offload`; while it scores, the policy's own wait beside it. Of a
-    sharded model all of this is this rank's part.
-    """
+class TorchKLReference(KLReference):
+    """On the CPU with `offload`, as are the policy's tensors while it scores; of a sharded model this rank's part."""
 
     def __init__(self, model: PreTrainedModel, c: config.KLConfig, layout: RankLayout) -> None:
-        self._config, self._layout = c, layout
+        self._layout = layout
         self._parameters = {name: local(p.detach()) for name, p in trainable(model).items()}
-        self._adapters = hasattr(model, "peft_config")
-        self._tensors = {} if self._adapters_off else {name: self._copy(p) for name, p in self._parameters.items()}
-
-    @contextmanager
-    def in_place(self) -> Generator[None]:
-        """The model computes as the reference inside."""
-        replaced = dict(self._replacements())
-        with torch.no_grad():
-            held = {name: self._aside(self._parameters[name]) for name in replaced}
-            try:
-                for name, tensor in replaced.items():
-                    self._parameters[name].copy_(tensor)
-                yield
-            finally:
-                for name, tensor in held.items():
-                    self._parameters[name].copy_(tensor)
-
-    @torch.no_grad()
-    def follow(self, version: int, optimizer: MasterAdamW) -> None:
-        """After a batch: take the snapshot that is due, or move the mean. Masters hold what half precision loses."""
-        c = self._config
-        if c.reference == "snapshot" and version % c.every == 0:
-            for name, parameter in self._parameters.items():
-                self._tensors[name].copy_(parameter)
-        elif c.reference == "ema":
-            for name, master in optimizer.masters.items():
-                self._tensors[name].lerp_(master.to(self._tensors[name].device), 1 - c.decay)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
+        self._place = torch.device("cpu") if c.offload else None
+        super().__init__(c, hasattr(model, "peft_config"))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors a checkpoint keeps. The base is loaded with the model, so its fingerprint is enough."""
-        if self._config.reference == "base":
-            return {}
-        return {name: self._layout.like(name, tensor) for name, tensor in self._tensors.items()}
+        return {name: self._layout.like(name, tensor) for name, tensor in super().tensors().items()}
 
-    def base_fingerprint(self) -> str:
-        """Names the tensors the run started from; empty where a checkpoint keeps them, or where they are frozen."""
-        return self._layout.fingerprint(self._tensors) if self._config.reference == "base" else ""
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], base: str) -> None:
-        """Back to a checkpoint's. One written without a reference starts it at the weights just loaded."""
-        if self._config.reference != "base":
-            for name, parameter in self._parameters.items():
-                self._tensors[name].copy_(local(tensors.get(name, parameter)))
-        elif base:
-            check_base(base, self.base_fingerprint())
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _adapters_off(self) -> bool:
-        return self._adapters and self._config.reference == "base"
-
-    def _replacements(self) -> Iterator[tuple[str, Tensor]]:
-        if not self._adapters_off:
-            yield from self._tensors.items()
-            return
-        for name, parameter in self._parameters.items():
-            if ".lora_B." in name:
-                yield name, torch.zeros_like(parameter)
+    def _now(self) -> dict[str, Tensor]:
+        return self._parameters
 
     def _copy(self, parameter: Tensor) -> Tensor:
         mean, dtype = self._config.reference == "ema", self._layout.narrow(parameter)
-        return self._aside(parameter).to(torch.float32 if mean and dtype.itemsize < 4 else dtype)
+        kept = parameter.to(self._place or parameter.device, copy=True)
+        return kept.to(torch.float32 if mean and dtype.itemsize < 4 else dtype)
 
-    def _aside(self, parameter: Tensor) -> Tensor:
-        return parameter.to("cpu" if self._config.offload else parameter.device, copy=True)
+    def _aside(self, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: (p := self._parameters[name]).to(self._place or p.device, copy=True) for name in names}
+
+    @torch.no_grad()
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._parameters[name].copy_(tensor)
+
+    @torch.no_grad()
+    def _keep(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._tensors[name].copy_(local(tensor))
+
+    @torch.no_grad()
+    def _average(self, name: str, master: Tensor, weight: float) -> None:
+        self._tensors[name].lerp_(master.to(self._tensors[name].device), weight)
+
+    def _fingerprint(self) -> str:
+        return self._layout.fingerprint(self._tensors)
 
 
 class ValueModel(nn.Module):
@@ -143,10 +95,7 @@ class ValueModel(nn.Module):
 
 
 class TorchCritic(Critic):
-    """On one device, or on ranks that each judge their own samples."""
-
-    _model: ValueModel
-    _optimizer: MasterAdamW | None
+    """On one device, or on ranks that each value their own samples."""
 
     def __init__(self, policy: PreTrainedModel, c: config.TrainerConfig, total_steps: int | None, ranks: Ranks) -> None:
         super().__init__(c, total_steps)
@@ -162,20 +111,16 @@ class TorchCritic(Critic):
         values, _ = self._model(micro_batch, self._send(places))
         return values.cpu().numpy()
 
-    def _gradient(self, packs: Sequence[MicroBatch], lessons: Sequence[Lesson]) -> tuple[float, float]:
-        assert self._optimizer is not None
-        self._model.train()
-        losses = [self._backward(micro_batch, lessons, self._optimizer) for micro_batch in packs]
-        self._model.eval()
+    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> Tensor:
+        old, returns, scales = map(self._send, targets)
+        values, anchor = self._model(micro_batch, self._send(places))
+        loss = (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
+        self._optimizer.backward(loss, anchor)
+        return loss.detach()
+
+    def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
         self._ranks.tokens.sum_gradients(self._optimizer.unsummed)
         return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self._optimizer.clip().item()
-
-    def _backward(self, micro_batch: MicroBatch, lessons: Sequence[Lesson], optimizer: MasterAdamW) -> Tensor:
-        places, old, returns, scales = map(self._send, self._targets(micro_batch, lessons))
-        values, anchor = self._model(micro_batch, places)
-        loss = (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
-        optimizer.backward(loss, anchor)
-        return loss.detach()
 
     def _send(self, stream: NDArray) -> Tensor:
         return torch.from_numpy(stream).to(self._device)
@@ -185,8 +130,6 @@ class TorchCritic(Critic):
 
 
 class TorchLearner(Learner):
-    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks."""
-
     forward: ForwardPass
     optimizer: MasterAdamW
 
@@ -210,9 +153,9 @@ class TorchLearner(Learner):
         self.layout = forward.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
         self._found: int | None = None
         self._cost = cost_of(model.config)
-        own, critics = lengths(c, total_steps)
+        own, critics = schedule_lengths(c, total_steps)
         optimizer = MasterAdamW(trainable(model), c.optimizer, own, self.layout)
-        reference = KLReference(model, c.kl, self.layout) if c.kl is not None else None
+        reference = TorchKLReference(model, c.kl, self.layout) if c.kl is not None else None
         critic = TorchCritic(model, c, critics, self.ranks) if c.critic is not None else None
         super().__init__(c, model, forward, optimizer, reference, critic, self.ranks.all.total)
         self._canary = CanaryScorer(model, forward.head)
@@ -222,7 +165,7 @@ class TorchLearner(Learner):
         loss, sums = self._loss(tokens, version, first)
         if self.watch is not None:
             with torch.no_grad():
-                self.watch(micro_batch, tokens, self._loss.judge(tokens))
+                self.watch(micro_batch, tokens, self._loss.per_token(tokens))
         self.optimizer.backward(loss, anchor)
         return sums
 
@@ -249,7 +192,7 @@ class TorchLearner(Learner):
 
     def _clip(self) -> Tensor:
         self.ranks.tokens.sum_gradients(self.optimizer.unsummed)
-        self.layout.settle(self.optimizer.masters)
+        self.layout.sync_replicated(self.optimizer.masters)
         return self.optimizer.clip()
 
     def _over_ranks(self, values: Tensor | NDArray) -> NDArray:
@@ -263,7 +206,9 @@ class TorchLearner(Learner):
         return self.world.total(value)
 
     def peak_bytes(self) -> float:
-        return peak_bytes(self.device)
+        """On a GPU, the most that torch has held there at once."""
+        on_gpu = self.device.type == "cuda"
+        return float(torch.cuda.max_memory_allocated(self.device)) if on_gpu else super().peak_bytes()
 
     def canary(self) -> Canary:
         if not self.layout.lockstep:
@@ -275,13 +220,9 @@ class TorchLearner(Learner):
                 lambda: make_canary(self._model, self.forward.head, self.layout.dtype, torch.no_grad)
             )
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for what a checkpoint holds under a name of `tensors`: this rank's part of it."""
         return self.layout.room(name.partition("/")[2], shape, dtype)
-
-    # -- inside -----------------------------------------------------------------------------------------------------
 
     @property
     def _budget(self) -> int:
@@ -292,7 +233,7 @@ class TorchLearner(Learner):
         return self._found
 
     def _together(self, samples: Sequence[Sample]) -> Batch:
-        if self._critic is not None and self._critic.pupils(samples):
+        if self._critic is not None and self._critic.lacking_advantages(samples):
             self._critic.make()  # before the memory left for a micro-batch is measured
         everything, self._found = together(samples, self.world, self._budget)
         cut = cuts(everything, self._config.minibatches, self.world.size, self._found, self._cost)

@@ -40,9 +40,5 @@ def segment_sums(values: Tensor, segments: Tensor, count: int) -> Tensor:
     return values.new_zeros(count).index_add(0, segments, values)
 
 
-def all_finite(x: Tensor) -> bool:
-    return bool(x.isfinite().all())
-
-
 def no_grad(_: Tensor) -> AbstractContextManager:
     return torch.no_grad()

@@ -52,13 +52,13 @@ class MasterAdamW(MasterOptimizer):
         (loss * self.scale + anchor).backward(retain_graph=again)
         self.gather()
 
-    def set_aside(self) -> dict[str, Tensor]:
+    def take_gradients(self) -> dict[str, Tensor]:
         held = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         self.zero()
         return held
 
     @torch.no_grad()
-    def restore(self, held: Mapping[str, Tensor], factor: float = 1.0) -> None:
+    def add_gradients(self, held: Mapping[str, Tensor], factor: float = 1.0) -> None:
         for name, gradient in held.items():
             master = self.masters[name]
             gradient = gradient if factor == 1 else gradient.mul_(factor)

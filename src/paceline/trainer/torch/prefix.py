@@ -36,10 +36,6 @@ class Tree:
         rests = (np.arange(self.trunk, self.trunk + n) for n in self.branches)
         return np.concatenate([np.arange(self.trunk), *rests])
 
-    def branch_of(self) -> NDArray:
-        """Which branch each token is on; -1 on the trunk."""
-        return np.concatenate([np.full(self.trunk, -1), np.repeat(np.arange(len(self.branches)), self.branches)])
-
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -59,7 +55,9 @@ def share_prefixes(batch: MicroBatch) -> Shared:
     tokens, trees, where = [], [], []
     at = 0
     for run in _runs(samples):
-        tree = _tree([samples[i] for i in run])
+        first, *others = (samples[i] for i in run)
+        trunk = min((_common(first, other) for other in others), default=len(first))
+        tree = Tree(trunk, tuple(len(samples[i]) - trunk for i in run))
         for i, length in zip(run, tree.branches, strict=True):
             rest = at + tree.trunk + sum(tree.branches[: i - run[0]])
             where.append(np.concatenate([np.arange(at, at + tree.trunk), np.arange(rest, rest + length)]))
@@ -97,11 +95,6 @@ def _common(a: NDArray, b: NDArray) -> int:
     return short if same.all() else int(same.argmin())
 
 
-def _tree(samples: Sequence[NDArray]) -> Tree:
-    trunk = min((_common(samples[0], other) for other in samples[1:]), default=len(samples[0]))
-    return Tree(trunk, tuple(len(sample) - trunk for sample in samples))
-
-
 class TreePlan:
     """Attention over trees: each token sees its own branch and the trunk, up to itself."""
 
@@ -130,9 +123,11 @@ class _TreeBucket:
         self._shape = (len(trees), max(map(len, trees)))
         # Padding has a branch of its own and sees only itself: a row that sees nothing would turn into NaN.
         positions = np.tile(np.arange(self._shape[1]), (len(trees), 1))
-        branches = np.full(self._shape, -2)
+        branches = np.full(self._shape, -2)  # and the trunk -1
         for row, tree in enumerate(trees):
-            positions[row, : len(tree)], branches[row, : len(tree)] = tree.positions(), tree.branch_of()
+            positions[row, : len(tree)] = tree.positions()
+            branches[row, : tree.trunk] = -1
+            branches[row, tree.trunk : len(tree)] = np.repeat(np.arange(len(tree.branches)), tree.branches)
         self._positions, self._branches = (torch.from_numpy(x).to(device) for x in (positions, branches))
         self._places = (self._branches.flatten() != -2).nonzero()[:, 0]
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}

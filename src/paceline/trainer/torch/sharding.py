@@ -1,9 +1,7 @@
 """Shards a model over ranks, by FSDP2, by tensor parallelism, or by both.
 
 FSDP2: a rank keeps one part of every weight, and the whole of a layer only while it computes. Tensor parallelism: of
-each matrix only the part it computes with. Both: a part of that part.
-
-Tensor parallelism: the ranks of a group share each matrix of a layer, by the plan transformers has for the model.
+each matrix only the part it computes with, by the plan transformers has for the model. Both: a part of that part.
 
 A block's first matrices are cut by rows of their output, so that a rank has some of the heads, or of the MLP's inner
 features; its last ones by their input, so that the ranks' results add up to the whole. What lies between works on a
@@ -14,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ class TensorParallelPlan:
     """Which module of a model is cut in which way, and which whole ones see only a rank's own part of the features."""
 
     def __init__(self, model: PreTrainedModel, ranks: int) -> None:
-        self._kind = type(model).__name__
+        self._kind, self._ranks = type(model).__name__, ranks
         if hasattr(model, "peft_config"):
             raise TrainerError(
                 f"trainer.parallel.tensor = {ranks} cuts matrices whose adapters would have to be cut with them: leave "
@@ -55,14 +54,14 @@ class TensorParallelPlan:
         decoder = model.get_decoder()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is decoder)
         wanted = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
-        planned = {name: wanted.get(_generic(name)) for name, _ in decoder.named_modules()}
+        planned = {name: wanted.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in decoder.named_modules()}
         styles = {f"{prefix}{name}": style for name, style in planned.items() if style and name not in WHOLE}
-        self._refuse_unknown(styles, ranks)
+        self._refuse_unknown(styles)
         self._styles = {name: style for name, style in styles.items() if style in STYLES}
         self.summed = frozenset(f"{name}.weight" for name, style in styles.items() if style == SUMMED)
         """Parameters that are whole on every rank and get gradients from its own part alone: they add up."""
-        self._refuse_uneven(model, ranks)
-        self._refuse_unplanned(model, ranks)
+        self._refuse_uneven(model)
+        self._refuse_unplanned(model)
 
     def within(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:
         """The styles of a block's modules, by their names in it."""
@@ -70,46 +69,48 @@ class TensorParallelPlan:
         inside = {name.removeprefix(f"{path}."): s for name, s in self._styles.items() if name.startswith(f"{path}.")}
         return {name: STYLES[style]() for name, style in inside.items()}
 
-    def _refuse_unknown(self, styles: Mapping[str, str], ranks: int) -> None:
+    def _refuse(self, why: str) -> NoReturn:
+        raise TrainerError(f"trainer.parallel.tensor = {self._ranks}: {why}")
+
+    def _refuse_unknown(self, styles: Mapping[str, str]) -> None:
         if not styles:
-            raise TrainerError(
-                f"trainer.parallel.tensor = {ranks}: transformers has no tensor plan for {self._kind}; set tensor = 1 "
+            self._refuse(
+                f"transformers has no tensor plan for {self._kind}; set tensor = 1 "
                 'and shard = "full", which divides the memory of weights and optimizer by the ranks'
             )
         for name, style in styles.items():
             if style not in STYLES and style != SUMMED:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: {self._kind} wants `{name}` laid out as `{style}`, which is "
-                    'not supported; set tensor = 1 and shard = "full"'
+                self._refuse(
+                    f"{self._kind} wants `{name}` laid out as `{style}`, which is not supported; set tensor = 1 and "
+                    'shard = "full"'
                 )
 
-    def _refuse_uneven(self, model: PreTrainedModel, ranks: int) -> None:
+    def _refuse_uneven(self, model: PreTrainedModel) -> None:
         shape = attention_shape(model)
         for what, number in (("key and value heads", shape.kv_heads), ("attention heads", shape.heads)):
-            if number % ranks:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: {self._kind} has {number} {what}, which cannot be dealt "
-                    f"evenly; set tensor to a divisor of {number}"
+            if number % self._ranks:
+                self._refuse(
+                    f"{self._kind} has {number} {what}, which cannot be dealt evenly; "
+                    f"set tensor to a divisor of {number}"
                 )
         for name, style in self._styles.items():
             weight = model.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
             size = weight.shape[0 if style.startswith(COLUMNS) else 1]
-            if size % ranks:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: the {size} features of `{name}` cannot be dealt evenly; set "
-                    f"tensor to a divisor of {size}"
+            if size % self._ranks:
+                self._refuse(
+                    f"the {size} features of `{name}` cannot be dealt evenly; set tensor to a divisor of {size}"
                 )
 
-    def _refuse_unplanned(self, model: nn.Module, ranks: int) -> None:
+    def _refuse_unplanned(self, model: nn.Module) -> None:
         """A whole parameter beside cut ones would see a part of the features, and its gradients would not be summed."""
         beside = {name.rpartition(".")[0] for name, style in self._styles.items() if style == COLUMNS}
         for name, _ in model.named_parameters():
             module = name.rpartition(".")[0]
             if module.rpartition(".")[0] in beside and module not in self._styles and name not in self.summed:
-                raise TrainerError(
-                    f"trainer.parallel.tensor = {ranks}: transformers' tensor plan for {self._kind} says nothing of "
-                    f'`{name}`, which lies among cut matrices; set tensor = 1 and shard = "full"'
+                self._refuse(
+                    f"transformers' tensor plan for {self._kind} says nothing of `{name}`, which lies among cut "
+                    'matrices; set tensor = 1 and shard = "full"'
                 )
 
 
@@ -123,10 +124,6 @@ def check_same(kind: str, before: tuple[float, ...], after: tuple[float, ...], t
         )
 
 
-def _generic(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def make_mesh(ranks: Ranks) -> DeviceMesh:
     """Rows of ranks that share each layer's weights, of which several may hold a model each, and beside each rank those
     it shares matrices with. Ranks that share sequences compute different tokens: here they are like any others."""
@@ -135,7 +132,7 @@ def make_mesh(ranks: Ranks) -> DeviceMesh:
     return DeviceMesh(ranks.device.type, ranks.grid.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
 
 
-class Whole(nn.Module):
+class ShardedRoot(nn.Module):
     """The root of a sharded model. Work called through it finds embeddings, last norm and head whole; the trainer calls
     decoder and head apart from each other, so the model's own forward pass is no root."""
 
@@ -188,7 +185,7 @@ class Sharded(RankLayout):
         assert self.shards is not None
         return self.shards.size // prod(self._cuts(name).values())
 
-    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
+    def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
         whole = [name for name in masters if "tensor" not in self._cuts(name)]
         if self._tensor.size == 1 or not whole:
             return
@@ -272,7 +269,7 @@ def _cut(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: T
     adapters = set(trainable(model).values()) if hasattr(model, "peft_config") else set()
     for adapter in adapters:
         adapter.data = adapter.data.to(ranks.device)
-    root = None if settings.shard == "none" else Whole(model)
+    root = None if settings.shard == "none" else ShardedRoot(model)
     for block in _blocks(model):
         if root is not None:
             _widen(block, adapters)
@@ -293,7 +290,7 @@ def _fully_shard(
     cut = fully_shard(
         module,
         mesh=mesh["replica", "shard"] if settings.shard == "hybrid" else mesh["shard"],
-        reshard_after_forward=not isinstance(module, Whole),
+        reshard_after_forward=not isinstance(module, ShardedRoot),
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         ignored_params=adapters,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +28,14 @@ from paceline.weights.update import MASK
 CPU, GPU = "rng", "rng_cuda"
 
 
-def noise(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
-    """Their states; of one rank among several under its number."""
+def rng_states(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
+    """States of the random number generators; of one rank among several under its number."""
     end = "" if rank is None else f"/{rank}"
     on_gpu = {f"{GPU}{end}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {f"{CPU}{end}": torch.get_rng_state()} | on_gpu
 
 
-def restore_noise(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
+def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
     """Back to a rank's states. A rank the checkpoint does not know draws from where another was, but not the same; one
     that another backend wrote has none."""
     known = [CPU] if CPU in tensors else [f"{CPU}/{i}" for i in range(sum(n.startswith(f"{CPU}/") for n in tensors))]
@@ -144,34 +144,31 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
             self._background.switched()
 
     def _weights(self) -> WeightUpdate:
+        """The weights that train, whole, on the first rank. Sharded ones are gathered one at a time, and beside a model
+        that one GPU cannot hold they wait on the host."""
         if self.learner.device.type == "cuda":
             torch.cuda.current_stream(self.learner.device).synchronize()  # an engine's streams need not fall silent
         canary = self.learner.canary()
-        adapter = trained_adapter(self._model)
-        if adapter is None:
-            return WeightUpdate(self.version, self._published(), canary=canary)
-        tensors, scale = adapter
-        return WeightUpdate(self.version, tensors if self._first else {}, Adapter("", scale), canary=canary)
-
-    def _published(self) -> dict[str, Tensor]:
-        """The weights that train, whole, on the first rank. Sharded ones are gathered one at a time, and beside a model
-        that one GPU cannot hold they wait on the host."""
-        layout, out = self.learner.layout, {}
-        for name, parameter in trainable(self._model).items():
-            whole = layout.whole(name, local(parameter.detach()))
+        if (adapter := trained_adapter(self._model)) is not None:
+            tensors, scale = adapter
+            return WeightUpdate(self.version, tensors if self._first else {}, Adapter("", scale), canary=canary)
+        out: dict[str, Tensor] = {}
+        for name, whole in self._whole_weights():
             if self._first:
-                out[name] = whole.cpu() if layout.lockstep else whole
-        return out
+                out[name] = whole.cpu() if self.learner.layout.lockstep else whole
+        return WeightUpdate(self.version, out, canary=canary)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trainable(self._model).items():
+            yield name, self.learner.layout.whole(name, local(parameter.detach()))
 
     def _pour(self, held: Mapping[str, Tensor]) -> WeightUpdate:
         canary = self.learner.canary()
-        adapter = trained_adapter(self._model)
-        if adapter is not None:
+        if (adapter := trained_adapter(self._model)) is not None:
             tensors, scale = adapter
             return WeightUpdate(self.version, tensors, Adapter("", scale), fingerprint(tensors.items()), canary)
-        layout, poured, total = self.learner.layout, {}, 0
-        for name, parameter in trainable(self._model).items():
-            whole = layout.whole(name, local(parameter.detach()))
+        poured, total = {}, 0
+        for name, whole in self._whole_weights():
             poured[name] = held[name].copy_(whole)
             total += int(fingerprint([(name, whole)]), 16)  # of what was gathered: what is held must prove to be that
         if self.learner.device.type == "cuda":
@@ -190,11 +187,11 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
 
     def _save(self, folder: Path) -> None:
         world = self.learner.ranks.all
-        tensors = self.learner.tensors() | noise(self.learner.device, world.rank if world.group else None)
+        tensors = self.learner.tensors() | rng_states(self.learner.device, world.rank if world.group else None)
         checkpoint.write(folder, tensors, self._state(self.learner.layout.dtype), world.group)
 
     def _load(self, folder: Path) -> None:
         world = self.learner.ranks.all
         tensors, state = checkpoint.read(folder, self.learner.room, world.group)
-        self._take_up(folder, tensors, state)
-        restore_noise(tensors, self.learner.device, world.rank)
+        self._resume_from(folder, tensors, state)
+        restore_rng(tensors, self.learner.device, world.rank)

@@ -1,7 +1,4 @@
-"""The ranks that train one batch together, and how a model's weights lie on them.
-
-Joins this process to the process group of all ranks, and leaves it.
-"""
+"""The process group of all ranks: joins and leaves it, sums over it, and says how weights lie on it."""
 
 import contextlib
 import os
@@ -248,9 +245,8 @@ class RankLayout:
         """How many of `shards` hold the same part of a parameter."""
         return 1
 
-    def settle(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Make gradients one where ranks have the same parameter and saw parts of a token. Every rank must ask, once
-        for all micro-batches of a step."""
+    def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Make the gradients of replicated parameters equal on all ranks. Every rank must ask, once per step."""
 
     def narrow(self, parameter: Tensor) -> torch.dtype:
         """The type a parameter is computed with, which it may be kept wider than."""

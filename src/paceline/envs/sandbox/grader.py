@@ -39,25 +39,21 @@ class NoJail(Exception):
     """The kernel allows no namespaces here."""
 
 
-class Kernel:
-    """Whether the kernel forbids namespaces, once this worker has found out."""
-
-    forbids = False
+_without_namespaces = False
+"""The kernel forbids namespaces, as this worker has found out."""
 
 
-_kernel = Kernel()
-
-
-def judge(
+def grade(
     source: str, tests: list[str], entry_point: str | None, whole: bool, sandbox: str, limits: dict[str, Any]
 ) -> dict[str, Any]:
     """How many tests a solution passes; with `whole` it is over at the first that fails. `jailed` says whether the
     kernel's walls stood around it, or only the interpreter's guard. `no_jail`, instead, says why it was not run."""
-    if sandbox == "kernel" or (sandbox == "auto" and not _kernel.forbids):
+    global _without_namespaces
+    if sandbox == "kernel" or (sandbox == "auto" and not _without_namespaces):
         try:
             return {"passed": _passed(source, tests, entry_point, whole, limits, jailed=True), "jailed": True}
         except NoJail as error:
-            _kernel.forbids = True
+            _without_namespaces = True
             if sandbox == "kernel":
                 return {"no_jail": str(error)}
     return {"passed": _passed(source, tests, entry_point, whole, limits, jailed=False), "jailed": False}
@@ -221,7 +217,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 class Cell:
-    """The judge's side of the pipes: one request, one answer, all before the deadline."""
+    """The grader's side of the pipes: one request, one answer, all before the deadline."""
 
     def __init__(self, requests: int, answers: int, deadline: float) -> None:
         self._requests, self._answers, self._deadline = requests, answers, deadline
