@@ -18,10 +18,6 @@ class Override:
     text: str | None = None
     negated: bool = False
 
-    @property
-    def origin(self) -> Origin:
-        return Origin(COMMAND_LINE, self.flag)
-
 
 def apply(arguments: Sequence[str], document: ConfigDocument) -> list[str]:
     """Write the overrides into the document; what could not be placed comes back as sentences."""
@@ -33,7 +29,8 @@ def apply(arguments: Sequence[str], document: ConfigDocument) -> list[str]:
             overrides.append(_take(rest))
         except ConfigError as error:
             problems += error.problems
-    for override in sorted(overrides, key=_turn):
+    # Whole tables before their keys, and `type` before its siblings, however the flags were ordered.
+    for override in sorted(overrides, key=lambda one: (len(one.keys), one.keys[-1] != "type")):
         try:
             path = _address(override, document)
         except ConfigError as error:
@@ -41,7 +38,8 @@ def apply(arguments: Sequence[str], document: ConfigDocument) -> list[str]:
         else:
             spot = spot_at(path, document.table)
             # A table of the user's own keys, such as `kwargs`, is given whole; sections merge key by key.
-            document.put(path, _value(override, spot), override.origin, whole=spot is not None and spot.is_open)
+            origin = Origin(COMMAND_LINE, override.flag)
+            document.put(path, _value(override, spot), origin, whole=spot is not None and spot.is_open)
     return problems
 
 
@@ -59,11 +57,6 @@ def apply_settings(settings: Mapping[str, Any], document: ConfigDocument) -> lis
         else:
             document.put(path, plain_value(value), origin)
     return problems
-
-
-def _turn(override: Override) -> tuple[int, bool]:
-    """Whole tables before their keys, and `type` before its siblings, however the flags were ordered."""
-    return len(override.keys), override.keys[-1] != "type"
 
 
 def _take(arguments: list[str]) -> Override:
@@ -102,7 +95,8 @@ def _address(override: Override, document: ConfigDocument) -> KeyPath:
     rest = override.keys
     while rest:
         if spot and spot.is_list:
-            _write_default(path, spot, document)
+            if value_at(path, document.table) is None:  # a list that no file wrote starts from its default
+                document.put(path, plain_value(list(spot.default or ())), Origin("default"))
             index, taken = _element(rest, value_at(path, document.table), override)
             path, rest = (*path, index), rest[taken:]
         else:
@@ -112,46 +106,27 @@ def _address(override: Override, document: ConfigDocument) -> KeyPath:
     return path
 
 
-def _write_default(path: KeyPath, spot: Spot, document: ConfigDocument) -> None:
-    """A list that no file wrote starts from its default, so that its elements can be edited."""
-    if value_at(path, document.table) is None:
-        document.put(path, plain_value(list(spot.default or ())), Origin("default"))
-
-
 def _element(keys: tuple[str, ...], entries: Any, override: Override) -> tuple[int, int]:
     """The index of the element `keys` begin with, and how many keys name it: a name may hold dots."""
     if not isinstance(entries, list):
         raise ConfigError([f"{COMMAND_LINE}: {override.flag}: the file holds no list there"])
     if keys[0].isdecimal() and int(keys[0]) < len(entries):
         return int(keys[0]), 1
+    names = _names(entries, "name", "type")
     for taken in range(len(keys), 0, -1):
-        if (index := _named(".".join(keys[:taken]), entries)) is not None:
-            return index, taken
-    raise ConfigError([f"{COMMAND_LINE}: {override.flag}: {_no_element(keys[0], entries)}"])
-
-
-def _named(name: str, entries: list[Any]) -> int | None:
-    """The one element of this name, or else of this type."""
-    for names in (_names(entries, "name", "type"), _names(entries, "type")):
-        matches = [i for i, known in enumerate(names) if _folded(known) == _folded(name)]
-        if len(matches) == 1:
-            return matches[0]
-    return None
+        wanted = ".".join(keys[:taken]).replace("-", "_")
+        for known in (names, _names(entries, "type")):  # the one element of this name, or else of this type
+            matches = [i for i, one in enumerate(known) if one.replace("-", "_") == wanted]
+            if len(matches) == 1:
+                return matches[0], taken
+    problem = "the list is empty: give it as a whole"
+    if entries:
+        there = either((f"{i} (`{name}`)" if name else str(i) for i, name in enumerate(names)), "and")
+        problem = f"the list has no element `{keys[0]}`: use an index or a name; there is {there}"
+    raise ConfigError([f"{COMMAND_LINE}: {override.flag}: {problem}"])
 
 
 def _names(entries: list[Any], *keys: str) -> list[str]:
     """The name of each element: the first of `keys` it has, or ""."""
     tables = [entry if isinstance(entry, dict) else {} for entry in entries]
     return [next((str(table[key]) for key in keys if table.get(key)), "") for table in tables]
-
-
-def _no_element(key: str, entries: list[Any]) -> str:
-    if not entries:
-        return "the list is empty: give it as a whole"
-    names = enumerate(_names(entries, "name", "type"))
-    known = either((f"{i} (`{name}`)" if name else str(i) for i, name in names), "and")
-    return f"the list has no element `{key}`: use an index or a name; there is {known}"
-
-
-def _folded(word: str) -> str:
-    return word.replace("-", "_")

@@ -5,7 +5,6 @@ import os
 import re
 import tomllib
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -63,14 +62,17 @@ class Layer(NamedTuple):
 
 def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
     """The file and all it includes, lowest first: included files left to right, the file itself on top."""
-    name = _name(path)
+    name = os.path.normpath(path)
     table = _parse(path)
     trail = (*trail, path)
     below: list[Layer] = []
     problems: list[str] = []
-    for included in _included(table.pop("include", []), name):
+    included = table.pop("include", [])
+    if not isinstance(included, list) or not all(isinstance(entry, str) for entry in included):
+        raise ConfigError([f'{name}: include: expected a list of files, such as include = ["base.toml"]'])
+    for entry in included:
         try:
-            below += _include(path.parent / included, trail)
+            below += _include(path.parent / entry, trail)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -92,24 +94,18 @@ def run_directory(path: Path) -> dict[str, str]:
 
 
 def _include(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
-    includer = _name(trail[-1])
+    includer = os.path.normpath(trail[-1])
     real_trail = [step.resolve() for step in trail]
     if path.resolve() in real_trail:
-        circle = [*trail[real_trail.index(path.resolve()) :], path]
-        raise ConfigError([f"{includer}: include: the files include each other: {' -> '.join(map(_name, circle))}"])
+        circle = map(os.path.normpath, [*trail[real_trail.index(path.resolve()) :], path])
+        raise ConfigError([f"{includer}: include: the files include each other: {' -> '.join(circle)}"])
     if not path.is_file():
         raise ConfigError([f"{includer}: include: {_missing(path)}"])
     return layers(path, trail)
 
 
-def _included(value: Any, name: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ConfigError([f'{name}: include: expected a list of files, such as include = ["base.toml"]'])
-    return value
-
-
 def _parse(path: Path) -> dict[str, Any]:
-    name = _name(path)
+    name = os.path.normpath(path)
     if not path.exists():
         raise ConfigError([_missing(path)])
     try:
@@ -138,17 +134,13 @@ def _position(message: str, text: str) -> str:
 
 
 def _missing(path: Path) -> str:
-    sentence = f"there is no file {_name(path)}"
+    sentence = f"there is no file {os.path.normpath(path)}"
     if not path.parent.is_dir():
-        return f"{sentence}: the folder {_name(path.parent)} does not exist"
+        return f"{sentence}: the folder {os.path.normpath(path.parent)} does not exist"
     # By stem, or every short name would look like every other for its `.toml`.
     files = {entry.stem: entry for entry in sorted(path.parent.iterdir()) if entry.suffix == ".toml"}
-    similar = [_name(files[stem]) for stem in get_close_matches(path.stem, files)]
+    similar = [os.path.normpath(files[stem]) for stem in get_close_matches(path.stem, files)]
     return f"{sentence}; did you mean {either(similar)}?" if similar else sentence
-
-
-def _name(path: Path) -> str:
-    return os.path.normpath(path)
 
 
 @dataclass(frozen=True)
@@ -180,20 +172,16 @@ def load(
             document.merge(layer.table, Origin(layer.name, folder=layer.folder))
     problems = edit.apply(overrides, document) + edit.apply_settings(settings or {}, document)
     try:
-        loaded = _validate_document(document)
+        try:
+            loaded = _validate(document.resolved())
+        except ValidationError:
+            _validate(document.with_types())  # where it fails too, the message names paths as they were written
+            raise
     except ValidationError as error:
         problems += explain(error, document)
     if problems:
         raise ConfigError(problems)
     return loaded
-
-
-def _validate_document(document: ConfigDocument) -> LoadedConfig:
-    try:
-        return _validate(document.resolved())
-    except ValidationError:
-        _validate(document.with_types())  # where it fails too, the message names paths as they were written
-        raise
 
 
 def _validate(table: dict[str, Any]) -> LoadedConfig:
@@ -216,38 +204,20 @@ def dump(config: RunConfig, *, unset: bool = False) -> str:
 def _with_unset(text: str, config: RunConfig) -> str:
     """Each table of a dump, followed by the keys that it leaves out."""
     blocks = re.split(r"(?m)^(?=\[)", text)  # a line within an array is indented
-    counted: Counter[str] = Counter()
     out = []
-    for block in blocks:
+    for end, block in enumerate(blocks, start=1):
         section: Any = config
-        if block.startswith("["):
-            header = block.splitlines()[0]
-            section = _at_header(header, config, counted)
-            if header.startswith("[["):
-                counted[header] += 1
-                for below in [known for known in counted if known.startswith(f"{header[:-2]}.")]:
-                    del counted[below]  # lists within an element begin anew
+        header: Any = tomllib.loads(block.partition("\n")[0]) if block.startswith("[") else {}
+        table: Any = tomllib.loads("".join(blocks[:end]))  # its lists end in the element that this block is about
+        while header:
+            ((key, header),) = header.items()
+            section, table = section.get(key) if isinstance(section, dict) else getattr(section, key), table[key]
+            if isinstance(table, list):
+                section, table = section[len(table) - 1], table[-1]
+                header = header[0] if isinstance(header, list) else header
         missing = [name for name, value in section if value is None] if isinstance(section, Section) else []
         out.append(block.rstrip("\n") + "".join(f"\n# {name} = (unset)" for name in missing) + "\n")
     return "\n".join(out)
-
-
-def _at_header(header: str, config: RunConfig, counted: Counter[str]) -> Any:
-    """The section under a header such as `[env.algo]`, which is about the newest `[[env]]`."""
-    node: Any = config
-    table: Any = tomllib.loads(header)
-    trail = ""
-    while table:
-        table = table[0] if isinstance(table, list) else table
-        if not table:
-            break
-        ((key, table),) = table.items()
-        trail = f"{trail}.{key}" if trail else key
-        node = node.get(key) if isinstance(node, dict) else getattr(node, key, None)
-        if isinstance(node, list):
-            seen = counted[f"[[{trail}]]"]
-            node = node[seen if header == f"[[{trail}]]" else seen - 1]
-    return node
 
 
 def dump_with_absolute_paths(config: RunConfig) -> str:
