@@ -17,7 +17,7 @@ from rich.text import Text
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.record.folder import Columns, open_run
-from paceline.planner.layout import DevicePlace
+from paceline.planner.memory import DevicePlace
 from paceline.planner.plan import FILE, ResourcePlan, kept_hardware, predict
 from paceline.planner.shape import shape_of
 from paceline.planner.work import Work, assumed

@@ -5,25 +5,20 @@ Finds the settings to change where a run does not fit in memory. Each change is 
 
 import contextlib
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from paceline.config import RunConfig
+from paceline.config import ConfigError, RunConfig, load
 from paceline.config.hardware import HardwareSpec
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import plain, replace_file
 from paceline.planner.hardware import Hardware, found, with_planned_dtype
-from paceline.planner.layout import PlannedLayout, layout_of
-from paceline.planner.measured import reach
-from paceline.planner.memory import MemoryPlan, Way, memory, ways
+from paceline.planner.memory import MemoryPlan, PlannedLayout, layout_of, memory
 from paceline.planner.shape import ModelShape, shape_of
-from paceline.planner.speed import Speeds, Times
+from paceline.planner.speed import Speeds, Times, Way, reach, ways
 from paceline.planner.work import Work, assumed
 
 Look = Callable[[RunConfig], MemoryPlan]
@@ -39,7 +34,7 @@ class Advice:
     """Bytes on the fullest device."""
     enough: bool = True
     """Whether the run fits then."""
-    short: float = field(default=0.0)
+    short: float = 0.0
     """Bytes still missing."""
 
     @property
@@ -52,16 +47,7 @@ class Advice:
 
 def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """The run file with keys set by their dotted paths."""
-    table = config.model_dump(exclude_none=True)
-    for path, value in overrides.items():
-        *sections, key = path.split(".")
-        at = table
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[key] = value
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return RunConfig.model_validate(table)
+    return load(config, settings=overrides).config
 
 
 def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
@@ -88,7 +74,7 @@ def _single(config: RunConfig, knob: list[dict[str, Any]], before: MemoryPlan, l
     for overrides in knob:
         after = _tried(config, overrides, look)
         if after is not None and after.fits:
-            return Advice(overrides, _used(before) - _used(after))
+            return Advice(overrides, before.used - after.used)
     return None
 
 
@@ -100,20 +86,20 @@ def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: L
         if (with_it := _tried(config, chosen | knob[-1], look)) is not None:
             chosen, after = chosen | knob[-1], with_it
     if not after.fits:
-        return Advice(chosen, _used(before) - _used(after), False, after.missing)
+        return Advice(chosen, before.used - after.used, False, after.missing)
     for key in reversed(list(chosen)):
         fewer = {name: value for name, value in chosen.items() if name != key}
         without = _tried(config, fewer, look) if fewer else None
         if without is not None and without.fits:
             chosen, after = fewer, without
-    return Advice(chosen, _used(before) - _used(after))
+    return Advice(chosen, before.used - after.used)
 
 
 def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
     """None where the run file does not allow it."""
     try:
         return look(applied(config, overrides))
-    except ValidationError:
+    except ConfigError:
         return None
 
 
@@ -190,10 +176,6 @@ def split(sample: float, train: float, layout: PlannedLayout, hardware: Hardware
         f'in balance: placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {devices - engines}'
         f"{unused}"
     )
-
-
-def _used(memory: MemoryPlan) -> float:
-    return max(place.used for place in memory.places)
 
 
 def _toml(value: object) -> str:
