@@ -56,7 +56,13 @@ def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
     before = look(config)
     if before.fits:
         return []
-    singles = [advice for knob in _knobs(config, hardware, before) if (advice := _single(config, knob, before, look))]
+    singles = []
+    for knob in _knobs(config, hardware, before):
+        for overrides in knob:  # the gentlest setting that is enough by itself
+            after = _tried(config, overrides, look)
+            if after is not None and after.fits:
+                singles.append(Advice(overrides, before.used - after.used))
+                break
     return singles or [_together(config, hardware, before, look)]
 
 
@@ -67,15 +73,6 @@ def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
         if tried is not None and tried.fits:
             return tokens
     return 0
-
-
-def _single(config: RunConfig, knob: list[dict[str, Any]], before: MemoryPlan, look: Look) -> Advice | None:
-    """The gentlest setting of a knob that is enough by itself."""
-    for overrides in knob:
-        after = _tried(config, overrides, look)
-        if after is not None and after.fits:
-            return Advice(overrides, before.used - after.used)
-    return None
 
 
 def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
