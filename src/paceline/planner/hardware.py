@@ -94,10 +94,10 @@ def mac(memory: float, origin: str = "given") -> Hardware:
     return Hardware(HardwareSpec("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
 
 
-def parse(text: str, memory: str | None = None) -> Hardware:
+def parse(text: str) -> Hardware:
     """`h200x8`, `a100-80x2`, `h100`; `mac32` for a Mac with 32 GB."""
     if apple := re.fullmatch(r"mac(\d+)", text.strip().lower().replace(" ", "")):
-        return with_memory(mac(int(apple[1]) * 1e9), memory)
+        return mac(int(apple[1]) * 1e9)
     match = re.fullmatch(r"(.+?)(?:x(\d+))?", text.strip().lower().replace(" ", ""))
     name, count = (match[1], int(match[2] or 1)) if match else (text, 1)
     name = {"a100": "a100-80", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}.get(name, name)
@@ -106,7 +106,7 @@ def parse(text: str, memory: str | None = None) -> Hardware:
             f"--hardware {text}: write a GPU and how many, such as h200x8, or mac32 for a Mac with 32 GB; known are "
             f"{', '.join(CARDS)}"
         )
-    return with_memory(Hardware(CARDS[name], count), memory)
+    return Hardware(CARDS[name], count)
 
 
 def with_memory(hardware: Hardware, memory: str | None) -> Hardware:

@@ -108,13 +108,13 @@ def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterato
         yield from _cache(before)
     if not trainer.gradient_checkpointing:
         yield [{"trainer.gradient_checkpointing": True}]
-    if before.micro_batch_tokens > 512:
-        start = before.micro_batch_tokens
-        yield [{"trainer.micro_batch_tokens": tokens} for tokens in _halves(start, 512)]
-    if engine.max_running > 8:
-        yield [{"engine.max_running": running} for running in _halves(engine.max_running, 8)]
-    if engine.prefill_tokens > 512:
-        yield [{"engine.prefill_tokens": tokens} for tokens in _halves(engine.prefill_tokens, 512)]
+    for key, start, least in (
+        ("trainer.micro_batch_tokens", before.micro_batch_tokens, 512),
+        ("engine.max_running", engine.max_running, 8),
+        ("engine.prefill_tokens", engine.prefill_tokens, 512),
+    ):
+        if start > least:
+            yield [{key: size} for size in _halves(start, least)]
     if trainer.kl is not None and not trainer.kl.offload and on_gpu:
         yield [{"trainer.kl.offload": True}]
     if on_gpu:
@@ -124,8 +124,7 @@ def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterato
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
     if engine.max_context is None:
-        least = 256 + config.sampling.max_tokens
-        yield [{"engine.max_context": least}]
+        yield [{"engine.max_context": 256 + config.sampling.max_tokens}]
     if config.model.lora is None:
         yield [{"model.lora": {"rank": 16}}]
 
