@@ -1,6 +1,5 @@
 """Lists every key of the run file with type, default and meaning, read off the sections themselves."""
 
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -192,7 +191,7 @@ def _toml(value: Any) -> str:
 
 
 def _doc(section: type[Section]) -> str:
-    return " ".join(inspect.cleandoc(section.__doc__ or "").split())
+    return " ".join((section.__doc__ or "").split())
 
 
 def _joined(path: str, name: str) -> str:

@@ -159,21 +159,6 @@ def _halves(start: int, least: int) -> list[int]:
     return out
 
 
-def split(sample: float, train: float, layout: PlannedLayout, hardware: Hardware) -> str:
-    """How many of the devices should sample, by the work on either side."""
-    if hardware.count < 2:
-        return ""
-    sampling, training = sample * layout.engines, train * layout.ranks
-    devices = hardware.count
-    engines = min(devices - 1, max(1, round(devices * sampling / max(sampling + training, 1e-9))))
-    idle = devices - layout.devices
-    unused = f", where the run file leaves {idle} of {devices} GPUs idle" if idle > 0 else ""
-    return (
-        f'in balance: placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {devices - engines}'
-        f"{unused}"
-    )
-
-
 def _toml(value: object) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
@@ -272,8 +257,14 @@ def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: H
         parts.append("sampling and training keep pace")
     if times.publish > 0.25 * times.step:
         parts.append(f"publishing takes {times.publish / times.step:.0%} of a step")
-    parts.append(split(times.sample, times.train, layout, hardware))
-    return "; ".join(part for part in parts if part)
+    if hardware.count > 1:  # how many of the devices should sample, by the work on either side
+        sampling, training, devices = times.sample * layout.engines, times.train * layout.ranks, hardware.count
+        engines = min(devices - 1, max(1, round(devices * sampling / max(sampling + training, 1e-9))))
+        ranks, idle = devices - engines, devices - layout.devices
+        unused = f", where the run file leaves {idle} of {devices} GPUs idle" if idle > 0 else ""
+        balanced = f'placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {ranks}'
+        parts.append(f"in balance: {balanced}{unused}")
+    return "; ".join(parts)
 
 
 # -- in the run directory -----------------------------------------------------------------------------------------

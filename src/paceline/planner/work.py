@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
-from paceline.config.env import EnvConfig
 from paceline.config.model import ModelRef
 from paceline.planner.shape import ModelShape, shape_of
 
@@ -67,6 +66,8 @@ def assumed(config: RunConfig, shape: ModelShape, prompt: int | None = None, rep
     most = config.sampling.max_tokens
     weights = [(env.weight, env.algo.plays if env.algo else True, env.group_size or 1) for env in config.env]
     total = sum(weight for weight, _, _ in weights)
+    # Where a section counts its held-out examples.
+    held_out = [getattr(env, "eval_examples", None) or 0 for env in config.env if config.eval.every]
     return Work(
         rollouts=config.batch_size,
         group=sum(weight * size for weight, _, size in weights) / total,
@@ -74,12 +75,6 @@ def assumed(config: RunConfig, shape: ModelShape, prompt: int | None = None, rep
         reply=reply or max(1.0, most / 2),
         longest=max(most, reply or 0),
         played=sum(weight for weight, plays, _ in weights if plays) / total,
-        evaluated=sum(_held_out(config, env) for env in config.env) * config.eval.samples if config.eval.every else 0,
+        evaluated=sum(min(n, config.eval.examples or n) for n in held_out) * config.eval.samples,
         assumed=prompt is None or reply is None,
     )
-
-
-def _held_out(config: RunConfig, env: EnvConfig) -> int:
-    """Examples of an environment that an evaluation plays, where its section counts them."""
-    there = getattr(env, "eval_examples", None) or 0
-    return min(there, config.eval.examples or there)
