@@ -22,21 +22,21 @@ class Reach:
     """Share of the flops, in decoding and prompts."""
     launch: float
     """Seconds a decode step spends on each layer, however few requests it has."""
-    logits: float
+    logits: float = 16.0
     """Bytes moved per entry of the vocabulary to sample one token."""
-    request: float
+    request: float = 0.0
     """Seconds of the host per token sampled."""
-    rollout: float
+    rollout: float = 0.0
     """Seconds of the host per rollout: admitting, rendering, scoring."""
     train_flops: float
     """Share of the flops, in training."""
-    train_bytes: float
+    train_bytes: float = 0.0
     """Bytes moved in training per token, layer and unit of the hidden size: norms, activations, residuals."""
     handover: float
     """Seconds of a publish beyond moving the bytes: fingerprint, canary, swap."""
-    eager_decode: float
+    eager_decode: float = 1.0
     """Times `launch` where the engine is not compiled."""
-    eager_train: float
+    eager_train: float = 1.0
     """Times `train_bytes` where the trainer is not compiled."""
     source: str
 
@@ -45,9 +45,6 @@ GPU = Reach(
     bandwidth=0.66,
     flops=0.60,
     launch=48.5e-6,
-    logits=16.0,
-    request=0.0,
-    rollout=0.0,
     train_flops=0.80,
     train_bytes=580.0,
     handover=0.07,
@@ -61,14 +58,10 @@ CPU = Reach(
     bandwidth=0.66,
     flops=0.90,
     launch=1.07e-3,
-    logits=16.0,
     request=70e-6,
     rollout=0.8e-3,
     train_flops=0.40,
-    train_bytes=0.0,
     handover=0.025,
-    eager_decode=1.0,
-    eager_train=1.0,
     source="spine-cpu.json (trainer), decode steps of 1 to 128 requests and one quickstart run on two Neoverse N1",
 )
 """The quickstart's model alone. `launch`, `request` and `rollout` have no file in `benchmarks/results` behind them."""
@@ -81,8 +74,8 @@ OVER_HTTP = 0.93
 """Speed of an engine behind HTTP (engine-http-h200.json)."""
 RANKS = 0.9
 """Speed of each of several ranks, relative to one alone. Assumed, not measured."""
-CONDUCTED = 5170.0
-"""Rollouts a second that one core can conduct (orchestrator-cpu.json)."""
+ORCHESTRATED = 5170.0
+"""Rollouts a second that one core can orchestrate (orchestrator-cpu.json)."""
 
 
 def reach(kind: str) -> Reach:
@@ -179,15 +172,15 @@ class Speeds:
         self.item = BYTES[config.model.dtype]
         card = hardware.card
         on_gpu = hardware.kind == "cuda"
-        self._flops = card.flops if on_gpu and self.item == 2 else card.flops32
+        flops = card.flops if on_gpu and self.item == 2 else card.flops32
         self._bandwidth = card.bandwidth * self.r.bandwidth
         engine_share = trainer_share = 1.0
         if not on_gpu:  # shares of the cores, as the local placement deals them out
             engine, trainer = split_threads(hardware.cores, shape.parameters, config.staleness > 0)
             engine_share = min(1.0, (config.engine.threads or engine) / hardware.cores)
             trainer_share = min(1.0, (config.trainer.threads or trainer) / hardware.cores)
-        self._engine_flops = self._flops * self.r.flops * engine_share
-        self._trainer_flops = self._flops * self.r.train_flops * trainer_share
+        self._engine_flops = flops * self.r.flops * engine_share
+        self._trainer_flops = flops * self.r.train_flops * trainer_share
         self.on_gpu = on_gpu
 
     # -- engine -----------------------------------------------------------------------------------------------------
@@ -234,7 +227,7 @@ class Speeds:
         prompts = self.prefill_seconds(work.sampled / work.group * work.prompt / engines)
         decode = steps * self.decode_seconds(running, context)
         host = work.sampled * self.r.rollout
-        seconds = max(decode + prompts + host, work.sampled / CONDUCTED)
+        seconds = max(decode + prompts + host, work.sampled / ORCHESTRATED)
         return seconds, seconds - steps * self.launches(), running
 
     # -- trainer ----------------------------------------------------------------------------------------------------
