@@ -264,7 +264,19 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
     if layout.colocated:  # engine and trainer take turns in the same memory
         shared["trainer activations"] = max(0.0, shared["trainer activations"] - cache)
     process = sum(own.values()) - (runtime if sizes.on_gpu else 0.0)
-    places = _places(layout, hardware, device, alone, shared, rank)
+    if not sizes.on_gpu:  # all parts share the machine's memory
+        parts = dict(shared)
+        for name, size in (shared if layout.colocated else rank).items():
+            parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
+        places = [DevicePlace("memory", device, 1, parts)]
+    else:
+        hosts = 0 if layout.apart else layout.ranks if layout.colocated else 1  # ranks that share a GPU with an engine
+        places = [
+            DevicePlace("engine GPU", device, layout.engines if layout.apart else 0, alone),
+            DevicePlace("GPU of engine and trainer", device, hosts, shared),
+            DevicePlace("trainer GPU", device, layout.ranks - hosts, rank),
+        ]
+        places = [place for place in places if place.count]
     for scorers in scorer_places(config, device, runtime):
         if sizes.on_gpu:
             places.append(scorers)
@@ -293,30 +305,4 @@ def scorer_places(config: RunConfig, device: float | None, runtime: float) -> li
             "runtime": runtime,
         }
         places.append(DevicePlace(f"scorer GPU, {name}", device, config.cluster.scorers, parts))
-    return places
-
-
-def _places(
-    layout: PlannedLayout,
-    hardware: Hardware,
-    device: float | None,
-    alone: dict[str, float],
-    shared: dict[str, float],
-    rank: dict[str, float],
-) -> list[DevicePlace]:
-    if hardware.kind != "cuda":  # all parts share the machine's memory
-        parts = dict(shared)
-        for name, size in (shared if layout.colocated else rank).items():
-            parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
-        return [DevicePlace("memory", device, 1, parts)]
-    if layout.colocated:
-        return [DevicePlace("GPU of engine and trainer", device, layout.ranks, shared)]
-    if layout.apart:
-        return [
-            DevicePlace("engine GPU", device, layout.engines, alone),
-            DevicePlace("trainer GPU", device, layout.ranks, rank),
-        ]
-    places = [DevicePlace("GPU of engine and trainer", device, 1, shared)]
-    if layout.ranks > 1:
-        places.append(DevicePlace("trainer GPU", device, layout.ranks - 1, rank))
     return places

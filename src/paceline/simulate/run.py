@@ -121,11 +121,6 @@ class SimulationReport:
         return 3600 * len(self.counted) / max(self._sum("time/step"), 1e-9)
 
     @property
-    def busy(self) -> float:
-        """The part of the time that engines decoded in, as if one that decodes at all were full."""
-        return self._sum("busy/sampler") / max(len(self.counted), 1)
-
-    @property
     def staleness(self) -> tuple[float, float]:
         """Mean and most."""
         mean = self._sum("staleness/mean") / max(len(self.counted), 1)
@@ -158,7 +153,7 @@ class _StepCollector(Monitor):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         hour = self._clock.now() / 3600
-        names = (*METRICS, "busy/sampler", "simulated/tokens", "batch/samples", "dropped/stale_samples")
+        names = (*METRICS, "simulated/tokens", "batch/samples", "dropped/stale_samples")
         memory = {"blocks": float(sys.getallocatedblocks()), "resident": resident_bytes()}
         self._report.steps.append({"hour": hour, **{name: metrics[name] for name in names}, **memory})
         if hour >= self._report.hours and self.orchestrator is not None:
