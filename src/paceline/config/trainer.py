@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from paceline.config.base import Hook, Section
 from paceline.config.cluster import ParallelConfig
@@ -203,15 +203,10 @@ class TrainerConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; a share of the cores when left out."""
 
-    @model_validator(mode="after")
-    def _near_the_snapshot(self) -> "TrainerConfig":
+    def check_keys(self) -> None:
         # Its bounds are so narrow that the engine's rounding alone would leave them.
         if isinstance(self.loss, GSPOConfig) and self.proximal is None:
             self.proximal = ProximalConfig()
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> "TrainerConfig":
         if self.stream and self.minibatches > 1:
             raise ValueError(
                 "trainer.stream sums one gradient while a batch comes in: set minibatches = 1, or leave stream out"
@@ -243,4 +238,3 @@ class TrainerConfig(Section):
                     f'micro_batch_tokens = "auto" is tried on each rank for itself, and ranks {ranks} compute '
                     "only together: give a number, such as 4096"
                 )
-        return self

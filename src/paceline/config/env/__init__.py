@@ -1,9 +1,9 @@
 """Environments: where examples come from and how an episode is played. Built-in tasks, and those of other packages."""
 
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from paceline.config.base import FilePath, Hook, ImportPath, PathKey, fits_a_run_file
 from paceline.config.env.base import (
@@ -156,8 +156,7 @@ class AlphabetSortConfig(BaseEnvConfig):
     eval_examples: int = Field(default=128, ge=1, le=50_000)
     """Held-out rows generated for evaluation."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def check_keys(self) -> None:
         for least, most in (("min_turns", "max_turns"), ("min_names", "max_names")):
             if getattr(self, least) > getattr(self, most):
                 raise ValueError(f"`{least}` is larger than `{most}`")
@@ -165,7 +164,6 @@ class AlphabetSortConfig(BaseEnvConfig):
             raise ValueError("`letters` must be different letters, such as abcdefgh")
         if self.items == "letters" and self.max_turns * self.max_names > len(self.letters):
             raise ValueError(f"`max_turns` * `max_names` is more than the {len(self.letters)} `letters` there are")
-        return self
 
 
 class CalculatorConfig(BaseEnvConfig):
@@ -202,8 +200,7 @@ class CalculatorConfig(BaseEnvConfig):
     eval_examples: int = Field(default=128, ge=1, le=50_000)
     """Held-out rows generated for evaluation."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def check_keys(self) -> None:
         for least, most in (("min_terms", "max_terms"), ("min_operand", "max_operand")):
             if getattr(self, least) > getattr(self, most):
                 raise ValueError(f"`{least}` is larger than `{most}`")
@@ -212,7 +209,6 @@ class CalculatorConfig(BaseEnvConfig):
                 raise ValueError(f"`{name}` must have `{mark}` in it")
         if self.partial_credit + self.call_reward >= 1:
             raise ValueError("a wrong answer must earn less than a right one: partial_credit + call_reward < 1")
-        return self
 
 
 class GSM8KConfig(DatasetEnvConfig):
@@ -280,8 +276,7 @@ class ReasoningGymConfig(BaseEnvConfig):
 
     _plain = field_validator("args")(partial(fits_a_run_file, key="args"))
 
-    @model_validator(mode="after")
-    def _named(self) -> Self:
+    def check_keys(self) -> None:
         if (self.task is None) == (not self.tasks):
             raise ValueError("name one reasoning-gym task with `task`, or several with `tasks`")
         if unnamed := self.args.keys() - self.weights.keys() if self.tasks else None:
@@ -293,7 +288,6 @@ class ReasoningGymConfig(BaseEnvConfig):
                 raise ValueError(
                     f"args of task `{name}` must be a table: with `tasks`, write args = {{{name} = {{...}}}}"
                 )
-        return self
 
     @property
     def weights(self) -> dict[str, float]:
