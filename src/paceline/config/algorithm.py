@@ -1,6 +1,6 @@
 """Algorithm settings: credit assignment, and which loss each token trains."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,12 +13,20 @@ FROZEN = 'write {name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 class BaseAlgorithmConfig(Section):
     """Base of every algorithm's section."""
 
-    group_relative: ClassVar[bool] = False
-    """Rollouts are compared with others of their group, so that a group of one teaches nothing."""
-    whole_batch: ClassVar[bool] = False
-    """Credit waits for all groups of a batch."""
-    plays: ClassVar[bool] = True
-    """A model samples the rollouts; otherwise they are read off the rows."""
+    @property
+    def group_relative(self) -> bool:
+        """Rollouts are compared with others of their group, so that a group of one teaches nothing."""
+        return False
+
+    @property
+    def whole_batch(self) -> bool:
+        """Credit waits for all groups of a batch."""
+        return False
+
+    @property
+    def plays(self) -> bool:
+        """A model samples the rollouts; otherwise they are read off the rows."""
+        return True
 
 
 class OnPolicyConfig(BaseAlgorithmConfig):
@@ -74,7 +82,10 @@ class MaxRLConfig(OnPolicyConfig):
     """(Reward - mean) / mean: the gradient of the log of the mean reward."""
 
     type: Literal["max_rl"] = "max_rl"
-    group_relative: ClassVar[bool] = True
+
+    @property
+    def group_relative(self) -> bool:
+        return True
 
 
 class RewardConfig(OnPolicyConfig):

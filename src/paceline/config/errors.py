@@ -1,6 +1,6 @@
 """Errors as sentences for the user: where, what is wrong, what to write instead."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -142,11 +142,20 @@ def from_flags(kind: type[Options], flags: Mapping[str, object]) -> Options:
         raise ConfigError(problems) from None
 
 
+EXPLAINED = ("extra_forbidden", "missing", "union_tag_invalid", "union_tag_not_found", "value_error")
+"""Kinds of pydantic's errors with sentences of their own; all others are about a value that does not fit."""
+
+
 def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
+    details = error.errors(include_url=False)
+    paths = [path_of(detail["loc"], document.root) for detail in details]
     sentences: list[str] = []
-    for detail in _deepest(error.errors(include_url=False), document.root):
-        sentences += EXPLAIN.get(detail["type"], _wrong_value)(path_of(detail["loc"], document.root), detail, document)
+    for detail, path in zip(details, paths, strict=True):
+        # Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside
+        # the value, that one was meant, and the others have nothing to add.
+        if detail["type"] in EXPLAINED or not any(path == other[: len(path)] != other for other in paths):
+            sentences += _sentences(path, detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
 
@@ -161,33 +170,55 @@ def explain_values(
     return explain(error, document)
 
 
-def _deepest(details: list[ErrorDetails], root: Spot) -> list[ErrorDetails]:
-    """Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside the
-    value, that one was meant, and the others have nothing to add."""
-    paths = [path_of(detail["loc"], root) for detail in details]
-    return [
-        detail
-        for detail, path in zip(details, paths, strict=True)
-        if detail["type"] in EXPLAIN or not any(path == other[: len(path)] != other for other in paths)
-    ]
+def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> list[str]:
+    kind, at, table = detail["type"], path[:-1], document.with_types()
+    if kind == "missing" and isinstance(path[-1], int):
+        kind, path = "too_short", at  # a tuple; the list as a whole is what is wrong
+    place = document.origin(path).place(path)
+    known = spot_at(path, table, document.root)
+    spot = known or Spot.of(object)
+    types = list(spot.sections)
+    match kind:
+        case "value_error":  # a validator's own sentences; a rule over several keys names every source of keys
+            flags = any(origin.flag for origin in document.origins.values())
+            if not path and flags and not place.startswith(COMMAND_LINE):
+                place = f"{place} and {COMMAND_LINE}"
+            sentences = str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines()
+            return [f"{place}: {sentence}" for sentence in sentences]
+        case "extra_forbidden":
+            header, hint = _header(at, table, document.root), _hint(path, document)
+            return [f"{place}: there is no key `{path[-1]}` {header}; {hint}"]
+        case "missing":
+            blamed = (*at, "type") if (*at, "type") in document.origins else at
+            place = document.origin(blamed).place(at)
+            meaning = " ".join(spot.help.split()).partition(". ")[0].rstrip(".") or expected(spot)
+            return [f"{place}: `{path[-1]}` is missing; it takes {meaning if known else 'a value'}"]
+        case "union_tag_not_found":
+            return [f"{place}: `type` is missing: add type = {either(map(given, types))}"]
+        case "union_tag_invalid":
+            path = (*path, "type")
+            written = value_at(path, document.table)
+            near = get_close_matches(str(written), types, n=1)
+            hint = f"did you mean {given(near[0])}? The" if near else "the"
+            problem = f"there is no type {given(written)}; {hint} types are {either(code(types), 'and')}"
+            return [f"{document.origin(path).place(path)}: {problem}"]
+    value = value_at(path, document.table)
+    return [f"{place}: expected {expected(spot)}, got {given(value)}{advice(spot, value)}"]
 
 
-def _unknown_key(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
+def _hint(path: KeyPath, document: ConfigDocument) -> str:
+    """What an unknown key may have meant."""
     *at, key = path
     table = document.with_types()
-    spot = spot_at(tuple(at), table, document.root)
-    section = spot.section(value_at(tuple(at), table)) if spot else None
+    spot = spot_at(tuple(at), table, document.root) or Spot.of(object)
+    section = spot.section(value_at(tuple(at), table))
     siblings = list(section.model_fields) if section else []
-    owners = [name for name, kind in (spot.sections if spot else {}).items() if key in kind.model_fields]
-    if owners:  # the key is right, but for another `type` of this section
-        hint = f"it belongs to {dotted((*at, 'type'))} = {either(map(given, owners))}"
-    elif likely := nearest_keys(path, siblings, document.root):
+    if owners := [name for name, kind in spot.sections.items() if key in kind.model_fields]:
+        return f"it belongs to {dotted((*at, 'type'))} = {either(map(given, owners))}"
+    if likely := nearest_keys(path, siblings, document.root):
         dashes = "--" if document.origin(path).flag else ""
-        hint = f"did you mean {either(code(dashes + dotted(one) for one in likely))}?"
-    else:
-        hint = f"the keys there are {either(code(siblings), 'and')}"
-    header = _header(tuple(at), table, document.root)
-    yield f"{document.origin(path).place(path)}: there is no key `{key}` {header}; {hint}"
+        return f"did you mean {either(code(dashes + dotted(one) for one in likely))}?"
+    return f"the keys there are {either(code(siblings), 'and')}"
 
 
 def _header(at: KeyPath, table: dict, root: Spot) -> str:
@@ -197,61 +228,3 @@ def _header(at: KeyPath, table: dict, root: Spot) -> str:
     spot = spot_at(at, table, root)
     chosen = value_at((*at, "type"), table)
     return f"in {name} of type `{chosen}`" if spot and spot.is_choice else f"in {name}"
-
-
-def _missing_key(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    *at, key = path
-    if isinstance(key, int):
-        # A tuple that is too short; the list as a whole is what is wrong.
-        yield from _wrong_value(tuple(at), detail, document)
-        return
-    blamed = (*at, "type") if (*at, "type") in document.origins else tuple(at)
-    place = document.origin(blamed).place(tuple(at))
-    spot = spot_at(path, document.with_types(), document.root)
-    meaning = " ".join(spot.help.split()).partition(". ")[0].rstrip(".") if spot else "a value"
-    yield f"{place}: `{key}` is missing; it takes {meaning or expected(spot or Spot.of(object))}"
-
-
-def _unknown_type(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    spot = spot_at(path, document.table, document.root)
-    path = (*path, "type")
-    types = list(spot.sections) if spot else []
-    written = value_at(path, document.table)
-    near = get_close_matches(str(written), types, n=1)
-    hint = f"did you mean {given(near[0])}? The" if near else "the"
-    yield (
-        f"{document.origin(path).place(path)}: there is no type {given(written)}; {hint} types are "
-        + either(code(types), "and")
-    )
-
-
-def _missing_type(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    spot = spot_at(path, document.table, document.root)
-    types = map(given, spot.sections if spot else ())
-    yield f"{document.origin(path).place(path)}: `type` is missing: add type = {either(types)}"
-
-
-def _rule(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    """A validator's own sentences. A rule over several keys names every source of keys."""
-    place = document.origin(path).place(path)
-    flags = any(origin.flag for origin in document.origins.values())
-    if not path and flags and not place.startswith(COMMAND_LINE):
-        place = f"{place} and {COMMAND_LINE}"
-    for sentence in str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines():
-        yield f"{place}: {sentence}"
-
-
-def _wrong_value(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    spot = spot_at(path, document.with_types(), document.root) or Spot.of(object)
-    value = value_at(path, document.table)
-    place = document.origin(path).place(path)
-    yield f"{place}: expected {expected(spot)}, got {given(value)}{advice(spot, value)}"
-
-
-EXPLAIN: dict[str, Callable[[KeyPath, ErrorDetails, ConfigDocument], Iterator[str]]] = {
-    "extra_forbidden": _unknown_key,
-    "missing": _missing_key,
-    "union_tag_invalid": _unknown_type,
-    "union_tag_not_found": _missing_type,
-    "value_error": _rule,
-}

@@ -96,7 +96,7 @@ def _include(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
     includer = os.path.normpath(trail[-1])
     real_trail = [step.resolve() for step in trail]
     if path.resolve() in real_trail:
-        circle = map(os.path.normpath, [*trail[real_trail.index(path.resolve()) :], path])
+        circle = [os.path.normpath(step) for step in (*trail[real_trail.index(path.resolve()) :], path)]
         raise ConfigError([f"{includer}: include: the files include each other: {' -> '.join(circle)}"])
     if not path.is_file():
         raise ConfigError([f"{includer}: include: {_missing(path)}"])
