@@ -61,9 +61,14 @@ class Layer(NamedTuple):
 
 def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
     """The file and all it includes, lowest first: included files left to right, the file itself on top."""
-    name = os.path.normpath(path)
+    name, real_trail = os.path.normpath(path), [step.resolve() for step in trail]
+    includer = f"{os.path.normpath(trail[-1])}: include: " if trail else ""
+    if path.resolve() in real_trail:
+        circle = [os.path.normpath(step) for step in (*trail[real_trail.index(path.resolve()) :], path)]
+        raise ConfigError([f"{includer}the files include each other: {' -> '.join(circle)}"])
+    if trail and not path.is_file():
+        raise ConfigError([f"{includer}{_missing(path)}"])
     table = _parse(path)
-    trail = (*trail, path)
     below: list[Layer] = []
     problems: list[str] = []
     included = table.pop("include", [])
@@ -71,7 +76,7 @@ def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
         raise ConfigError([f'{name}: include: expected a list of files, such as include = ["base.toml"]'])
     for entry in included:
         try:
-            below += _include(path.parent / entry, trail)
+            below += layers(path.parent / entry, (*trail, path))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -90,17 +95,6 @@ def run_directory(path: Path) -> dict[str, str]:
     if folder.name in ("", ".."):
         folder = folder.resolve()
     return {"name": folder.name, "runs": str(folder.parent)}
-
-
-def _include(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
-    includer = os.path.normpath(trail[-1])
-    real_trail = [step.resolve() for step in trail]
-    if path.resolve() in real_trail:
-        circle = [os.path.normpath(step) for step in (*trail[real_trail.index(path.resolve()) :], path)]
-        raise ConfigError([f"{includer}: include: the files include each other: {' -> '.join(circle)}"])
-    if not path.is_file():
-        raise ConfigError([f"{includer}: include: {_missing(path)}"])
-    return layers(path, trail)
 
 
 def _parse(path: Path) -> dict[str, Any]:
