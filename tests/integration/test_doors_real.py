@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from serving import MODEL, served
 
-from paceline.config.env.integrations import ReasoningGymConfig as GymSettings
-from paceline.config.env.integrations import TextArenaConfig as GameSettings
-from paceline.config.env.integrations import VerifiersConfig as VerifiersSettings
+from paceline.config.env import ReasoningGymConfig as GymSettings
+from paceline.config.env import TextArenaConfig as GameSettings
+from paceline.config.env import VerifiersConfig as VerifiersSettings
 from paceline.data import Scheme, Ticket, open_rows
 from paceline.envs.base import EnvError
 from paceline.rollout import Rollout, assemble

@@ -6,8 +6,7 @@ import httpx
 import pytest
 
 from paceline.config import EvalConfig, RunConfig
-from paceline.config.env import CustomEnvConfig
-from paceline.config.env.tasks import CalculatorConfig
+from paceline.config.env import CalculatorConfig, CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome

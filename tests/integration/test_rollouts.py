@@ -26,8 +26,7 @@ from launching import Launched
 from lookups import plan
 from paceline.commands.rollouts import RolloutOptions, pick_section, play_some, rollouts
 from paceline.config import ConfigError, RunConfig
-from paceline.config.env import ReverseTextConfig
-from paceline.config.env.tasks import RetrievalConfig
+from paceline.config.env import RetrievalConfig, ReverseTextConfig
 from paceline.config.inference import EngineConfig
 from paceline.config.target import load_target
 from paceline.data import Cursor

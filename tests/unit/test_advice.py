@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from advising import DEFECTS, SPEAKS_OF, Plot, Try, healthy
 from paceline.commands import main
 from paceline.config import RunConfig
-from paceline.config.advice import ADVISORIES, AdviceConfig
+from paceline.config.advice import AdviceConfig, AdvisoryName
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import RULES, Advisory, advise, sight_of
 from paceline.observe.record.advice.learning_rules import alpha
@@ -34,7 +34,7 @@ def spoken(rule: str, seed: int = 0) -> list[Advisory]:
 
 
 def test_every_advisory_has_a_rule_a_limit_and_a_planted_defect():
-    names = set(ADVISORIES)
+    names = set(get_args(AdvisoryName))
     assert {rule.name for rule in RULES} == set(DEFECTS) == names
     assert names <= AdviceConfig.model_fields.keys()
 

@@ -11,8 +11,7 @@ import pytest
 
 import launching
 from paceline.config import ConfigError, RunConfig
-from paceline.config.env import CustomEnvConfig
-from paceline.config.env.integrations import ModuleEnvConfig, ReasoningGymConfig
+from paceline.config.env import CustomEnvConfig, ModuleEnvConfig, ReasoningGymConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.envs.base import EnvError

@@ -27,7 +27,7 @@ from paceline.algorithms.distillation import ReferenceScorer
 from paceline.clients import HttpEngine, NoEngineLeft, Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
-from paceline.config.failures import Drop, Fail, FailuresConfig, Retry, failure_policy
+from paceline.config.failures import FailurePolicy, FailuresConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample, State, Ticket
 from paceline.engine import Completion, EngineLimits, EngineStats, GenerateRequest
@@ -316,7 +316,7 @@ def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, c
     plays = min(failures + 1, allowed)
     assert environment.played == {0: 2 * plays}
     assert player.retried == Counter({kind: 2 * (plays - 1)} if plays > 1 else {})
-    assert seconds == pytest.approx(plays + sum(Retry.pause(n) for n in range(1, plays)))
+    assert seconds == pytest.approx(plays + sum(FailurePolicy.pause(n) for n in range(1, plays)))
     if failures < allowed:
         assert done.failed == []
         assert player.lost == Counter()
@@ -328,8 +328,11 @@ def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, c
 
 
 def test_the_words_of_a_run_file_stand_for_small_values():
-    assert [failure_policy(word, 4) for word in ("retry", "drop", "fail")] == [Retry(4), Drop(), Fail()]
-    assert max(Retry.pause(failed) for failed in range(1, 2000)) <= 30
+    policies = [FailurePolicy(word, 4) for word in ("retry", "drop", "fail")]
+    assert [str(policy) for policy in policies] == ['"retry", 4 tries', '"drop"', '"fail"']
+    assert [policy.retries(3) for policy in policies] == [True, False, False]
+    assert not policies[0].retries(4)
+    assert max(FailurePolicy.pause(failed) for failed in range(1, 2000)) <= 30
 
 
 def test_what_went_wrong_first_is_told_whatever_came_after_it():
@@ -844,7 +847,7 @@ class Teacher(Near):
         return [[-0.5] * len(ids) for ids in sequences]
 
 
-def taught(teacher, policy=Retry(3), samples: int = 4):  # noqa: B008
+def taught(teacher, policy=FailurePolicy(), samples: int = 4):  # noqa: B008
     """The samples that are left of a batch, and what was lost."""
     ones = np.ones(3, np.float32)
     sample = Sample(
@@ -870,11 +873,11 @@ def taught(teacher, policy=Retry(3), samples: int = 4):  # noqa: B008
 @pytest.mark.parametrize("how", [EngineError("http://far:2/v1/score answered 500"), "not numbers"])
 def test_a_teacher_that_fails_for_a_moment_is_asked_again(how):
     assert taught(Teacher(2, how))[:2] == (4, {})
-    assert taught(Teacher(2, how), Drop())[:2] == (2, {"teacher_failed": 2})
+    assert taught(Teacher(2, how), FailurePolicy("drop"))[:2] == (2, {"teacher_failed": 2})
     with pytest.raises(
         AlgorithmError, match=r"`teacher` at http://far:2/v1 could not score .*failures.teacher = \"fail"
     ):
-        taught(Teacher(2, how), Fail())
+        taught(Teacher(2, how), FailurePolicy("fail"))
 
 
 def test_what_a_teacher_will_never_score_is_not_asked_again(words):

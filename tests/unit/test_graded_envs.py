@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import ConfigError
-from paceline.config.env.tasks import CodeConfig, MathConfig
+from paceline.config.env import CodeConfig, MathConfig
 from paceline.data import DataError, open_rows
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs import sandbox as sandbox_package

@@ -20,11 +20,10 @@ from paceline.config import RunConfig
 from paceline.config.run import ConfigWarning
 from paceline.errors import PacelineError
 from paceline.planner import found, parse, predict, with_memory
-from paceline.planner.layout import layout_of
-from paceline.planner.memory import memory, ways
+from paceline.planner.memory import layout_of, memory
 from paceline.planner.plan import applied
 from paceline.planner.shape import ModelShape, read_shape, shape_of
-from paceline.planner.speed import Speeds
+from paceline.planner.speed import Speeds, ways
 from paceline.planner.work import Work, assumed
 
 ROOT = Path(__file__).parents[2]

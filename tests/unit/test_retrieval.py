@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import paceline
 from lookups import plan
 from paceline.clients import Pool
-from paceline.config.env.tasks import RetrievalConfig as Config
+from paceline.config.env import RetrievalConfig as Config
 from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.engine import Completion, GenerateRequest

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import ConfigError
-from paceline.config.env import tasks as config
+from paceline.config import env as config
 from paceline.config.load import examples_folder
 from paceline.data import DataError
 from paceline.envs import POLICY, EnvError, Outcome

@@ -15,7 +15,7 @@ from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.clients import Pool
 from paceline.clients.frozen import FrozenPool
 from paceline.config.algorithm import OPDConfig, OPSDConfig
-from paceline.config.failures import USUAL, Fail, FailurePolicy, Retry
+from paceline.config.failures import USUAL, FailurePolicy
 from paceline.config.model import Reference as Ref
 from paceline.data import Row, Sample, look_through
 from paceline.errors import EngineError, RequestError
@@ -106,7 +106,7 @@ class ReferenceScorer:
                     pending.gone = pending.gone or (pending.answered == before and now() - began >= SECONDS)
                     if not self._again(error, failed) or pending.gone:
                         break
-                    await asyncio.sleep(Retry.pause(failed))
+                    await asyncio.sleep(self._policy.pause(failed))
                 else:
                     pending.answered += 1
                     return scored
@@ -115,9 +115,9 @@ class ReferenceScorer:
 
     def _again(self, error: EngineError, failed: int) -> bool:
         """Whether to ask once more; raises where the run file wants the run to stop."""
-        if isinstance(self._policy, Fail):
+        if self._policy.choice == "fail":
             raise AlgorithmError(f'{self._name} could not score a sample: {error} (failures.teacher = "fail")')
-        return isinstance(self._policy, Retry) and self._policy.again(failed) and not isinstance(error, RequestError)
+        return self._policy.retries(failed) and not isinstance(error, RequestError)
 
     @contextmanager
     def _logging_progress(self, pending: "PendingBatch") -> Generator[None]:

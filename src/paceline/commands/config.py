@@ -41,9 +41,9 @@ def add_init(commands: Commands) -> None:
 def _init(known: argparse.Namespace, rest: list[str]) -> int:
     if known.list:
         return _list()
-    starter = write_starter(known.kind, Path(known.to), known.name, known.force)
-    file = shlex.quote(os.fspath(starter.run_file))
-    print("wrote", ", ".join(map(str, starter.files)))
+    files = write_starter(known.kind, Path(known.to), known.name, known.force)
+    file = shlex.quote(os.fspath(files[0]))
+    print("wrote", ", ".join(map(str, files)))
     print("next:")
     print(f"  paceline rollout {file} -n 2     look at episodes before training")
     print(f"  paceline check {file}            every key, and whether it fits this machine")

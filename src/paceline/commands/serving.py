@@ -173,7 +173,7 @@ def add_search(commands: Commands) -> None:
 
 
 def _search(known: argparse.Namespace, overrides: list[str]) -> int:
-    from paceline.config.env.tasks import SEARCH_KEY_VARIABLE
+    from paceline.config.env import SEARCH_KEY_VARIABLE
     from paceline.envs.search.server import SearchOptions, load_options, serve_search
 
     flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}

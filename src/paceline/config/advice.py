@@ -1,24 +1,14 @@
 """Advisory settings: the limit of each, and which of them pause an environment."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field
 
 from paceline.config.base import Section
 
 AdvisoryName = Literal[
-    "flat_groups",
-    "length",
-    "truncation",
-    "format",
-    "parting",
-    "judges",
-    "entropy",
-    "mismatch",
-    "starving",
-    "idle",
+    "flat_groups", "length", "truncation", "format", "parting", "judges", "entropy", "mismatch", "starving", "idle"
 ]
-ADVISORIES: tuple[AdvisoryName, ...] = get_args(AdvisoryName)
 
 
 class AdviceConfig(Section):

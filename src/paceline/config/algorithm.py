@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from paceline.config.base import Hook, Section
 from paceline.config.model import ModelRef, Reference
@@ -157,8 +157,7 @@ class OPDConfig(OnPolicyConfig):
     """Weight of the teacher's signal beside what other environments train; alone in a run it changes next to nothing.
     A per-token signal soon outweighs one reward per sequence; lower this weight when mixing."""
 
-    @model_validator(mode="after")
-    def _check_teacher_is_another(self) -> "OPDConfig":
+    def check_keys(self) -> None:
         if self.teacher is None:
             raise ValueError(f"opd needs a teacher: {FROZEN} as `teacher`")
         if self.teacher == "policy":
@@ -166,7 +165,6 @@ class OPDConfig(OnPolicyConfig):
                 "opd with the policy as its own teacher is zero by construction: "
                 f'{FROZEN} as `teacher`, or use type = "opsd", where the policy sees a demonstration'
             )
-        return self
 
 
 class OPSDConfig(OnPolicyConfig):
@@ -208,8 +206,7 @@ class SFTConfig(BaseAlgorithmConfig):
     def plays(self) -> bool:
         return not self.demonstrations
 
-    @model_validator(mode="after")
-    def _check_sampler_is_another(self) -> "SFTConfig":
+    def check_keys(self) -> None:
         if "policy" in (self.teacher, self.source):
             raise ValueError(
                 "sft on what the policy itself says teaches it nothing new: "
@@ -225,7 +222,6 @@ class SFTConfig(BaseAlgorithmConfig):
             raise ValueError("sft learns from a teacher or from demonstrations, not both: leave one of them out")
         if isinstance(teacher, ModelRef) and (self.teacher, self.source) != (teacher, teacher):
             self.teacher = self.source = teacher
-        return self
 
 
 class CustomConfig(OnPolicyConfig, Hook):

@@ -3,10 +3,10 @@
 import tomllib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,14 @@ class Section(BaseModel, metaclass=_ExplainsErrors):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    def check_keys(self) -> None:
+        """Raise a ValueError, one sentence for the user, where keys do not go together; fill in what follows."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.check_keys()
+        return self
 
 
 def fits_a_run_file(values: dict[str, Any] | None, key: str) -> dict[str, Any] | None:

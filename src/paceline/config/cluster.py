@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from paceline.config.base import Section
 from paceline.config.model import ModelRef
@@ -38,8 +38,7 @@ class ParallelConfig(Section):
         """Shares a batch is cut into. Ranks `i * tensor * context` to `(i + 1) * tensor * context - 1` get the i-th."""
         return self.ranks // (self.tensor * self.context)
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ParallelConfig":
+    def check_keys(self) -> None:
         together = self.tensor * self.context
         if self.ranks % together:
             raise ValueError(
@@ -67,7 +66,6 @@ class ParallelConfig(Section):
                 'cpu_offload keeps a sharded model on the host: set shard = "full", or with whole models keep only '
                 "masters and moments there with trainer.optimizer.offload = true"
             )
-        return self
 
 
 class ClusterConfig(Section):
@@ -102,11 +100,9 @@ class ClusterConfig(Section):
     scorer_cpus: float = Field(default=1.0, ge=0)
     """Cores of each scorer."""
 
-    @model_validator(mode="after")
-    def _room_to_grow(self) -> "ClusterConfig":
+    def check_keys(self) -> None:
         if self.most_engines is not None and self.most_engines < self.engines:
             raise ValueError(f"most_engines = {self.most_engines} is less than engines = {self.engines}")
-        return self
 
 
 def scored_here(config: "RunConfig") -> list[str]:

@@ -98,25 +98,18 @@ class ConfigDocument:
         return resolve_paths(self.with_types(), lambda path: self.origin(path).folder)
 
     def _merge(self, target: dict[str, Any], layer: dict[Any, Any], at: KeyPath, origin: Origin) -> None:
-        self._leave_type(target, layer, at)
+        spot = spot_at(at, self.table, self.root)
+        if spot is not None and spot.is_choice:
+            old, new = spot.section(target), spot.section({"type": layer.get("type")})
+            if old and new and old is not new:
+                # What only the old type knows goes with it. Keys that neither knows stay, to be reported.
+                for key in old.model_fields.keys() - new.model_fields.keys():
+                    target.pop(key, None)
         for key, value in layer.items():
             if isinstance(value, dict) and isinstance(target.get(key), dict):
                 self._merge(target[key], value, (*at, key), origin)
             else:
                 self._replace(target, (*at, key), value, origin)
-
-    def _leave_type(self, target: dict[str, Any], layer: dict[Any, Any], at: KeyPath) -> None:
-        """When a layer changes a section's `type`, what only the old type knows goes with it.
-
-        Keys that neither type knows stay, so that a misspelled key is still reported.
-        """
-        spot = spot_at(at, self.table, self.root)
-        if spot is None or not spot.is_choice:
-            return
-        old, new = spot.section(target), spot.section({"type": layer.get("type")})
-        if old and new and old is not new:
-            for key in old.model_fields.keys() - new.model_fields.keys():
-                target.pop(key, None)
 
     def _replace(self, node: Any, path: KeyPath, value: Any, origin: Origin) -> None:
         node[path[-1]] = copy.deepcopy(value)
@@ -170,25 +163,20 @@ def files_of(table: dict[str, Any], folder: Path) -> dict[str, Path]:
 def _visit(spot: Spot | None, value: Any, at: KeyPath, change: Callable[[PathKey, KeyPath, str], str]) -> Any:
     """A copy of a value in which `change` was applied to every path."""
     key = next((note for note in spot.constraints if isinstance(note, PathKey)), None) if spot else None
-    if key is not None:
-        return _change(value, at, lambda path, text: change(key, path, text))
+    if key is not None:  # one path, a list of them, or a table that weighs them: `{"a.jsonl" = 3.0}`
+        if isinstance(value, str):
+            return change(key, at, value)
+        if isinstance(value, list):
+            return [_visit(spot, entry, (*at, i), change) for i, entry in enumerate(value)]
+        if isinstance(value, dict):
+            return {_visit(spot, name, (*at, name), change): entry for name, entry in value.items()}
+        return value
     if isinstance(value, dict):
         section = spot.section(value) if spot else None
         child = {k: spot.child(k, section) if spot else None for k in value}
         return {k: _visit(child[k], entry, (*at, k), change) for k, entry in value.items()}
     if isinstance(value, list):
         return [_visit(spot.child(i, None) if spot else None, v, (*at, i), change) for i, v in enumerate(value)]
-    return value
-
-
-def _change(value: Any, at: KeyPath, change: Callable[[KeyPath, str], str]) -> Any:
-    """One path, a list of them, or a table that weighs them: `{"a.jsonl" = 3.0}`."""
-    if isinstance(value, str):
-        return change(at, value)
-    if isinstance(value, list):
-        return [_change(entry, (*at, i), change) for i, entry in enumerate(value)]
-    if isinstance(value, dict):
-        return {_change(key, (*at, key), change): entry for key, entry in value.items()}
     return value
 
 
@@ -204,7 +192,10 @@ def _resolve(kind: str, text: str, folder: Path, only_existing: bool) -> str:
         beside, here = folder / found, Path.cwd() / found
         found = next((path for path in (beside, here) if _exists(kind, path)), None)
         if found is None:
-            if only_existing or not _surely_a_path(kind, place):
+            is_path = kind in ("file", "import", "module", "checkpoint") or (
+                bool(_DATA_FILE.fullmatch(place)) if kind == "dataset" else place.startswith(("./", "../"))
+            )
+            if only_existing or not is_path:
                 return text
             found = beside
     before = text[: len(text) - len(place) - len(rest)]
@@ -231,11 +222,3 @@ def _exists(kind: str, path: Path) -> bool:
         return path.is_dir() if kind == "model" else path.exists()
     except OSError:  # a text that is too long for a path
         return False
-
-
-def _surely_a_path(kind: str, place: str) -> bool:
-    if kind in ("file", "import", "module", "checkpoint"):
-        return True
-    if kind == "dataset":
-        return bool(_DATA_FILE.fullmatch(place))
-    return place.startswith(("./", "../"))

@@ -1,6 +1,6 @@
 """Errors as sentences for the user: where, what is wrong, what to write instead."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -30,73 +30,46 @@ SIBLING_LIKENESS = 0.7
 DISTANT_LIKENESS = 0.8
 """A key far from where it was written has to look more alike before it is worth naming."""
 
-CLIPS = ("loss.clip_low", "loss.clip_high")
-
-ALIASES: dict[str, tuple[str, ...]] = {
+KNOWN_AS = {
     # What users of TRL, verl, OpenRLHF and prime-rl would type.
-    "learning_rate": ("lr",),
-    "adam_epsilon": ("eps",),
-    "adam_beta1": ("betas",),
-    "adam_beta2": ("betas",),
-    "lr_scheduler": ("schedule",),
-    "lr_scheduler_type": ("schedule",),
-    "num_warmup_steps": ("warmup_steps",),
-    "lr_warmup_steps": ("warmup_steps",),
-    "clip_grad": ("max_grad_norm",),
-    "grad_clip": ("max_grad_norm",),
-    "max_norm": ("max_grad_norm",),
-    "clip_range": CLIPS,
-    "cliprange": CLIPS,
-    "clip_ratio": CLIPS,
-    "clip_eps": CLIPS,
-    "epsilon": ("eps", *CLIPS),
-    "epsilon_low": ("loss.clip_low",),
-    "clip_ratio_low": ("loss.clip_low",),
-    "epsilon_high": ("loss.clip_high",),
-    "clip_ratio_high": ("loss.clip_high",),
-    "loss_agg_mode": ("normalise",),
-    "max_new_tokens": ("sampling.max_tokens",),
-    "max_completion_length": ("sampling.max_tokens",),
-    "max_response_length": ("sampling.max_tokens",),
-    "max_model_len": ("engine.max_context",),
-    "max_num_seqs": ("engine.max_running",),
-    "num_generations": ("group_size",),
-    "rollouts_per_example": ("group_size",),
-    "n_samples_per_prompt": ("group_size",),
-    "per_device_train_batch_size": ("batch_size",),
-    "train_batch_size": ("batch_size",),
-    "rollout_batch_size": ("batch_size",),
-    "max_steps": ("steps",),
-    "total_training_steps": ("steps",),
-    "num_train_epochs": ("epochs",),
-    "total_epochs": ("epochs",),
-    "max_off_policy_steps": ("staleness",),
-    "max_staleness": ("staleness",),
-    "max_async_level": ("staleness",),
-    "async_level": ("staleness",),
-    "model_name": ("model.name",),
-    "model_name_or_path": ("model.name",),
-    "model_path": ("model.name",),
-    "tokenizer_name": ("model.tokenizer",),
-    "torch_dtype": ("model.dtype",),
-    "lora_r": ("lora.rank",),
-    "lora_rank": ("lora.rank",),
-    "lora_alpha": ("lora.alpha",),
-    "lora_dropout": ("lora.dropout",),
-    "target_modules": ("lora.targets",),
-    "run_name": ("name",),
-    "output_dir": ("runs",),
-    "resume_from_checkpoint": ("resume",),
-    "eval_steps": ("eval.every",),
-    "eval_interval": ("eval.every",),
-    "test_freq": ("eval.every",),
-    "save_steps": ("checkpoint.every",),
-    "save_freq": ("checkpoint.every",),
-    "save_total_limit": ("checkpoint.keep",),
-    "report_to": ("record.exporters",),
-    "algorithm": ("algo",),
-    "adv_estimator": ("algo.type",),
-    "environment": ("env",),
+    "lr": "learning_rate",
+    "eps": "adam_epsilon epsilon",
+    "betas": "adam_beta1 adam_beta2",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "warmup_steps": "num_warmup_steps lr_warmup_steps",
+    "max_grad_norm": "clip_grad grad_clip max_norm",
+    "loss.clip_low": "clip_range cliprange clip_ratio clip_eps epsilon epsilon_low clip_ratio_low",
+    "loss.clip_high": "clip_range cliprange clip_ratio clip_eps epsilon epsilon_high clip_ratio_high",
+    "normalise": "loss_agg_mode",
+    "sampling.max_tokens": "max_new_tokens max_completion_length max_response_length",
+    "engine.max_context": "max_model_len",
+    "engine.max_running": "max_num_seqs",
+    "group_size": "num_generations rollouts_per_example n_samples_per_prompt",
+    "batch_size": "per_device_train_batch_size train_batch_size rollout_batch_size",
+    "steps": "max_steps total_training_steps",
+    "epochs": "num_train_epochs total_epochs",
+    "staleness": "max_off_policy_steps max_staleness max_async_level async_level",
+    "model.name": "model_name model_name_or_path model_path",
+    "model.tokenizer": "tokenizer_name",
+    "model.dtype": "torch_dtype",
+    "lora.rank": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "target_modules",
+    "name": "run_name",
+    "runs": "output_dir",
+    "resume": "resume_from_checkpoint",
+    "eval.every": "eval_steps eval_interval test_freq",
+    "checkpoint.every": "save_steps save_freq",
+    "checkpoint.keep": "save_total_limit",
+    "record.exporters": "report_to",
+    "algo": "algorithm",
+    "algo.type": "adv_estimator",
+    "env": "environment",
+}
+ALIASES = {
+    alias: [key for key, names in KNOWN_AS.items() if alias in names.split()]
+    for alias in " ".join(KNOWN_AS.values()).split()
 }
 
 
@@ -162,19 +135,27 @@ def from_flags(kind: type[Options], flags: Mapping[str, object]) -> Options:
     try:
         return kind.model_validate({key: value for key, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise ConfigError(_of_flag(detail) for detail in error.errors(include_url=False)) from None
+        problems = []
+        for detail in error.errors(include_url=False):
+            place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
+            problems.append(f"{place}{detail['msg'].removeprefix('Value error, ')}")
+        raise ConfigError(problems) from None
 
 
-def _of_flag(detail: ErrorDetails) -> str:
-    place = "".join(f"--{str(part).replace('_', '-')}: " for part in detail["loc"][:1])
-    return f"{place}{detail['msg'].removeprefix('Value error, ')}"
+EXPLAINED = ("extra_forbidden", "missing", "union_tag_invalid", "union_tag_not_found", "value_error")
+"""Kinds of pydantic's errors with sentences of their own; all others are about a value that does not fit."""
 
 
 def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
+    details = error.errors(include_url=False)
+    paths = [path_of(detail["loc"], document.root) for detail in details]
     sentences: list[str] = []
-    for detail in _deepest(error.errors(include_url=False), document.root):
-        sentences += EXPLAIN.get(detail["type"], _wrong_value)(path_of(detail["loc"], document.root), detail, document)
+    for detail, path in zip(details, paths, strict=True):
+        # Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside
+        # the value, that one was meant, and the others have nothing to add.
+        if detail["type"] in EXPLAINED or not any(path == other[: len(path)] != other for other in paths):
+            sentences += _sentences(path, detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
 
@@ -189,27 +170,55 @@ def explain_values(
     return explain(error, document)
 
 
-def _deepest(details: list[ErrorDetails], root: Spot) -> list[ErrorDetails]:
-    """Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside the
-    value, that one was meant, and the others have nothing to add."""
-    paths = [path_of(detail["loc"], root) for detail in details]
-    return [
-        detail
-        for detail, path in zip(details, paths, strict=True)
-        if detail["type"] in EXPLAIN or not any(path == other[: len(path)] != other for other in paths)
-    ]
+def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> list[str]:
+    kind, at, table = detail["type"], path[:-1], document.with_types()
+    if kind == "missing" and isinstance(path[-1], int):
+        kind, path = "too_short", at  # a tuple; the list as a whole is what is wrong
+    place = document.origin(path).place(path)
+    known = spot_at(path, table, document.root)
+    spot = known or Spot.of(object)
+    types = list(spot.sections)
+    match kind:
+        case "value_error":  # a validator's own sentences; a rule over several keys names every source of keys
+            flags = any(origin.flag for origin in document.origins.values())
+            if not path and flags and not place.startswith(COMMAND_LINE):
+                place = f"{place} and {COMMAND_LINE}"
+            sentences = str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines()
+            return [f"{place}: {sentence}" for sentence in sentences]
+        case "extra_forbidden":
+            header, hint = _header(at, table, document.root), _hint(path, document)
+            return [f"{place}: there is no key `{path[-1]}` {header}; {hint}"]
+        case "missing":
+            blamed = (*at, "type") if (*at, "type") in document.origins else at
+            place = document.origin(blamed).place(at)
+            meaning = " ".join(spot.help.split()).partition(". ")[0].rstrip(".") or expected(spot)
+            return [f"{place}: `{path[-1]}` is missing; it takes {meaning if known else 'a value'}"]
+        case "union_tag_not_found":
+            return [f"{place}: `type` is missing: add type = {either(map(given, types))}"]
+        case "union_tag_invalid":
+            path = (*path, "type")
+            written = value_at(path, document.table)
+            near = get_close_matches(str(written), types, n=1)
+            hint = f"did you mean {given(near[0])}? The" if near else "the"
+            problem = f"there is no type {given(written)}; {hint} types are {either(code(types), 'and')}"
+            return [f"{document.origin(path).place(path)}: {problem}"]
+    value = value_at(path, document.table)
+    return [f"{place}: expected {expected(spot)}, got {given(value)}{advice(spot, value)}"]
 
 
-def _unknown_key(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
+def _hint(path: KeyPath, document: ConfigDocument) -> str:
+    """What an unknown key may have meant."""
     *at, key = path
     table = document.with_types()
-    spot = spot_at(tuple(at), table, document.root)
-    section = spot.section(value_at(tuple(at), table)) if spot else None
+    spot = spot_at(tuple(at), table, document.root) or Spot.of(object)
+    section = spot.section(value_at(tuple(at), table))
     siblings = list(section.model_fields) if section else []
-    yield (
-        f"{document.origin(path).place(path)}: there is no key `{key}` {_header(tuple(at), table, document.root)}; "
-        + (_other_type(path, spot) or _did_you_mean(path, siblings, document))
-    )
+    if owners := [name for name, kind in spot.sections.items() if key in kind.model_fields]:
+        return f"it belongs to {dotted((*at, 'type'))} = {either(map(given, owners))}"
+    if likely := nearest_keys(path, siblings, document.root):
+        dashes = "--" if document.origin(path).flag else ""
+        return f"did you mean {either(code(dashes + dotted(one) for one in likely))}?"
+    return f"the keys there are {either(code(siblings), 'and')}"
 
 
 def _header(at: KeyPath, table: dict, root: Spot) -> str:
@@ -219,85 +228,3 @@ def _header(at: KeyPath, table: dict, root: Spot) -> str:
     spot = spot_at(at, table, root)
     chosen = value_at((*at, "type"), table)
     return f"in {name} of type `{chosen}`" if spot and spot.is_choice else f"in {name}"
-
-
-def _other_type(path: KeyPath, spot: Spot | None) -> str | None:
-    """The key is right, but for another `type` of this section."""
-    *at, key = path
-    owners = [name for name, section in (spot.sections if spot else {}).items() if key in section.model_fields]
-    if not owners:
-        return None
-    return f"it belongs to {dotted((*at, 'type'))} = {either(map(given, owners))}"
-
-
-def _did_you_mean(path: KeyPath, siblings: list[str], document: ConfigDocument) -> str:
-    dashes = "--" if document.origin(path).flag else ""
-    if likely := nearest_keys(path, siblings, document.root):
-        return f"did you mean {either(code(dashes + dotted(one) for one in likely))}?"
-    return f"the keys there are {either(code(siblings), 'and')}"
-
-
-def _missing_key(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    *at, key = path
-    if isinstance(key, int):
-        # A tuple that is too short; the list as a whole is what is wrong.
-        yield _mismatch(tuple(at), document)
-        return
-    blamed = (*at, "type") if (*at, "type") in document.origins else tuple(at)
-    place = document.origin(blamed).place(tuple(at))
-    spot = spot_at(path, document.with_types(), document.root)
-    takes = _first_sentence(spot.help) or expected(spot) if spot else "a value"
-    yield f"{place}: `{key}` is missing; it takes {takes}"
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).partition(". ")[0].rstrip(".")
-
-
-def _unknown_type(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    spot = spot_at(path, document.table, document.root)
-    path = (*path, "type")
-    types = list(spot.sections) if spot else []
-    written = value_at(path, document.table)
-    near = get_close_matches(str(written), types, n=1)
-    hint = f"did you mean {given(near[0])}? The" if near else "the"
-    yield (
-        f"{document.origin(path).place(path)}: there is no type {given(written)}; {hint} types are "
-        + either(code(types), "and")
-    )
-
-
-def _missing_type(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    spot = spot_at(path, document.table, document.root)
-    types = map(given, spot.sections if spot else ())
-    yield f"{document.origin(path).place(path)}: `type` is missing: add type = {either(types)}"
-
-
-def _rule(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    """A validator's own sentences. A rule over several keys names every source of keys."""
-    place = document.origin(path).place(path)
-    flags = any(origin.flag for origin in document.origins.values())
-    if not path and flags and not place.startswith(COMMAND_LINE):
-        place = f"{place} and {COMMAND_LINE}"
-    for sentence in str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines():
-        yield f"{place}: {sentence}"
-
-
-def _wrong_value(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> Iterator[str]:
-    yield _mismatch(path, document)
-
-
-def _mismatch(path: KeyPath, document: ConfigDocument) -> str:
-    spot = spot_at(path, document.with_types(), document.root) or Spot.of(object)
-    value = value_at(path, document.table)
-    place = document.origin(path).place(path)
-    return f"{place}: expected {expected(spot)}, got {given(value)}{advice(spot, value)}"
-
-
-EXPLAIN: dict[str, Callable[[KeyPath, ErrorDetails, ConfigDocument], Iterator[str]]] = {
-    "extra_forbidden": _unknown_key,
-    "missing": _missing_key,
-    "union_tag_invalid": _unknown_type,
-    "union_tag_not_found": _missing_type,
-    "value_error": _rule,
-}

@@ -35,49 +35,28 @@ class FailuresConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
-    """Try again, `tries` times in all; then give it up."""
+class FailurePolicy:
+    """What follows a failure: another try, `tries` in all; the loss of what failed; the end of the run."""
 
-    tries: int
+    choice: Choice = "retry"
+    tries: int = 3
 
-    def again(self, failed: int) -> bool:
+    def retries(self, failed: int) -> bool:
         """Whether to try once more after so many failures."""
-        return failed < self.tries
+        return self.choice == "retry" and failed < self.tries
 
     @staticmethod
     def pause(failed: int) -> float:
         """Seconds before the next try: twice as long each time, up to a limit.
 
-        >>> [Retry.pause(failed) for failed in (1, 2, 3, 9)]
+        >>> [FailurePolicy.pause(failed) for failed in (1, 2, 3, 9)]
         [1.0, 2.0, 4.0, 30.0]
         """
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failed - 1, 10))
 
     def __str__(self) -> str:
-        return f'"retry", {self.tries} tries'
+        return f'"retry", {self.tries} tries' if self.choice == "retry" else f'"{self.choice}"'
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Give it up at once and go on."""
-
-    def __str__(self) -> str:
-        return '"drop"'
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Stop the run with the cause."""
-
-    def __str__(self) -> str:
-        return '"fail"'
-
-
-FailurePolicy = Retry | Drop | Fail
-USUAL: FailurePolicy = Retry(3)
+USUAL = FailurePolicy()
 """The policy of most kinds of failure."""
-
-
-def failure_policy(choice: Choice, tries: int) -> FailurePolicy:
-    """The value a word of the run file stands for."""
-    return {"retry": Retry(tries), "drop": Drop(), "fail": Fail()}[choice]

@@ -12,7 +12,7 @@ from itertools import chain
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import MinLen
 from pydantic.fields import FieldInfo
 
 from paceline.config.base import Section
@@ -194,6 +194,7 @@ def dotted(path: KeyPath) -> str:
 
 ONE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
 MANY = {int: "whole numbers", float: "numbers", str: "text"}
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def expected(spot: Spot) -> str:
@@ -208,7 +209,8 @@ def expected(spot: Spot) -> str:
     if spot.is_list:
         return _list(spot)
     noun = ONE.get(get_origin(kind) or kind, "another value")
-    bounds = " and ".join(filter(None, map(_bound, spot.constraints)))
+    notes = [(words, getattr(note, key, None)) for note in spot.constraints for key, words in BOUNDS.items()]
+    bounds = " and ".join(f"{words} {limit}" for words, limit in notes if limit is not None)
     return f"{noun}, {bounds}" if bounds else noun
 
 
@@ -236,8 +238,9 @@ def advice(spot: Spot, value: Any) -> str:
         return "; it must be finite"
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
-    if kind in (int, float, bool) and isinstance(value, str) and _fits(kind, value):
-        return f"; write {value.lower()}, without quotes"
+    if kind in (int, float, bool) and isinstance(value, str):
+        meant = type(toml_value(value.lower()))
+        return f"; write {value.lower()}, without quotes" if meant in ((bool,) if kind is bool else (int, kind)) else ""
     return ""
 
 
@@ -260,11 +263,6 @@ def toml_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
-def _fits(kind: type, text: str) -> bool:
-    value = toml_value(text.lower())
-    return isinstance(value, bool) if kind is bool else type(value) in (int, kind)
-
-
 def _list(spot: Spot) -> str:
     kinds = get_args(spot.annotation)
     element = Spot.of(kinds[0])
@@ -275,16 +273,3 @@ def _list(spot: Spot) -> str:
         return f"a list of {len(kinds)} {many}"
     least = next((note.min_length for note in spot.constraints if isinstance(note, MinLen)), 0)
     return f"a list of {many}, at least {least}" if least else f"a list of {many}"
-
-
-def _bound(note: Any) -> str | None:
-    match note:
-        case Ge(ge):
-            return f"at least {ge}"
-        case Gt(gt):
-            return f"above {gt}"
-        case Le(le):
-            return f"at most {le}"
-        case Lt(lt):
-            return f"below {lt}"
-    return None

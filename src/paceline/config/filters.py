@@ -29,22 +29,6 @@ class ReplayConfig(Section):
         places -= places % gcd(*group_sizes)
         return places if places >= min(group_sizes) else 0
 
-    def idle(self, staleness: int, batch_size: int, group_sizes: Sequence[int]) -> str | None:
-        """Why a run that asks for replay will see none."""
-        if not self.share:
-            return None
-        if staleness == 0:
-            return (
-                f"replay.share = {self.share} has no effect at staleness = 0, where a group that has trained is "
-                "already too old: raise staleness, or remove [replay]"
-            )
-        if not self.places(batch_size, group_sizes):
-            return (
-                f"replay.share = {self.share} has no effect: in a batch of {batch_size} it leaves no room for a "
-                "replayed group beside a fresh one; raise replay.share or batch_size, or remove [replay]"
-            )
-        return None
-
 
 class FiltersConfig(Section):
     """Groups that never reach the trainer."""

@@ -109,8 +109,8 @@ def _described(config: Any) -> Dtype | None:
     if not isinstance(config, dict):
         return None
     tables = [config, config.get("text_config") or {}]
-    said = next((str(t[key]) for t in tables for key in ("dtype", "torch_dtype") if t.get(key)), "")
-    return DTYPES.get(said.removeprefix("torch."))
+    name = next((str(t[key]) for t in tables for key in ("dtype", "torch_dtype") if t.get(key)), "")
+    return DTYPES.get(name.removeprefix("torch."))
 
 
 def _first_tensor(folder: Path) -> Dtype | None:

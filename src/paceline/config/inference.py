@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from paceline.config.base import PathKey, Section
 
@@ -100,8 +100,7 @@ class EngineConfig(Section):
             raise ValueError(f"`{url}` is no address: write where the engine is served, http://HOST:PORT")
         return url
 
-    @model_validator(mode="after")
-    def _one_way(self) -> "EngineConfig":
+    def check_keys(self) -> None:
         given = [name for name in ("base_url", "api_key_env", "folder", "launch") if getattr(self, name) is not None]
         if self.backend == "paceline":
             if given:
@@ -112,7 +111,6 @@ class EngineConfig(Section):
             both = "" if self.base_url is None else ", not both"
             launch = " or a section [engine.launch], which may be empty" if self.backend == "vllm" else ""
             raise ValueError(f'backend = "{self.backend}" needs base_url, where it is served,{launch}{both}')
-        return self
 
 
 def problems(config: "RunConfig") -> Iterator[str]:

@@ -1,11 +1,11 @@
 """Lists every key of the run file with type, default and meaning, read off the sections themselves."""
 
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from paceline.config.base import Section
@@ -53,10 +53,12 @@ def tables() -> list[ConfigTable]:
 def find_tables(asked: str) -> list[ConfigTable]:
     """The tables at or below a dotted key such as `trainer.optimizer`, `env.gsm8k` or `trainer.optimizer.lr`."""
     whole, seen = _listing()
-    path = _canonical(asked, seen)
-    below = [table for table in whole if f"{_address(table)}.".startswith(f"{path}.")]
-    if below:
-        return below
+    path = ""
+    for part, spots in _descend(asked):  # to where the key is listed: `env.algo.std` is a key of `[algo]`
+        below = next((spot.element.tables for spot in spots if spot.element.tables), ())
+        path = seen.get(below, _joined(path, part)) if part and below else _joined(path, part)
+    if found := [table for table in whole if f"{_address(table)}.".startswith(f"{path}.")]:
+        return found
     parent, _, name = path.rpartition(".")
     found = [
         replace(table, keys=(key,))
@@ -78,59 +80,41 @@ def key_schema(asked: str) -> dict[str, Any]:
         return schema()
     find_tables(asked)  # or say that there is no such key
     parent, _, last = asked.replace("-", "_").rpartition(".")
-    found = [fragment for spot in key_spots(parent) for fragment in _fragments(spot, last)]
+    found = []
+    for section, key in chain.from_iterable(_owners(spot, last) for spot in key_spots(parent)):
+        whole = section.model_json_schema()
+        found.append(_used(whole["properties"][key], whole.get("$defs", {})) if key else whole)
     once = [fragment for place, fragment in enumerate(found) if fragment not in found[:place]]
     return once[0] if len(once) == 1 else {"anyOf": once}
 
 
 def key_spots(asked: str) -> list[Spot]:
     """What may stand at a dotted key, in any type of the sections above it; nothing where there is no such key."""
-    spots = [ROOT]
-    for part in _parts(asked):
-        spots = [child for spot in spots for child in _children(spot, part)]
-    return spots
+    return [*_descend(asked)][-1][1]
 
 
 @cache
 def _listing() -> tuple[tuple[ConfigTable, ...], dict[tuple, str]]:
-    """All tables, and the path under which each group of sections is listed."""
+    """All tables, each once, and the path under which each group of sections is listed."""
     seen: dict[tuple, str] = {}
     return tuple(_tables(ROOT, "", False, seen)), seen
 
 
-def _parts(asked: str) -> list[str]:
-    return [part for part in asked.replace("-", "_").split(".") if part and not part.isdecimal()]
+def _descend(asked: str) -> Iterator[tuple[str, list[Spot]]]:
+    """The parts of a dotted key, each with what may stand there; the top of the file first."""
+    spots = [ROOT]
+    yield "", spots
+    for part in asked.replace("-", "_").split("."):
+        if part and not part.isdecimal():
+            owners = chain.from_iterable(_owners(spot, part) for spot in spots)
+            spots = [Spot.of_field(section.model_fields[key]) if key else Spot.of(section) for section, key in owners]
+            yield part, spots
 
 
-def _children(spot: Spot, part: str) -> Iterator[Spot]:
-    """The places under a key, or under a type."""
-    for section in spot.element.tables:
-        if part in section.model_fields:
-            yield Spot.of_field(section.model_fields[part])
-    yield from (Spot.of(section) for section in _of_type(spot, part))
-
-
-def _fragments(spot: Spot, part: str) -> Iterator[dict[str, Any]]:
-    """The schemas of the same."""
-    for section in spot.element.tables:
-        if part in section.model_fields:
-            whole = section.model_json_schema()
-            yield _used(whole["properties"][part], whole.get("$defs", {}))
-    yield from (section.model_json_schema() for section in _of_type(spot, part))
-
-
-def _of_type(spot: Spot, part: str) -> list[type[Section]]:
-    return [section for type_, section in spot.element.sections.items() if type_ and type_.replace("-", "_") == part]
-
-
-def _canonical(asked: str, seen: dict[tuple, str]) -> str:
-    """The place under which a key is listed: `env.algo.std` is a key of `[algo]`."""
-    spots, path = [ROOT], ""
-    for part in _parts(asked):
-        spots = [child for spot in spots for child in _children(spot, part)]
-        below = next((spot.element.tables for spot in spots if spot.element.tables), ())
-        path = seen.get(below, _joined(path, part)) if below else _joined(path, part)
-    return path
+def _owners(spot: Spot, part: str) -> Iterator[tuple[type[Section], str]]:
+    """The sections here that have such a key, with the key; and the section of such a type, without one."""
+    yield from ((section, part) for section in spot.element.tables if part in section.model_fields)
+    yield from ((s, "") for type_, s in spot.element.sections.items() if type_ and type_.replace("-", "_") == part)
 
 
 def _used(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
@@ -155,15 +139,8 @@ def _tables(spot: Spot, path: str, listed: bool, seen: dict[tuple, str]) -> Iter
     if choice:
         types = [f'"{type_}"' for type_ in spot.element.sections]
         named = spot.element.default_type() or spot.default_type()
-        keys = [
-            ConfigKey(
-                "type",
-                f"one of {either(types)}",
-                f'"{named}"' if named else "required",
-                "Which kind; each has keys of its own.",
-            ),
-            *keys,
-        ]
+        default = f'"{named}"' if named else "required"
+        keys.insert(0, ConfigKey("type", f"one of {either(types)}", default, "Which kind; each has keys of its own."))
     meaning = "" if choice else _doc(sections[0])
     yield ConfigTable(path, "", listed, meaning, tuple(keys))
     nested = [(sections[0], name) for name in shared]
@@ -184,8 +161,8 @@ def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -
     below = spot.element.tables
     meaning = spot.help or (_doc(below[0]) if len(below) == 1 else "")
     if below:
-        place = seen.get(below, _joined(path, name))
-        meaning = f"{meaning} Keys: `{'[[' if spot.is_list else '['}{place}{']]' if spot.is_list else ']'}`.".strip()
+        header = ConfigTable(seen.get(below, _joined(path, name)), "", spot.is_list, "", ()).header
+        meaning = f"{meaning} Keys: `{header}`.".strip()
     if field.is_required():
         default = "required"
     elif isinstance(spot.default, Section) or (spot.is_list and below):
@@ -199,14 +176,11 @@ def _shared(name: str, sections: tuple[type[Section], ...]) -> bool:
     """Whether all of these have the same key."""
     if name == "type" and len(sections) > 1:
         return False
-    fields = [section.model_fields.get(name) for section in sections]
-    first = fields[0]
-    return first is not None and all(
-        field is not None
-        and (field.annotation, field.metadata, field.default, field.description)
-        == (first.annotation, first.metadata, first.default, first.description)
-        for field in fields
+    first, *others = (
+        field and (field.annotation, field.metadata, field.default, field.description)
+        for field in (section.model_fields.get(name) for section in sections)
     )
+    return all(other == first for other in others)
 
 
 def _toml(value: Any) -> str:
@@ -217,12 +191,12 @@ def _toml(value: Any) -> str:
 
 
 def _doc(section: type[Section]) -> str:
-    return " ".join(inspect.cleandoc(section.__doc__ or "").split())
+    return " ".join((section.__doc__ or "").split())
 
 
 def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}".strip(".")
 
 
 def _address(table: ConfigTable) -> str:
-    return _joined(table.path, table.type.replace("-", "_")) if table.type else table.path
+    return _joined(table.path, table.type.replace("-", "_"))

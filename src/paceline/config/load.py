@@ -1,11 +1,10 @@
-"""Finds, reads and writes run files."""
+"""Finds, reads and writes run files, and applies overrides: `--trainer.optimizer.lr 1e-3`, `--env.0.group_size=4`."""
 
 import importlib.resources
 import os
 import re
 import tomllib
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,11 +15,10 @@ from typing import Any, NamedTuple
 import tomli_w
 from pydantic import ValidationError
 
-from paceline.config import edit
 from paceline.config.base import Section
-from paceline.config.document import PYTHON, ConfigDocument, Origin, plain_value, resolve_paths
+from paceline.config.document import COMMAND_LINE, PYTHON, ConfigDocument, Origin, plain_value, resolve_paths
 from paceline.config.errors import ConfigError, explain
-from paceline.config.fields import either
+from paceline.config.fields import ROOT, KeyPath, Spot, either, spot_at, toml_value, value_at
 from paceline.config.run import ConfigWarning, RunConfig
 
 
@@ -63,14 +61,22 @@ class Layer(NamedTuple):
 
 def layers(path: Path, trail: tuple[Path, ...] = ()) -> list[Layer]:
     """The file and all it includes, lowest first: included files left to right, the file itself on top."""
-    name = _name(path)
+    name, real_trail = os.path.normpath(path), [step.resolve() for step in trail]
+    includer = f"{os.path.normpath(trail[-1])}: include: " if trail else ""
+    if path.resolve() in real_trail:
+        circle = [os.path.normpath(step) for step in (*trail[real_trail.index(path.resolve()) :], path)]
+        raise ConfigError([f"{includer}the files include each other: {' -> '.join(circle)}"])
+    if trail and not path.is_file():
+        raise ConfigError([f"{includer}{_missing(path)}"])
     table = _parse(path)
-    trail = (*trail, path)
     below: list[Layer] = []
     problems: list[str] = []
-    for included in _included(table.pop("include", []), name):
+    included = table.pop("include", [])
+    if not isinstance(included, list) or not all(isinstance(entry, str) for entry in included):
+        raise ConfigError([f'{name}: include: expected a list of files, such as include = ["base.toml"]'])
+    for entry in included:
         try:
-            below += _include(path.parent / included, trail)
+            below += layers(path.parent / entry, (*trail, path))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -91,25 +97,8 @@ def run_directory(path: Path) -> dict[str, str]:
     return {"name": folder.name, "runs": str(folder.parent)}
 
 
-def _include(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
-    includer = _name(trail[-1])
-    real_trail = [step.resolve() for step in trail]
-    if path.resolve() in real_trail:
-        circle = [*trail[real_trail.index(path.resolve()) :], path]
-        raise ConfigError([f"{includer}: include: the files include each other: {' -> '.join(map(_name, circle))}"])
-    if not path.is_file():
-        raise ConfigError([f"{includer}: include: {_missing(path)}"])
-    return layers(path, trail)
-
-
-def _included(value: Any, name: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ConfigError([f'{name}: include: expected a list of files, such as include = ["base.toml"]'])
-    return value
-
-
 def _parse(path: Path) -> dict[str, Any]:
-    name = _name(path)
+    name = os.path.normpath(path)
     if not path.exists():
         raise ConfigError([_missing(path)])
     try:
@@ -138,17 +127,136 @@ def _position(message: str, text: str) -> str:
 
 
 def _missing(path: Path) -> str:
-    sentence = f"there is no file {_name(path)}"
+    sentence = f"there is no file {os.path.normpath(path)}"
     if not path.parent.is_dir():
-        return f"{sentence}: the folder {_name(path.parent)} does not exist"
+        return f"{sentence}: the folder {os.path.normpath(path.parent)} does not exist"
     # By stem, or every short name would look like every other for its `.toml`.
     files = {entry.stem: entry for entry in sorted(path.parent.iterdir()) if entry.suffix == ".toml"}
-    similar = [_name(files[stem]) for stem in get_close_matches(path.stem, files)]
+    similar = [os.path.normpath(files[stem]) for stem in get_close_matches(path.stem, files)]
     return f"{sentence}; did you mean {either(similar)}?" if similar else sentence
 
 
-def _name(path: Path) -> str:
-    return os.path.normpath(path)
+@dataclass(frozen=True)
+class Override:
+    """One flag as typed, its keys, and the text of its value; None for a bare flag."""
+
+    flag: str
+    keys: tuple[str, ...]
+    text: str | None = None
+    negated: bool = False
+
+
+def _apply_flags(arguments: Sequence[str], document: ConfigDocument) -> list[str]:
+    """Write the overrides into the document; what could not be placed comes back as sentences."""
+    overrides: list[Override] = []
+    problems: list[str] = []
+    rest = list(arguments)
+    while rest:
+        try:
+            overrides.append(_take(rest))
+        except ConfigError as error:
+            problems += error.problems
+    # Whole tables before their keys, and `type` before its siblings, however the flags were ordered.
+    for override in sorted(overrides, key=lambda one: (len(one.keys), one.keys[-1] != "type")):
+        try:
+            path = _address(override, document)
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            spot = spot_at(path, document.table)
+            # A table of the user's own keys, such as `kwargs`, is given whole; sections merge key by key.
+            origin = Origin(COMMAND_LINE, override.flag)
+            document.put(path, _value(override, spot), origin, whole=spot is not None and spot.is_open)
+    return problems
+
+
+def _apply_settings(settings: Mapping[str, Any], document: ConfigDocument) -> list[str]:
+    """Write keyword arguments into the document: `steps=20`, `sampling={...}`, or `**{"sampling.max_tokens": 16}`."""
+    problems: list[str] = []
+    origin = Origin(PYTHON)
+    if settings:
+        document.origins.setdefault((), origin)
+    for key, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
+        try:
+            path = _address(Override(key, tuple(key.split("."))), document)
+        except ConfigError as error:
+            problems += [problem.replace(COMMAND_LINE, PYTHON) for problem in error.problems]
+        else:
+            document.put(path, plain_value(value), origin)
+    return problems
+
+
+def _take(arguments: list[str]) -> Override:
+    """Take the next flag, and its value if one follows, off the arguments."""
+    argument = arguments.pop(0)
+    flag, equals, text = argument.partition("=")
+    negated = flag.startswith("--no-")
+    dotted = flag.removeprefix("--no-" if negated else "--")
+    keys = tuple(dotted.split("."))
+    if not flag.startswith("--") or not all(keys):
+        raise ConfigError([f"{COMMAND_LINE}: {argument}: expected a flag, such as --trainer.optimizer.lr 1e-3"])
+    if negated and equals:
+        raise ConfigError([f"{COMMAND_LINE}: {flag} takes no value: write {flag}, or --{dotted}={text}"])
+    if equals or negated:
+        return Override(flag, keys, text, negated)
+    follows = arguments and not arguments[0].startswith("--")
+    return Override(flag, keys, arguments.pop(0) if follows else None)
+
+
+def _value(override: Override, spot: Spot | None) -> Any:
+    if override.negated:
+        # `--no-steps` leaves `steps` out, so that a file's `steps` can make room for `--epochs`.
+        return None if spot and spot.optional else False
+    if override.text is None:
+        return True
+    value = toml_value(override.text)
+    if spot and spot.annotation is str and not isinstance(value, str):
+        return override.text  # `--name 42` is a name
+    return value
+
+
+def _address(override: Override, document: ConfigDocument) -> KeyPath:
+    """The path an override means: kebab-case becomes snake_case, a list element's name its index."""
+    path: KeyPath = ()
+    spot: Spot | None = ROOT
+    rest = override.keys
+    while rest:
+        if spot and spot.is_list:
+            if value_at(path, document.table) is None:  # a list that no file wrote starts from its default
+                document.put(path, plain_value(list(spot.default or ())), Origin("default"))
+            index, taken = _element(rest, value_at(path, document.table), override)
+            path, rest = (*path, index), rest[taken:]
+        else:
+            key = rest[0] if spot and spot.is_open else rest[0].replace("-", "_")
+            path, rest = (*path, key), rest[1:]
+        spot = spot_at(path, document.table)
+    return path
+
+
+def _element(keys: tuple[str, ...], entries: Any, override: Override) -> tuple[int, int]:
+    """The index of the element `keys` begin with, and how many keys name it: a name may hold dots."""
+    if not isinstance(entries, list):
+        raise ConfigError([f"{COMMAND_LINE}: {override.flag}: the file holds no list there"])
+    if keys[0].isdecimal() and int(keys[0]) < len(entries):
+        return int(keys[0]), 1
+    names = _names(entries, "name", "type")
+    for taken in range(len(keys), 0, -1):
+        wanted = ".".join(keys[:taken]).replace("-", "_")
+        for known in (names, _names(entries, "type")):  # the one element of this name, or else of this type
+            matches = [i for i, one in enumerate(known) if one.replace("-", "_") == wanted]
+            if len(matches) == 1:
+                return matches[0], taken
+    problem = "the list is empty: give it as a whole"
+    if entries:
+        there = either((f"{i} (`{name}`)" if name else str(i) for i, name in enumerate(names)), "and")
+        problem = f"the list has no element `{keys[0]}`: use an index or a name; there is {there}"
+    raise ConfigError([f"{COMMAND_LINE}: {override.flag}: {problem}"])
+
+
+def _names(entries: list[Any], *keys: str) -> list[str]:
+    """The name of each element: the first of `keys` it has, or ""."""
+    tables = [entry if isinstance(entry, dict) else {} for entry in entries]
+    return [next((str(table[key]) for key in keys if table.get(key)), "") for table in tables]
 
 
 @dataclass(frozen=True)
@@ -178,22 +286,18 @@ def load(
         document.origins[()] = Origin(stack[-1].name)
         for layer in stack:
             document.merge(layer.table, Origin(layer.name, folder=layer.folder))
-    problems = edit.apply(overrides, document) + edit.apply_settings(settings or {}, document)
+    problems = _apply_flags(overrides, document) + _apply_settings(settings or {}, document)
     try:
-        loaded = _validate_document(document)
+        try:
+            loaded = _validate(document.resolved())
+        except ValidationError:
+            _validate(document.with_types())  # where it fails too, the message names paths as they were written
+            raise
     except ValidationError as error:
         problems += explain(error, document)
     if problems:
         raise ConfigError(problems)
     return loaded
-
-
-def _validate_document(document: ConfigDocument) -> LoadedConfig:
-    try:
-        return _validate(document.resolved())
-    except ValidationError:
-        _validate(document.with_types())  # where it fails too, the message names paths as they were written
-        raise
 
 
 def _validate(table: dict[str, Any]) -> LoadedConfig:
@@ -216,38 +320,20 @@ def dump(config: RunConfig, *, unset: bool = False) -> str:
 def _with_unset(text: str, config: RunConfig) -> str:
     """Each table of a dump, followed by the keys that it leaves out."""
     blocks = re.split(r"(?m)^(?=\[)", text)  # a line within an array is indented
-    counted: Counter[str] = Counter()
     out = []
-    for block in blocks:
+    for end, block in enumerate(blocks, start=1):
         section: Any = config
-        if block.startswith("["):
-            header = block.splitlines()[0]
-            section = _at_header(header, config, counted)
-            if header.startswith("[["):
-                counted[header] += 1
-                for below in [known for known in counted if known.startswith(f"{header[:-2]}.")]:
-                    del counted[below]  # lists within an element begin anew
+        header: Any = tomllib.loads(block.partition("\n")[0]) if block.startswith("[") else {}
+        table: Any = tomllib.loads("".join(blocks[:end]))  # its lists end in the element that this block is about
+        while header:
+            ((key, header),) = header.items()
+            section, table = section.get(key) if isinstance(section, dict) else getattr(section, key), table[key]
+            if isinstance(table, list):
+                section, table = section[len(table) - 1], table[-1]
+                header = header[0] if isinstance(header, list) else header
         missing = [name for name, value in section if value is None] if isinstance(section, Section) else []
         out.append(block.rstrip("\n") + "".join(f"\n# {name} = (unset)" for name in missing) + "\n")
     return "\n".join(out)
-
-
-def _at_header(header: str, config: RunConfig, counted: Counter[str]) -> Any:
-    """The section under a header such as `[env.algo]`, which is about the newest `[[env]]`."""
-    node: Any = config
-    table: Any = tomllib.loads(header)
-    trail = ""
-    while table:
-        table = table[0] if isinstance(table, list) else table
-        if not table:
-            break
-        ((key, table),) = table.items()
-        trail = f"{trail}.{key}" if trail else key
-        node = node.get(key) if isinstance(node, dict) else getattr(node, key, None)
-        if isinstance(node, list):
-            seen = counted[f"[[{trail}]]"]
-            node = node[seen if header == f"[[{trail}]]" else seen - 1]
-    return node
 
 
 def dump_with_absolute_paths(config: RunConfig) -> str:

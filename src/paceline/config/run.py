@@ -36,15 +36,6 @@ class WeightsConfig(Section):
     weights are bfloat16 or float16. With `placement = "ray"` there are two ways, and `auto` is `broadcast` where rank
     and engines have GPUs of their own and there are several engines, else Ray's object store."""
 
-    def idle(self, placement: str) -> str | None:
-        """Why a run that asks for a path will not see it."""
-        if placement not in ("local", "colocated") or self.path == "auto":
-            return None
-        return (
-            f'weights.path = "{self.path}" has no effect with placement = "{placement}", where engine and trainer '
-            'share a process: set placement = "processes", or remove [weights]'
-        )
-
 
 DEFAULT_STEPS = 100
 FOLDER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -233,7 +224,7 @@ class RunConfig(Section):
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
             raise ValueError("\n".join(problems))
-        for warning in filter(None, self._warnings()):
+        for warning in self._warnings():
             warnings.warn(warning, ConfigWarning, stacklevel=2)
         return self
 
@@ -290,12 +281,6 @@ class RunConfig(Section):
                 "remove them from [sampling], or set allow_truncated_sampling = true"
             )
 
-    @staticmethod
-    def _may_compare(env: EnvConfig, algo: AlgorithmConfig) -> bool:
-        """Whether a group of one may teach all the same: an arena's actor may sit in several seats of one episode, and
-        echo predicts what the policy is told."""
-        return env.type == "arena" or isinstance(algo, EchoConfig)
-
     def _env_problems(self, env: EnvConfig) -> Iterator[str]:
         assert self.max_inflight is not None
         assert env.group_size is not None
@@ -316,7 +301,10 @@ class RunConfig(Section):
                 f"({env.group_size} rollouts): raise max_inflight or lower group_size"
             )
         for place, algo in env.credits:
-            if env.group_size == 1 and algo.group_relative and not self._may_compare(env, algo):
+            # A group of one may teach all the same: an arena's actor may sit in several seats of one episode, and echo
+            # predicts what the policy is told.
+            may_teach = env.type == "arena" or isinstance(algo, EchoConfig)
+            if env.group_size == 1 and algo.group_relative and not may_teach:
                 batch = 'baseline = "batch" beside it, or ' if isinstance(algo, GroupCreditConfig) else ""
                 yield (
                     f"environment `{env.name}`{place}: {algo.type} compares the tries of one row with one another, and "
@@ -339,10 +327,23 @@ class RunConfig(Section):
                     "give it an [[env]] of its own, without `seats`"
                 )
 
-    def _warnings(self) -> Iterator[str | None]:
+    def _warnings(self) -> Iterator[str]:
         sizes = [env.group_size for env in self.env if env.group_size]
-        yield self.replay.idle(self.staleness, self.batch_size, sizes)
-        yield self.weights.idle(self.placement)
+        if self.replay.share and self.staleness == 0:
+            yield (
+                f"replay.share = {self.replay.share} has no effect at staleness = 0, where a group that has trained is "
+                "already too old: raise staleness, or remove [replay]"
+            )
+        elif self.replay.share and not self.replay.places(self.batch_size, sizes):
+            yield (
+                f"replay.share = {self.replay.share} has no effect: in a batch of {self.batch_size} it leaves no room "
+                "for a replayed group beside a fresh one; raise replay.share or batch_size, or remove [replay]"
+            )
+        if self.weights.path != "auto" and self.placement in ("local", "colocated"):
+            yield (
+                f'weights.path = "{self.weights.path}" has no effect with placement = "{self.placement}", where engine '
+                'and trainer share a process: set placement = "processes", or remove [weights]'
+            )
         yield from apple.idle(self)
         if self.oversample and not self.extra:
             yield (

@@ -86,8 +86,8 @@ def _holds_secret(key: str, entry: Any) -> bool:
 
 
 def _address(text: str, at: str) -> Iterator[str]:
-    if told := in_address(text):
+    if part := in_address(text):
         yield (
-            f"{at} has {told}, and a run file is kept with the run: leave it out of the address, and name the "
+            f"{at} has {part}, and a run file is kept with the run: leave it out of the address, and name the "
             "environment variable that holds the key (`api_key_env`, or a retrieval's `api_key_variable`)"
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
@@ -39,8 +39,7 @@ class ServeConfig(Section):
     isolate: bool | None = None
     """Run the engine in its own process; on a GPU unless this says otherwise."""
 
-    @model_validator(mode="after")
-    def _guarded(self) -> "ServeConfig":
+    def check_keys(self) -> None:
         if not self.api_key and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines: give an API key (--api-key or PACELINE_API_KEY), "
@@ -49,7 +48,6 @@ class ServeConfig(Section):
         for folder in self.allow:
             if not Path(folder).is_dir():
                 raise ValueError(f"--allow: no such folder `{folder}`")
-        return self
 
 
 def load_served(model: str, overrides: Sequence[str]) -> LoadedConfig:

@@ -3,7 +3,6 @@
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -27,18 +26,13 @@ KINDS = {
 """Short names that `paceline init` takes: the example behind each, and what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Starter:
-    """The files that `write_starter` wrote."""
-
-    run_file: Path
-    files: list[Path]
-    """The run file first."""
-
-
-def write_starter(kind: str, folder: Path, name: str | None = None, force: bool = False) -> Starter:
-    """Copy an example, by its kind or its name, so that it stands on its own in `folder`."""
-    source = _source(kind)
+def write_starter(kind: str, folder: Path, name: str | None = None, force: bool = False) -> list[Path]:
+    """Copy an example, by its kind or its name, so that it stands on its own in `folder`. The files written, the run
+    file first."""
+    example = KINDS[kind][0] if kind in KINDS else kind
+    if example not in example_names():
+        raise ConfigError([f"init knows no kind `{kind}`: choose {either(code(KINDS))}, or any example of the package"])
+    source = examples_folder() / f"{example}.toml"
     name = name or kind.rpartition("/")[2]
     if not re.fullmatch(FOLDER_NAME, name):
         raise ConfigError([f"--name {name}: it names the run directory: use letters, digits, `.`, `_` and `-`"])
@@ -53,14 +47,7 @@ def write_starter(kind: str, folder: Path, name: str | None = None, force: bool 
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in contents.items():
         path.write_bytes(content)
-    return Starter(next(iter(contents)), list(contents))
-
-
-def _source(kind: str) -> Path:
-    example = KINDS[kind][0] if kind in KINDS else kind
-    if example not in example_names():
-        raise ConfigError([f"init knows no kind `{kind}`: choose {either(code(KINDS))}, or any example of the package"])
-    return examples_folder() / f"{example}.toml"
+    return list(contents)
 
 
 def _standing_alone(text: str, source: Path, name: str, named: dict[str, Path]) -> str:
@@ -84,7 +71,8 @@ def load_target(target: str, overrides: Sequence[str] = ()) -> LoadedConfig:
     if find_run_file(target) is None and target in environment_types():
         return load(None, ["--name", target, "--env.0.type", target, *map(_of_environment, overrides)])
     if find_run_file(target) is None and not target.endswith(".toml") and not Path(target).exists():
-        raise ConfigError([_unknown(target)])
+        hint = nearest_target(target) or "`paceline init --list` lists the examples"
+        raise ConfigError([f"there is no run file, example or environment type `{target}`; {hint}"])
     return load(target, overrides)
 
 
@@ -123,11 +111,6 @@ def nearest_target(target: str) -> str:
     known = {**names, **{name: name for name in (*example_names(), *environment_types())}}
     near = list(dict.fromkeys(known[word] for word in get_close_matches(target, known, n=2)))
     return f"did you mean {either(code(near))}?" if near else ""
-
-
-def _unknown(target: str) -> str:
-    hint = nearest_target(target) or "`paceline init --list` lists the examples"
-    return f"there is no run file, example or environment type `{target}`; {hint}"
 
 
 ARMS = ("a", "b")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from paceline.config.base import Hook, Section
 from paceline.config.cluster import ParallelConfig
@@ -203,52 +203,38 @@ class TrainerConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; a share of the cores when left out."""
 
-    @model_validator(mode="after")
-    def _near_the_snapshot(self) -> "TrainerConfig":
+    def check_keys(self) -> None:
         # Its bounds are so narrow that the engine's rounding alone would leave them.
         if isinstance(self.loss, GSPOConfig) and self.proximal is None:
             self.proximal = ProximalConfig()
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> "TrainerConfig":
         if self.stream and self.minibatches > 1:
             raise ValueError(
                 "trainer.stream sums one gradient while a batch comes in: set minibatches = 1, or leave stream out"
             )
         if self.stream and self.critic is not None:
             raise ValueError("trainer.stream and trainer.critic do not go together: a critic judges whole batches")
-        shard, tensor, context = self.parallel.shard, self.parallel.tensor, self.parallel.context
-        if self.critic is not None and tensor > 1:
-            raise ValueError(
-                f"trainer.critic is not cut into parts: its value model needs whole matrices, so write tensor = 1 "
-                f"instead of {tensor} in [trainer.parallel]"
-            )
-        if self.stream and tensor * context > 1:
-            raise ValueError(
-                "trainer.stream runs a micro-batch when it comes, and ranks that share a sample run each together: "
-                "leave stream out, or set tensor = 1 and context = 1 in [trainer.parallel]"
-            )
-        if self.micro_batch_tokens == "auto" and tensor * context > 1:
-            raise ValueError(
-                'micro_batch_tokens = "auto" is tried on each rank for itself, and ranks that share a sample compute '
-                "only together: give a number, such as 4096"
-            )
-        if shard == "none":
-            return self
-        if self.critic is not None:
-            raise ValueError(
-                f'trainer.critic is not sharded: its value model needs whole models, so write shard = "none" instead '
-                f'of "{shard}" in [trainer.parallel]'
-            )
-        if self.stream:
-            raise ValueError(
-                "trainer.stream runs a micro-batch when it comes, and ranks of a sharded model run each together: "
-                'leave stream out, or set shard = "none" in [trainer.parallel]'
-            )
-        if self.micro_batch_tokens == "auto":
-            raise ValueError(
-                'micro_batch_tokens = "auto" is tried on each rank for itself, and ranks of a sharded model compute '
-                "only together: give a number, such as 4096"
-            )
-        return self
+        p = self.parallel
+        splits = (
+            (p.tensor > 1, "cut into parts", "matrices", f"tensor = 1 instead of {p.tensor}"),
+            (p.shard != "none", "sharded", "models", f'shard = "none" instead of "{p.shard}"'),
+        )
+        groups = (
+            (p.tensor * p.context > 1, "that share a sample", "tensor = 1 and context = 1"),
+            (p.shard != "none", "of a sharded model", 'shard = "none"'),
+        )
+        for (divided, how, whole, instead), (together, ranks, alone) in zip(splits, groups, strict=True):
+            if self.critic is not None and divided:
+                raise ValueError(
+                    f"trainer.critic is not {how}: its value model needs whole {whole}, so write {instead} in "
+                    "[trainer.parallel]"
+                )
+            if self.stream and together:
+                raise ValueError(
+                    f"trainer.stream runs a micro-batch when it comes, and ranks {ranks} run each together: "
+                    f"leave stream out, or set {alone} in [trainer.parallel]"
+                )
+            if self.micro_batch_tokens == "auto" and together:
+                raise ValueError(
+                    f'micro_batch_tokens = "auto" is tried on each rank for itself, and ranks {ranks} compute '
+                    "only together: give a number, such as 4096"
+                )

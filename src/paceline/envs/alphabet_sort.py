@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import ClassVar
 
-from paceline.config.env.tasks import AlphabetSortConfig as Config
+from paceline.config.env import AlphabetSortConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import tagged
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split

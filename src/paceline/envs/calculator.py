@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from paceline.config.env.tasks import CalculatorConfig as Config
+from paceline.config.env import CalculatorConfig as Config
 from paceline.data import Row
 from paceline.envs.answers import boxed, last_number
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.config.env.tasks import CodeConfig as Config
+from paceline.config.env import CodeConfig as Config
 from paceline.data import BadRow, Row
 from paceline.envs.answers import conversation
 from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.config.env.integrations import ModuleEnvConfig as Config
+from paceline.config.env import ModuleEnvConfig as Config
 from paceline.data import Row
 from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, number
 from paceline.envs.offloop import run_user_code

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config.env.tasks import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
+from paceline.config.env import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
 from paceline.data import BadRow, Row
 from paceline.envs.answers import (
     boxed,

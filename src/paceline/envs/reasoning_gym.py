@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.config.env.integrations import ReasoningGymConfig as Config
+from paceline.config.env import ReasoningGymConfig as Config
 from paceline.data import DatasetUri, Row
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number, row_seeds
 from paceline.envs.offloop import run_user_code

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.env.tasks import RetrievalConfig as Config
+from paceline.config.env import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
 from paceline.envs.base import POLICY, DatasetEnvironment, Outcome, Split
 from paceline.envs.search.client import Found, LocalSearch, SearchClient

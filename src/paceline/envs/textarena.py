@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.config.env.integrations import TextArenaConfig as Config
+from paceline.config.env import TextArenaConfig as Config
 from paceline.data import Row
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, row_seeds
 from paceline.envs.offloop import run_user_code

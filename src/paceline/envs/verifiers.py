@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from paceline.config.env.integrations import VerifiersConfig as Config
+from paceline.config.env import VerifiersConfig as Config
 from paceline.data import DatasetUri, Row
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
 from paceline.rollout import Message, Seat

@@ -9,7 +9,6 @@ from math import nan
 from typing import Any, TypeVar
 
 from paceline.clients import NoEngineLeft
-from paceline.config.failures import Fail, Retry
 from paceline.data import Row, Ticket
 from paceline.data.rollout import own
 from paceline.envs import Environment, Outcome
@@ -136,21 +135,20 @@ class RolloutRunner:
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
         first, last, failed = losses[0], losses[-1], len(losses)
-        match policy := course.policies[last.kind]:
-            case Fail():
-                text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
-                raise stopped(text, first.__cause__)
-            case Retry() if policy.again(failed) and not isinstance(last.__cause__, AbandonedError):
-                pause = policy.pause(failed)
-                self.retried[last.kind] += 1
-                text = "%s: played again in %g s, try %d of %d (failures.%s)"
-                seldom.warn((course.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
-                await self._clock.sleep(pause)
-            case _:
-                self.lost[first.kind] += 1
-                more = f"; at last: {last}" if str(last) != str(first) else ""
-                text = f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}"
-                raise EpisodeLost(text, first.kind) from first.__cause__
+        policy = course.policies[last.kind]
+        if policy.choice == "fail":
+            text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
+            raise stopped(text, first.__cause__)
+        if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
+            self.lost[first.kind] += 1
+            more = f"; at last: {last}" if str(last) != str(first) else ""
+            text = f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}"
+            raise EpisodeLost(text, first.kind) from first.__cause__
+        pause = policy.pause(failed)
+        self.retried[last.kind] += 1
+        text = "%s: played again in %g s, try %d of %d (failures.%s)"
+        seldom.warn((course.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
+        await self._clock.sleep(pause)
 
     async def _users(self, course: TrainEnv, voice: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """The result of user code within its timeout; an exception in it loses the episode."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from paceline.config import BreakerConfig
-from paceline.config.failures import FailurePolicy, FailuresConfig, failure_policy
+from paceline.config.failures import FailurePolicy, FailuresConfig
 from paceline.envs.base import JudgeFailed
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, PacelineError, RequestError
@@ -71,7 +71,7 @@ Policies = Mapping[Kind, FailurePolicy]
 
 def policies(config: FailuresConfig) -> Policies:
     """The run file's policy for each kind of failed episode."""
-    return {kind: failure_policy(getattr(config, kind), config.tries) for kind in KINDS}
+    return {kind: FailurePolicy(getattr(config, kind), config.tries) for kind in KINDS}
 
 
 def kind_of(error: BaseException) -> Kind:

@@ -27,7 +27,7 @@ from paceline.clients.frozen import FrozenPool, attach
 from paceline.config import ReplayConfig as Config
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
-from paceline.config.failures import USUAL, FailurePolicy, FailuresConfig, failure_policy
+from paceline.config.failures import USUAL, FailurePolicy, FailuresConfig
 from paceline.config.filters import LengthConfig
 from paceline.config.model import ModelRef
 from paceline.data import BadRows, Draws, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
@@ -162,7 +162,7 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Tra
         draws=None if config.epochs is None else config.epochs * len(rows),
         note=note,
         policies=policies(config.failures),
-        teacher=failure_policy(config.failures.teacher, config.failures.tries),
+        teacher=FailurePolicy(config.failures.teacher, config.failures.tries),
         row_digest=digest,
     )
     course.skip(*skipped(rows), *skipped(eval_rows))

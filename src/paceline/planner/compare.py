@@ -1,11 +1,8 @@
-"""Compares the plan of a run with what the run measured.
-
-Renders a plan, and its comparison with the run, for a terminal.
-"""
+"""Compares the plan of a run with what the run measured, and renders both for a terminal."""
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,9 +14,9 @@ from rich.text import Text
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.record.folder import Columns, open_run
-from paceline.planner.layout import DevicePlace
 from paceline.planner.plan import FILE, ResourcePlan, kept_hardware, predict
 from paceline.planner.shape import shape_of
+from paceline.planner.speed import Times
 from paceline.planner.work import Work, assumed
 
 WARM = 0.2
@@ -65,9 +62,7 @@ class Comparison:
             "busy": self.busy,
             "problems": self.problems,
             "lines": [
-                {name: getattr(line, name) for name in ("what", "unit", "planned", "informed", "measured")}
-                | {"ratio": line.ratio, "informed_ratio": line.informed_ratio}
-                for line in self.lines
+                asdict(line) | {"ratio": line.ratio, "informed_ratio": line.informed_ratio} for line in self.lines
             ],
         }
 
@@ -77,7 +72,10 @@ def compare(directory: Path) -> Comparison:
     for name in (FILE, "config.toml", "metrics.jsonl"):
         if not (directory / name).is_file():
             raise PacelineError(f"{directory} has no {name}: name the directory of a run that has begun")
-    table = _planned(directory / FILE)
+    try:
+        table = json.loads((directory / FILE).read_bytes())
+    except ValueError as error:
+        raise PacelineError(f"{directory / FILE} cannot be read: {error}") from None
     run = open_run(directory)
     steps = [line for line in _figures(run.metrics()) if line.get("time/step")]
     if not steps:
@@ -89,13 +87,6 @@ def compare(directory: Path) -> Comparison:
     informed = predict(config, hardware, work)
     problems = run.problems(patient=False)
     return Comparison(directory, len(steps), _lines(table, informed, warm), hardware.busy, problems)
-
-
-def _planned(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise PacelineError(f"{file} cannot be read: {error}") from None
 
 
 def _figures(columns: Columns) -> Iterator[dict[str, float]]:
@@ -113,26 +104,13 @@ def measured_work(work: Work, steps: Sequence[dict[str, Any]]) -> Work:
     reply = mean("length", work.reply)
     drawn = fmean(1 / max(0.01, 1 - line.get("drop_ratio", 0.0)) for line in steps)  # groups, for one that trains
     trajectory = mean("trajectory_length", work.prompt + work.reply)
-    return Work(
+    return replace(
+        work,
         rollouts=mean("batch/rollouts", work.rollouts),
-        group=work.group,
         prompt=max(1.0, trajectory - reply),
         reply=reply,
-        longest=work.longest,
         kept=1 / drawn,
-        played=work.played,
-        evaluated=work.evaluated,
         assumed=False,
-    )
-
-
-def _peak(planned: float, informed: float, steps: Sequence[dict[str, Any]]) -> ComparedFigure | None:
-    """Memory of the trainer's process: a peak is no mean."""
-    found = [entry["memory/trainer"] for entry in steps if entry.get("memory/trainer")]
-    return (
-        ComparedFigure("memory of the trainer's process", "GB", planned / 1e9, informed / 1e9, max(found) / 1e9)
-        if found
-        else None
     )
 
 
@@ -159,8 +137,10 @@ def _lines(table: dict[str, Any], informed: ResourcePlan, steps: Sequence[dict[s
         line("reply", "tokens", work["reply"], informed.work.reply, "length"),
         line("evaluation", "s", planned.get("evaluate", 0.0), times.evaluate, "time/eval"),
         line("scoring by teachers", "s", planned["score"], times.score, "time/score"),
-        _peak(table["memory"].get("process", 0.0), informed.memory.process, steps),
     ]
+    if peaks := [entry["memory/trainer"] for entry in steps if entry.get("memory/trainer")]:
+        process = table["memory"].get("process", 0.0) / 1e9, informed.memory.process / 1e9, max(peaks) / 1e9
+        found.append(ComparedFigure("memory of the trainer's process", "GB", *process))
     return [one for one in found if one is not None]
 
 
@@ -174,7 +154,8 @@ def plan_report(plan: ResourcePlan) -> Group:
         shown.append(Text(f"does not fit: {_trouble(plan)}", style="red"))
         shown += [Text(f"  {'or ' if i else ''}{advice.sentence}") for i, advice in enumerate(plan.advice)]
     if plan.times is not None:
-        shown += [_time_table(plan), _ways_line(plan)]
+        others = ", ".join(f"{way.name} {_s(way.seconds)} s" for way in plan.ways if not way.used)
+        shown += [_time_table(plan, plan.times), Text(f"publishing otherwise would take: {others}")]
     shown.append(Text(plan.verdict))
     if plan.hardware.busy:
         shown.append(Text(plan.hardware.busy, style="yellow"))
@@ -210,13 +191,11 @@ def _memory_table(plan: ResourcePlan) -> Table:
         table.add_row(name, *(_gb(place.parts.get(name)) for place in plan.memory.places))
     table.add_section()
     table.add_row("all", *(_gb(place.used) for place in plan.memory.places))
-    table.add_row("there is", *(_room(place) for place in plan.memory.places))
+    table.add_row("there is", *("?" if p.capacity is None else _gb(p.capacity) for p in plan.memory.places))
     return table
 
 
-def _time_table(plan: ResourcePlan) -> Table:
-    times = plan.times
-    assert times is not None
+def _time_table(plan: ResourcePlan, times: Times) -> Table:
     table = Table(title="one batch", title_justify="left")
     for name in ("phase", "seconds", "at"):
         table.add_column(name, justify="left" if name == "phase" else "right")
@@ -233,11 +212,6 @@ def _time_table(plan: ResourcePlan) -> Table:
     if times.evaluate:
         table.add_row("evaluation", _s(times.evaluate), f"{plan.work.evaluated:.0f} episodes, beside the steps")
     return table
-
-
-def _ways_line(plan: ResourcePlan) -> Text:
-    others = ", ".join(f"{way.name} {_s(way.seconds)} s" for way in plan.ways if not way.used)
-    return Text(f"publishing otherwise would take: {others}")
 
 
 def comparison_report(comparison: Comparison) -> Group:
@@ -263,10 +237,6 @@ def _gb(size: float | None) -> str:
     if size is None:
         return ""
     return f"{size / 1e9:.2f}" if size >= 5e6 or not size else "< 0.01"
-
-
-def _room(place: DevicePlace) -> str:
-    return "?" if place.capacity is None else _gb(place.capacity)
 
 
 def _s(seconds: float) -> str:

@@ -25,26 +25,17 @@ COPIED = 1 << 24
 """Elements of a copy, beyond every cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """One core's float32 flops, and bytes read plus written, per second."""
-
-    flops: float
-    bandwidth: float
-
-
 @cache
-def calibrated(seconds: float) -> Speed:
-    """Measured once a process. numpy's products are as fast as torch's, and torch takes seconds to import."""
+def calibrated(seconds: float) -> tuple[float, float]:
+    """One core's float32 flops, and bytes read plus written, per second; measured once a process. numpy's products are
+    as fast as torch's, and torch takes seconds to import."""
     import numpy as np
 
     a, b, product = (np.full((SIDE, SIDE), 0.5, np.float32) for _ in range(3))
     source = np.ones(COPIED, np.float32)
     target = np.zeros_like(source)
-    return Speed(
-        flops=2 * SIDE**3 / SMALL / _best(lambda: np.matmul(a, b, out=product), seconds / 2),
-        bandwidth=2 * source.nbytes / _best(lambda: np.copyto(target, source), seconds / 2),
-    )
+    flops = 2 * SIDE**3 / SMALL / _best(lambda: np.matmul(a, b, out=product), seconds / 2)
+    return flops, 2 * source.nbytes / _best(lambda: np.copyto(target, source), seconds / 2)
 
 
 def _best(work: Callable[[], object], seconds: float) -> float:
@@ -103,10 +94,10 @@ def mac(memory: float, origin: str = "given") -> Hardware:
     return Hardware(HardwareSpec("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
 
 
-def parse(text: str, memory: str | None = None) -> Hardware:
+def parse(text: str) -> Hardware:
     """`h200x8`, `a100-80x2`, `h100`; `mac32` for a Mac with 32 GB."""
     if apple := re.fullmatch(r"mac(\d+)", text.strip().lower().replace(" ", "")):
-        return with_memory(mac(int(apple[1]) * 1e9), memory)
+        return mac(int(apple[1]) * 1e9)
     match = re.fullmatch(r"(.+?)(?:x(\d+))?", text.strip().lower().replace(" ", ""))
     name, count = (match[1], int(match[2] or 1)) if match else (text, 1)
     name = {"a100": "a100-80", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}.get(name, name)
@@ -115,7 +106,7 @@ def parse(text: str, memory: str | None = None) -> Hardware:
             f"--hardware {text}: write a GPU and how many, such as h200x8, or mac32 for a Mac with 32 GB; known are "
             f"{', '.join(CARDS)}"
         )
-    return with_memory(Hardware(CARDS[name], count), memory)
+    return Hardware(CARDS[name], count)
 
 
 def with_memory(hardware: Hardware, memory: str | None) -> Hardware:
@@ -162,10 +153,9 @@ def found(device: str = "auto", seconds: float = 0.3, backend: str = "torch") ->
         name, memory = gpus[0]
         card = replace(_known(name), memory=memory)
         return Hardware(card, len(gpus), "cuda", host, cores, load, "found")
-    speed = calibrated(seconds)
+    flops, bandwidth = calibrated(seconds)
     unified = " (unified)" if sys.platform == "darwin" else ""
-    flops = cores * speed.flops
-    card = HardwareSpec(f"cpu{unified}", host, flops, flops, speed.bandwidth, speed.bandwidth)
+    card = HardwareSpec(f"cpu{unified}", host, cores * flops, cores * flops, bandwidth, bandwidth)
     return Hardware(card, 1, "cpu", host, cores, load, "found and measured")
 
 
@@ -189,11 +179,8 @@ def _gpus() -> list[tuple[str, float]]:
 def _known(name: str) -> HardwareSpec:
     """The data sheet that belongs to a name such as `NVIDIA H200`; one without speeds if there is none."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    for key, card in CARDS.items():
-        words = key.split("-")
-        if all(word in plain for word in words):
-            return card
-    return HardwareSpec(name, 0.0, 0.0, 0.0, 0.0, 0.0)
+    known = (card for key, card in CARDS.items() if all(word in plain for word in key.split("-")))
+    return next(known, HardwareSpec(name, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def _host_memory() -> float:
@@ -205,18 +192,13 @@ def _host_memory() -> float:
         return total
 
 
-def fast_halves(hardware: Hardware) -> frozenset[Dtype]:
-    """The half types that planned hardware multiplies fast."""
-    if hardware.kind == "cpu":
-        return cpu_halves()
-    return frozenset(("float16",)) if hardware.card.name in WITHOUT_BFLOAT16 else HALVES
-
-
 def with_planned_dtype(config: RunConfig, hardware: Hardware) -> RunConfig:
     """The run file with the type that `auto` means on this hardware."""
     if config.model.dtype != "auto":
         return config
-    return with_dtype(config, fitting(stored_dtype(config.model.name), fast_halves(hardware)))
+    on_gpu: frozenset[Dtype] = frozenset(("float16",)) if hardware.card.name in WITHOUT_BFLOAT16 else HALVES
+    fast = cpu_halves() if hardware.kind == "cpu" else on_gpu
+    return with_dtype(config, fitting(stored_dtype(config.model.name), fast))
 
 
 def with_dtype(config: RunConfig, dtype: Dtype) -> RunConfig:

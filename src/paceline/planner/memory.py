@@ -1,21 +1,21 @@
-"""Bytes of every part of a run, device by device.
+"""Assigns the parts of a run to devices, and counts the bytes of each.
 
 Static state is exact: it follows from the shape and the run file. Activations are a fit to the H200's peaks (within
 8%); what CUDA, graphs and allocators take beside is a flat allowance.
-
-Estimates the seconds from a trained step to an engine that samples from it, by weight transport.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.config import RunConfig
+from paceline.config.cluster import scored_here
 from paceline.planner.hardware import Hardware
-from paceline.planner.layout import BYTES, LOGITS, DevicePlace, PlannedLayout
-from paceline.planner.measured import reach
-from paceline.planner.shape import ModelShape
-from paceline.planner.work import scorer_places
+from paceline.planner.shape import BYTES, ModelShape, shape_of
 
+LOGITS = 1 << 25
+"""Most logits held at once."""
+SCORED_AT_ONCE = 32_768
+"""Tokens of a scorer's micro-batch where the run file leaves them to be found."""
 PAGE = 16
 FIRST_SLOTS = 256
 """Positions a slot of the CPU's cache begins with."""
@@ -28,6 +28,69 @@ USABLE = 0.95
 AUTO_SHARE, AUTO_STEP, AUTO_MOST = 0.85, 4096, 1 << 17
 EAGER = 1.5
 """Activations of an uncompiled layer, by those of a compiled one."""
+
+
+@dataclass(slots=True)
+class DevicePlace:
+    """One device, or several that hold the same."""
+
+    name: str
+    capacity: float | None
+    """Bytes that can be used; None where unknown."""
+    count: int = 1
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def used(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def missing(self) -> float:
+        """Bytes that do not fit."""
+        return 0.0 if self.capacity is None else max(0.0, self.used - self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    """How many of each part there are, and what they share."""
+
+    engines: int = 1
+    ranks: int = 1
+    shards: int = 1
+    """Ranks that hold one model, its masters and moments between them; 1: each has all of what `tensor` leaves it."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    scorers: int = 0
+    """For teachers of the run's own; each has a device of its own."""
+    colocated: bool = False
+    """Each rank hosts an engine, which sleeps while it trains."""
+    apart: bool = False
+    """Engines have devices of their own; else engine and first rank share one."""
+    processes: int = 1
+    """Processes on the shared device."""
+
+    @property
+    def devices(self) -> int:
+        return self.engines + self.ranks + self.scorers if self.apart else self.ranks
+
+
+def layout_of(config: RunConfig, hardware: Hardware) -> PlannedLayout:
+    parallel, on_ray = config.trainer.parallel, config.placement == "ray"
+    colocated, left = config.placement == "colocated", max(1, parallel.ranks // parallel.tensor)
+    shards = {"none": 1, "full": left, "hybrid": max(1, left // parallel.replicas)}
+    return PlannedLayout(
+        engines=config.cluster.engines if on_ray else parallel.ranks if colocated else 1,
+        ranks=parallel.ranks,
+        shards=shards[parallel.shard],
+        apart=on_ray and hardware.kind == "cuda",
+        processes=1 if config.placement in ("local", "colocated") else 2,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        scorers=config.cluster.scorers * len(scored_here(config)),
+        colocated=colocated,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +107,11 @@ class MemoryPlan:
     process: float = 0.0
     """Bytes of the trainer's process at its peak, as `memory/trainer` measures them: what it allocates on a GPU, or all
     that it has in memory on a CPU."""
+
+    @property
+    def used(self) -> float:
+        """Bytes on the fullest device."""
+        return max(place.used for place in self.places)
 
     @property
     def missing(self) -> float:
@@ -67,13 +135,9 @@ class _Sizes:
         lora = config.model.lora
         self.adapters = shape.adapters(lora) if lora else 0
         self.trainable = self.adapters or self.held
+        self.longest = shape.longest(config.engine)
 
     # -- engine -----------------------------------------------------------------------------------------------------
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request."""
-        return min(self.c.engine.max_context or self.shape.max_context, self.shape.max_context)
 
     def engine(self) -> Iterator[tuple[str, float]]:
         yield "engine weights", self.weights
@@ -95,20 +159,16 @@ class _Sizes:
         per_token = self.shape.kv * self.item
         running, engine = self.c.engine.max_running, self.c.engine
         if not self.on_gpu and engine.cache != "pages":
-            need = self.longest if self.c.deterministic else min(self.longest, self._slot())
+            slot = FIRST_SLOTS
+            while slot < min(self.longest, 128 + self.c.sampling.max_tokens):  # it doubles until a prompt and reply fit
+                slot *= 2
+            need = self.longest if self.c.deterministic else min(self.longest, slot)
             return float((running + 1) * need * per_token), running
         page = per_token * PAGE
         pages_each = -(-self.longest // PAGE)
         budget = engine.cache_gib * 2**30 if engine.cache_gib else FREE_SHARE * max(0.0, free)
         pages = min(int(budget // page), running * pages_each)
         return float((pages + 1) * page), min(running, pages // pages_each)
-
-    def _slot(self) -> int:
-        """A slot doubles until a prompt and its reply fit."""
-        length = FIRST_SLOTS
-        while length < min(self.longest, 128 + self.c.sampling.max_tokens):
-            length *= 2
-        return length
 
     # -- trainer ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +221,8 @@ class _Sizes:
 
     def micro_batch(self, room: float) -> int:
         """Tokens of the largest micro-batch: the budget, or one long sample alone."""
-        given, longest = self.c.trainer.micro_batch_tokens, self._longest_sample()
+        given, most = self.c.trainer.micro_batch_tokens, self.c.trainer.max_sample_tokens or self.shape.max_context
+        longest = min(most, self.longest, 128 + self.c.sampling.max_tokens)
         if given != "auto":
             return max(given, longest)
         tokens = AUTO_STEP
@@ -169,10 +230,6 @@ class _Sizes:
             each = (self.activations(2 * AUTO_STEP) - self.activations(AUTO_STEP)) / AUTO_STEP
             tokens = int((AUTO_SHARE * room - self.activations(0)) / each) // AUTO_STEP * AUTO_STEP
         return max(min(tokens, AUTO_MOST), AUTO_STEP // 2, longest)
-
-    def _longest_sample(self) -> int:
-        most = self.c.trainer.max_sample_tokens or self.shape.max_context
-        return min(most, self.longest, 128 + self.c.sampling.max_tokens)
 
 
 def _moved(name: str, size: float, host: dict[str, float] | None) -> Iterator[tuple[str, float]]:
@@ -207,7 +264,19 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
     if layout.colocated:  # engine and trainer take turns in the same memory
         shared["trainer activations"] = max(0.0, shared["trainer activations"] - cache)
     process = sum(own.values()) - (runtime if sizes.on_gpu else 0.0)
-    places = _places(layout, hardware, device, alone, shared, rank)
+    if not sizes.on_gpu:  # all parts share the machine's memory
+        parts = dict(shared)
+        for name, size in (shared if layout.colocated else rank).items():
+            parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
+        places = [DevicePlace("memory", device, 1, parts)]
+    else:
+        hosts = 0 if layout.apart else layout.ranks if layout.colocated else 1  # ranks that share a GPU with an engine
+        places = [
+            DevicePlace("engine GPU", device, layout.engines if layout.apart else 0, alone),
+            DevicePlace("GPU of engine and trainer", device, hosts, shared),
+            DevicePlace("trainer GPU", device, layout.ranks - hosts, rank),
+        ]
+        places = [place for place in places if place.count]
     for scorers in scorer_places(config, device, runtime):
         if sizes.on_gpu:
             places.append(scorers)
@@ -222,87 +291,18 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
     return MemoryPlan(places, requests, micro, max(0, lacking), process)
 
 
-def _places(
-    layout: PlannedLayout,
-    hardware: Hardware,
-    device: float | None,
-    alone: dict[str, float],
-    shared: dict[str, float],
-    rank: dict[str, float],
-) -> list[DevicePlace]:
-    if hardware.kind != "cuda":  # all parts share the machine's memory
-        parts = dict(shared)
-        for name, size in (shared if layout.colocated else rank).items():
-            parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
-        return [DevicePlace("memory", device, 1, parts)]
-    if layout.colocated:
-        return [DevicePlace("GPU of engine and trainer", device, layout.ranks, shared)]
-    if layout.apart:
-        return [
-            DevicePlace("engine GPU", device, layout.engines, alone),
-            DevicePlace("trainer GPU", device, layout.ranks, rank),
-        ]
-    places = [DevicePlace("GPU of engine and trainer", device, 1, shared)]
-    if layout.ranks > 1:
-        places.append(DevicePlace("trainer GPU", device, layout.ranks - 1, rank))
+def scorer_places(config: RunConfig, device: float | None, runtime: float) -> list[DevicePlace]:
+    """Each scorer holds its model and one micro-batch, of which nothing is kept for a backward pass."""
+    item, places = BYTES[config.model.dtype], []
+    budget = config.trainer.micro_batch_tokens
+    tokens = SCORED_AT_ONCE if budget == "auto" else budget
+    for name in scored_here(config):
+        shape = shape_of(name)
+        wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
+        parts = {
+            "teacher weights": float(shape.parameters * item),
+            "teacher activations": float(tokens * wide * item + LOGITS * 8),
+            "runtime": runtime,
+        }
+        places.append(DevicePlace(f"scorer GPU, {name}", device, config.cluster.scorers, parts))
     return places
-
-
-DISK = 2e9
-"""Bytes a second to and from a local drive. Assumed, not measured."""
-LOOPBACK = 1e9
-"""Bytes a second as the body of a request. Assumed, not measured."""
-HOST_LINK = 25e9
-"""Bytes a second between a GPU and its host: PCIe 4, 16 lanes."""
-OBJECTS = 4e9
-"""Bytes a second through a shared object store. Assumed, not measured."""
-CHANGED = 0.03
-"""Share of the bytes that differ after a step; verl and slime publish 1 to 3%."""
-LINKED = 0.7
-"""Share of a link's rate that a broadcast reaches. Assumed, not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to publish."""
-
-    name: str
-    seconds: float
-    bytes: float
-    used: bool = False
-
-
-def ways(config: RunConfig, shape: ModelShape, hardware: Hardware) -> list[Way]:
-    """All of them, the run's own marked."""
-    lora = config.model.lora
-    size = float(BYTES[config.model.dtype] * (shape.adapters(lora) if lora else shape.parameters))
-    r = reach(hardware.kind)
-    memory = hardware.card.bandwidth * r.bandwidth
-    host = 2 * size / (HOST_LINK if hardware.kind == "cuda" else memory)  # out of one device, into another
-    link = hardware.card.link * LINKED
-    seconds = {
-        "in process": 2 * size / memory,
-        "disk": 2 * size / DISK + host,
-        "http": 2 * size / LOOPBACK + host,
-        "delta": 2 * size / memory + CHANGED * (2 * size / DISK + host),
-        "broadcast": size / link,
-        "object store": 2 * size / OBJECTS + host,
-    }
-    mine = _taken(config)
-    return [
-        Way(name, r.handover + time, size * (CHANGED if name == "delta" else 1), name == mine)
-        for name, time in seconds.items()
-    ]
-
-
-def _taken(config: RunConfig) -> str:
-    """As the run file says, or as `auto` decides on one machine."""
-    if config.placement in ("local", "colocated"):
-        return "in process"
-    if config.placement == "ray":
-        return "object store"
-    if config.model.lora:
-        return "http"
-    if config.weights.path != "auto":
-        return config.weights.path
-    return "disk" if config.model.dtype == "float32" else "delta"

@@ -5,25 +5,20 @@ Finds the settings to change where a run does not fit in memory. Each change is 
 
 import contextlib
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from paceline.config import RunConfig
+from paceline.config import ConfigError, RunConfig, load
 from paceline.config.hardware import HardwareSpec
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import plain, replace_file
 from paceline.planner.hardware import Hardware, found, with_planned_dtype
-from paceline.planner.layout import PlannedLayout, layout_of
-from paceline.planner.measured import reach
-from paceline.planner.memory import MemoryPlan, Way, memory, ways
+from paceline.planner.memory import MemoryPlan, PlannedLayout, layout_of, memory
 from paceline.planner.shape import ModelShape, shape_of
-from paceline.planner.speed import Speeds, Times
+from paceline.planner.speed import Speeds, Times, Way, reach, ways
 from paceline.planner.work import Work, assumed
 
 Look = Callable[[RunConfig], MemoryPlan]
@@ -39,7 +34,7 @@ class Advice:
     """Bytes on the fullest device."""
     enough: bool = True
     """Whether the run fits then."""
-    short: float = field(default=0.0)
+    short: float = 0.0
     """Bytes still missing."""
 
     @property
@@ -52,16 +47,7 @@ class Advice:
 
 def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """The run file with keys set by their dotted paths."""
-    table = config.model_dump(exclude_none=True)
-    for path, value in overrides.items():
-        *sections, key = path.split(".")
-        at = table
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[key] = value
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return RunConfig.model_validate(table)
+    return load(config, settings=overrides).config
 
 
 def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
@@ -70,7 +56,13 @@ def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
     before = look(config)
     if before.fits:
         return []
-    singles = [advice for knob in _knobs(config, hardware, before) if (advice := _single(config, knob, before, look))]
+    singles = []
+    for knob in _knobs(config, hardware, before):
+        for overrides in knob:  # the gentlest setting that is enough by itself
+            after = _tried(config, overrides, look)
+            if after is not None and after.fits:
+                singles.append(Advice(overrides, before.used - after.used))
+                break
     return singles or [_together(config, hardware, before, look)]
 
 
@@ -83,15 +75,6 @@ def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
     return 0
 
 
-def _single(config: RunConfig, knob: list[dict[str, Any]], before: MemoryPlan, look: Look) -> Advice | None:
-    """The gentlest setting of a knob that is enough by itself."""
-    for overrides in knob:
-        after = _tried(config, overrides, look)
-        if after is not None and after.fits:
-            return Advice(overrides, _used(before) - _used(after))
-    return None
-
-
 def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
     """All knobs at their strongest, then each taken back that is not needed."""
     chosen: dict[str, Any] = {}
@@ -100,20 +83,20 @@ def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: L
         if (with_it := _tried(config, chosen | knob[-1], look)) is not None:
             chosen, after = chosen | knob[-1], with_it
     if not after.fits:
-        return Advice(chosen, _used(before) - _used(after), False, after.missing)
+        return Advice(chosen, before.used - after.used, False, after.missing)
     for key in reversed(list(chosen)):
         fewer = {name: value for name, value in chosen.items() if name != key}
         without = _tried(config, fewer, look) if fewer else None
         if without is not None and without.fits:
             chosen, after = fewer, without
-    return Advice(chosen, _used(before) - _used(after))
+    return Advice(chosen, before.used - after.used)
 
 
 def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
     """None where the run file does not allow it."""
     try:
         return look(applied(config, overrides))
-    except ValidationError:
+    except ConfigError:
         return None
 
 
@@ -125,13 +108,13 @@ def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterato
         yield from _cache(before)
     if not trainer.gradient_checkpointing:
         yield [{"trainer.gradient_checkpointing": True}]
-    if before.micro_batch_tokens > 512:
-        start = before.micro_batch_tokens
-        yield [{"trainer.micro_batch_tokens": tokens} for tokens in _halves(start, 512)]
-    if engine.max_running > 8:
-        yield [{"engine.max_running": running} for running in _halves(engine.max_running, 8)]
-    if engine.prefill_tokens > 512:
-        yield [{"engine.prefill_tokens": tokens} for tokens in _halves(engine.prefill_tokens, 512)]
+    for key, start, least in (
+        ("trainer.micro_batch_tokens", before.micro_batch_tokens, 512),
+        ("engine.max_running", engine.max_running, 8),
+        ("engine.prefill_tokens", engine.prefill_tokens, 512),
+    ):
+        if start > least:
+            yield [{key: size} for size in _halves(start, least)]
     if trainer.kl is not None and not trainer.kl.offload and on_gpu:
         yield [{"trainer.kl.offload": True}]
     if on_gpu:
@@ -141,8 +124,7 @@ def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterato
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
     if engine.max_context is None:
-        least = 256 + config.sampling.max_tokens
-        yield [{"engine.max_context": least}]
+        yield [{"engine.max_context": 256 + config.sampling.max_tokens}]
     if config.model.lora is None:
         yield [{"model.lora": {"rank": 16}}]
 
@@ -175,25 +157,6 @@ def _halves(start: int, least: int) -> list[int]:
         start = max(least, start // 2)
         out.append(start)
     return out
-
-
-def split(sample: float, train: float, layout: PlannedLayout, hardware: Hardware) -> str:
-    """How many of the devices should sample, by the work on either side."""
-    if hardware.count < 2:
-        return ""
-    sampling, training = sample * layout.engines, train * layout.ranks
-    devices = hardware.count
-    engines = min(devices - 1, max(1, round(devices * sampling / max(sampling + training, 1e-9))))
-    idle = devices - layout.devices
-    unused = f", where the run file leaves {idle} of {devices} GPUs idle" if idle > 0 else ""
-    return (
-        f'in balance: placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {devices - engines}'
-        f"{unused}"
-    )
-
-
-def _used(memory: MemoryPlan) -> float:
-    return max(place.used for place in memory.places)
 
 
 def _toml(value: object) -> str:
@@ -294,8 +257,14 @@ def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: H
         parts.append("sampling and training keep pace")
     if times.publish > 0.25 * times.step:
         parts.append(f"publishing takes {times.publish / times.step:.0%} of a step")
-    parts.append(split(times.sample, times.train, layout, hardware))
-    return "; ".join(part for part in parts if part)
+    if hardware.count > 1:  # how many of the devices should sample, by the work on either side
+        sampling, training, devices = times.sample * layout.engines, times.train * layout.ranks, hardware.count
+        engines = min(devices - 1, max(1, round(devices * sampling / max(sampling + training, 1e-9))))
+        ranks, idle = devices - engines, devices - layout.devices
+        unused = f", where the run file leaves {idle} of {devices} GPUs idle" if idle > 0 else ""
+        balanced = f'placement = "ray", cluster.engines = {engines} and trainer.parallel.ranks = {ranks}'
+        parts.append(f"in balance: {balanced}{unused}")
+    return "; ".join(parts)
 
 
 # -- in the run directory -----------------------------------------------------------------------------------------

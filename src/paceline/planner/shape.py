@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.hardware import UnknownShape, config_file
+from paceline.config.inference import EngineConfig
 from paceline.config.model import LoRAConfig
 
 TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "bloom", "falcon", "mpt")
 """Families whose layer widens with one matrix; all others have a gate beside it."""
 TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "bloom")
 """Families whose `config.json` need not say that input and output share a matrix."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -61,6 +63,10 @@ class ModelShape:
     def gathered(self) -> int:
         """Elements a rank holds whole while a sharded model computes: embeddings, head, and two layers."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + 2 * self._layer(self.experts)
+
+    def longest(self, engine: EngineConfig) -> int:
+        """Tokens of the longest request."""
+        return min(engine.max_context or self.max_context, self.max_context)
 
     def adapters(self, lora: LoRAConfig) -> int:
         """Parameters of the low-rank adapters."""

@@ -1,14 +1,145 @@
-"""Seconds of each phase of one batch, and of the step they make together."""
+"""Seconds of each phase of one batch, of the step they make together, and of each way to publish its weights.
+
+Real runs reach shares of a device's data-sheet speed. They are fitted to measurements; each says which.
+"""
 
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware, split_threads
-from paceline.planner.layout import BYTES, PlannedLayout
-from paceline.planner.measured import ADAPTED, CONDUCTED, DETERMINISTIC, OVER_HTTP, RANKS, Reach, reach
-from paceline.planner.memory import MemoryPlan, Way
-from paceline.planner.shape import ModelShape
+from paceline.planner.memory import MemoryPlan, PlannedLayout
+from paceline.planner.shape import BYTES, ModelShape
 from paceline.planner.work import Work, teachers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Shares of what the device could do, and the fixed costs that no data sheet has."""
+
+    bandwidth: float
+    """Share of the memory's bandwidth."""
+    flops: float
+    """Share of the flops, in decoding and prompts."""
+    launch: float
+    """Seconds a decode step spends on each layer, however few requests it has."""
+    logits: float = 16.0
+    """Bytes moved per entry of the vocabulary to sample one token."""
+    request: float = 0.0
+    """Seconds of the host per token sampled."""
+    rollout: float = 0.0
+    """Seconds of the host per rollout: admitting, rendering, scoring."""
+    train_flops: float
+    """Share of the flops, in training."""
+    train_bytes: float = 0.0
+    """Bytes moved in training per token, layer and unit of the hidden size: norms, activations, residuals."""
+    handover: float
+    """Seconds of a publish beyond moving the bytes: fingerprint, canary, swap."""
+    eager_decode: float = 1.0
+    """Times `launch` where the engine is not compiled."""
+    eager_train: float = 1.0
+    """Times `train_bytes` where the trainer is not compiled."""
+    source: str
+
+
+GPU = Reach(
+    bandwidth=0.66,
+    flops=0.60,
+    launch=48.5e-6,
+    train_flops=0.80,
+    train_bytes=580.0,
+    handover=0.07,
+    eager_decode=2.0,
+    eager_train=1.5,
+    source="engine-h200.json (0.5B and 1.5B; 1, 64 and 256 requests) and trainer-h200.json (packed steps)",
+)
+"""Two models at three sizes give bandwidth, flops and launches of decoding; two packed steps those of training."""
+
+CPU = Reach(
+    bandwidth=0.66,
+    flops=0.90,
+    launch=1.07e-3,
+    request=70e-6,
+    rollout=0.8e-3,
+    train_flops=0.40,
+    handover=0.025,
+    source="spine-cpu.json (trainer), decode steps of 1 to 128 requests and one quickstart run on two Neoverse N1",
+)
+"""The quickstart's model alone. `launch`, `request` and `rollout` have no file in `benchmarks/results` behind them."""
+
+ADAPTED = 0.63
+"""Speed of decoding through adapters: 65.5k of 107.7k tokens/s at 0.5B, 41.0k of 62.2k at 1.5B (engine-h200.json)."""
+DETERMINISTIC = 0.44
+"""Speed of decoding with `deterministic = true` on a GPU (engine-h200.json)."""
+OVER_HTTP = 0.93
+"""Speed of an engine behind HTTP (engine-http-h200.json)."""
+RANKS = 0.9
+"""Speed of each of several ranks, relative to one alone. Assumed, not measured."""
+ORCHESTRATED = 5170.0
+"""Rollouts a second that one core can orchestrate (orchestrator-cpu.json)."""
+
+
+def reach(kind: str) -> Reach:
+    return GPU if kind == "cuda" else CPU
+
+
+DISK = 2e9
+"""Bytes a second to and from a local drive. Assumed, not measured."""
+LOOPBACK = 1e9
+"""Bytes a second as the body of a request. Assumed, not measured."""
+HOST_LINK = 25e9
+"""Bytes a second between a GPU and its host: PCIe 4, 16 lanes."""
+OBJECTS = 4e9
+"""Bytes a second through a shared object store. Assumed, not measured."""
+CHANGED = 0.03
+"""Share of the bytes that differ after a step; verl and slime publish 1 to 3%."""
+LINKED = 0.7
+"""Share of a link's rate that a broadcast reaches. Assumed, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to publish."""
+
+    name: str
+    seconds: float
+    bytes: float
+    used: bool = False
+
+
+def ways(config: RunConfig, shape: ModelShape, hardware: Hardware) -> list[Way]:
+    """All of them, the run's own marked."""
+    lora = config.model.lora
+    size = float(BYTES[config.model.dtype] * (shape.adapters(lora) if lora else shape.parameters))
+    r = reach(hardware.kind)
+    memory = hardware.card.bandwidth * r.bandwidth
+    host = 2 * size / (HOST_LINK if hardware.kind == "cuda" else memory)  # out of one device, into another
+    link = hardware.card.link * LINKED
+    seconds = {
+        "in process": 2 * size / memory,
+        "disk": 2 * size / DISK + host,
+        "http": 2 * size / LOOPBACK + host,
+        "delta": 2 * size / memory + CHANGED * (2 * size / DISK + host),
+        "broadcast": size / link,
+        "object store": 2 * size / OBJECTS + host,
+    }
+    mine = _taken(config)
+    return [
+        Way(name, r.handover + time, size * (CHANGED if name == "delta" else 1), name == mine)
+        for name, time in seconds.items()
+    ]
+
+
+def _taken(config: RunConfig) -> str:
+    """As the run file says, or as `auto` decides on one machine."""
+    if config.placement in ("local", "colocated"):
+        return "in process"
+    if config.placement == "ray":
+        return "object store"
+    if config.model.lora:
+        return "http"
+    if config.weights.path != "auto":
+        return config.weights.path
+    return "disk" if config.model.dtype == "float32" else "delta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +172,16 @@ class Speeds:
         self.item = BYTES[config.model.dtype]
         card = hardware.card
         on_gpu = hardware.kind == "cuda"
-        self._flops = card.flops if on_gpu and self.item == 2 else card.flops32
+        flops = card.flops if on_gpu and self.item == 2 else card.flops32
         self._bandwidth = card.bandwidth * self.r.bandwidth
-        self._engine_share, self._trainer_share = (1.0, 1.0) if on_gpu else self._cores()
+        engine_share = trainer_share = 1.0
+        if not on_gpu:  # shares of the cores, as the local placement deals them out
+            engine, trainer = split_threads(hardware.cores, shape.parameters, config.staleness > 0)
+            engine_share = min(1.0, (config.engine.threads or engine) / hardware.cores)
+            trainer_share = min(1.0, (config.trainer.threads or trainer) / hardware.cores)
+        self._engine_flops = flops * self.r.flops * engine_share
+        self._trainer_flops = flops * self.r.train_flops * trainer_share
         self.on_gpu = on_gpu
-
-    def _cores(self) -> tuple[float, float]:
-        """Shares of the cores, as the local placement deals them out."""
-        cores = self.hardware.cores
-        engine, trainer = split_threads(cores, self.shape.parameters, self.c.staleness > 0)
-        given = self.c.engine.threads or engine, self.c.trainer.threads or trainer
-        return min(1.0, given[0] / cores), min(1.0, given[1] / cores)
 
     # -- engine -----------------------------------------------------------------------------------------------------
 
@@ -63,17 +193,15 @@ class Speeds:
     def decode_seconds(self, running: float, context: float) -> float:
         """One token for each request: launches; weights read or multiplied, whichever takes longer; keys and values;
         logits."""
-        flops = self._flops * self.r.flops * self._engine_share
         read = self.shape.read * self.item / self._bandwidth
-        multiply = 2 * self.shape.multiplied * running / flops
+        multiply = 2 * self.shape.multiplied * running / self._engine_flops
         kv = running * context * self.shape.kv * self.item / self._bandwidth
         logits = running * self.shape.vocabulary * self.r.logits / self._bandwidth
         plain = self.launches() + max(read, multiply) + kv + logits + running * self.r.request
         return plain / self._slowed()
 
     def prefill_seconds(self, tokens: float) -> float:
-        flops = self._flops * self.r.flops * self._engine_share
-        return 2 * self.shape.multiplied * tokens / flops / self._slowed()
+        return 2 * self.shape.multiplied * tokens / self._engine_flops / self._slowed()
 
     def _slowed(self) -> float:
         adapted = ADAPTED if self.c.model.lora and self.on_gpu else 1.0
@@ -89,30 +217,26 @@ class Speeds:
             return 0.0, 0.0, 0.0
         context = work.prompt + work.reply / 2
         engines = self.layout.engines
-        most = max(1.0, min(self.c.engine.max_running, self.room(memory, work), self._in_flight(work) / engines))
+        in_flight = min(float(self.c.max_inflight or 1), work.sampled * (1 + self.c.staleness))
+        # Requests of the expected length that the cache holds.
+        room = memory.requests * max(1.0, self.shape.longest(self.c.engine) / (work.prompt + work.reply))
+        most = max(1.0, min(self.c.engine.max_running, room, in_flight / engines))
         tokens = work.sampled * work.reply / engines
         steps = max(tokens / most, work.longest if self.c.staleness == 0 else 0.0)
         running = tokens / steps
         prompts = self.prefill_seconds(work.sampled / work.group * work.prompt / engines)
         decode = steps * self.decode_seconds(running, context)
         host = work.sampled * self.r.rollout
-        seconds = max(decode + prompts + host, work.sampled / CONDUCTED)
+        seconds = max(decode + prompts + host, work.sampled / ORCHESTRATED)
         return seconds, seconds - steps * self.launches(), running
-
-    def room(self, memory: MemoryPlan, work: Work) -> float:
-        """Requests of the expected length that the cache holds."""
-        longest = min(self.c.engine.max_context or self.shape.max_context, self.shape.max_context)
-        return memory.requests * max(1.0, longest / (work.prompt + work.reply))
-
-    def _in_flight(self, work: Work) -> float:
-        return min(float(self.c.max_inflight or 1), work.sampled * (1 + self.c.staleness))
 
     # -- trainer ----------------------------------------------------------------------------------------------------
 
     def train_seconds(self, work: Work) -> float:
         """Forward and backward, whatever else must be scored, and the optimizer."""
         tokens = work.computed_tokens(shared=not self.on_gpu)
-        return tokens * self.token_seconds(work.prompt + work.reply) / self._ranks() + self.optimizer_seconds()
+        ranks = self.layout.ranks * (RANKS if self.layout.ranks > 1 else 1.0)
+        return tokens * self.token_seconds(work.prompt + work.reply) / ranks + self.optimizer_seconds()
 
     def token_seconds(self, length: float) -> float:
         """Of one token in a sequence of so many, on one rank."""
@@ -124,8 +248,7 @@ class Speeds:
         passes = 1.0 + (1 / 3 if c.gradient_checkpointing else 0.0)
         passes += 1 / 3 * ((c.kl is not None) + (c.proximal is not None and c.minibatches > 1))
         passes += 4 / 3 if c.critic is not None else 0.0
-        rate = self._flops * self.r.train_flops * self._trainer_share
-        return passes * (flops / rate + moved / self._bandwidth)
+        return passes * (flops / self._trainer_flops + moved / self._bandwidth)
 
     def optimizer_seconds(self) -> float:
         """Masters, moments and gradients, read and written once a step; gradients between ranks."""
@@ -137,14 +260,11 @@ class Speeds:
             seconds += 2 * 4 * trainable / self.hardware.card.link
         return c.minibatches * seconds * (2 if c.critic is not None else 1)
 
-    def _ranks(self) -> float:
-        return self.layout.ranks * (RANKS if self.layout.ranks > 1 else 1.0)
-
     # -- teachers and evaluation ------------------------------------------------------------------------------------
 
     def score_seconds(self, work: Work) -> float:
         """Until all teachers have said what they think of a batch; they are asked at once."""
-        return max((self._scored(work, teacher.share, teacher.shape) for teacher in teachers(self.c)), default=0.0)
+        return max((self._scored(work, share, shape) for share, shape in teachers(self.c)), default=0.0)
 
     def _scored(self, work: Work, share: float, shape: ModelShape | None) -> float:
         length = work.prompt + work.reply
@@ -152,8 +272,8 @@ class Speeds:
         if shape is None:
             return self.prefill_seconds(tokens) / self.layout.engines
         flops = 2 * shape.multiplied + 2 * shape.layers * shape.heads * shape.head_dim * length
-        rate = self._flops * self.r.train_flops * self._trainer_share
-        return tokens * (flops + 2 * shape.vocabulary * shape.hidden) / rate / self.c.cluster.scorers
+        flops += 2 * shape.vocabulary * shape.hidden
+        return tokens * flops / self._trainer_flops / self.c.cluster.scorers
 
     def evaluate_seconds(self, work: Work) -> float:
         """All episodes of one evaluation, so many at once."""

@@ -4,29 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config import RunConfig
-from paceline.config.cluster import scored_here
-from paceline.config.env import EnvConfig
 from paceline.config.model import ModelRef
-from paceline.planner.layout import BYTES, LOGITS, DevicePlace
 from paceline.planner.shape import ModelShape, shape_of
-
-SCORED_AT_ONCE = 32_768
-"""Tokens of a scorer's micro-batch where the run file leaves them to be found."""
 
 POLICY = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """A model that scores a share of the rollouts."""
-
-    share: float
-    shape: ModelShape | None
-    """Of a model on scorers of the run; None for the policy, which its own engines serve."""
-
-
-def teachers(config: RunConfig) -> Iterator[Teacher]:
-    """The teachers whose speed can be planned; an external endpoint's cannot."""
+def teachers(config: RunConfig) -> Iterator[tuple[float, ModelShape | None]]:
+    """The share of the rollouts that each teacher scores, and its shape; None for the policy, which its own engines
+    serve. The speed of an external endpoint cannot be planned."""
     total = sum(env.weight for env in config.env)
     shares: dict[str, float] = {}
     for env in config.env:
@@ -35,24 +21,7 @@ def teachers(config: RunConfig) -> Iterator[Teacher]:
         for name in names | ({POLICY} if "policy" in asked else set()):
             shares[name] = shares.get(name, 0.0) + env.weight / total
     for name, share in shares.items():
-        yield Teacher(share, None if name == POLICY else shape_of(name))
-
-
-def scorer_places(config: RunConfig, device: float | None, runtime: float) -> list[DevicePlace]:
-    """Each scorer holds its model and one micro-batch, of which nothing is kept for a backward pass."""
-    item, places = BYTES[config.model.dtype], []
-    budget = config.trainer.micro_batch_tokens
-    tokens = SCORED_AT_ONCE if budget == "auto" else budget
-    for name in scored_here(config):
-        shape = shape_of(name)
-        wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
-        parts = {
-            "teacher weights": float(shape.parameters * item),
-            "teacher activations": float(tokens * wide * item + LOGITS * 8),
-            "runtime": runtime,
-        }
-        places.append(DevicePlace(f"scorer GPU, {name}", device, config.cluster.scorers, parts))
-    return places
+        yield share, None if name == POLICY else shape_of(name)
 
 
 PROMPT = 128
@@ -94,23 +63,18 @@ class Work:
 
 def assumed(config: RunConfig, shape: ModelShape, prompt: int | None = None, reply: int | None = None) -> Work:
     """Prompts of 128 tokens and replies of half the allowed length, where no lengths are given."""
-    limit = min(config.engine.max_context or shape.max_context, shape.max_context)
     most = config.sampling.max_tokens
     weights = [(env.weight, env.algo.plays if env.algo else True, env.group_size or 1) for env in config.env]
     total = sum(weight for weight, _, _ in weights)
+    # Where a section counts its held-out examples.
+    held_out = [getattr(env, "eval_examples", None) or 0 for env in config.env if config.eval.every]
     return Work(
         rollouts=config.batch_size,
         group=sum(weight * size for weight, _, size in weights) / total,
-        prompt=prompt or max(1, min(PROMPT, limit - most)),
+        prompt=prompt or max(1, min(PROMPT, shape.longest(config.engine) - most)),
         reply=reply or max(1.0, most / 2),
         longest=max(most, reply or 0),
         played=sum(weight for weight, plays, _ in weights if plays) / total,
-        evaluated=sum(_held_out(config, env) for env in config.env) * config.eval.samples if config.eval.every else 0,
+        evaluated=sum(min(n, config.eval.examples or n) for n in held_out) * config.eval.samples,
         assumed=prompt is None or reply is None,
     )
-
-
-def _held_out(config: RunConfig, env: EnvConfig) -> int:
-    """Examples of an environment that an evaluation plays, where its section counts them."""
-    there = getattr(env, "eval_examples", None) or 0
-    return min(there, config.eval.examples or there)

@@ -65,7 +65,7 @@ class SimulatedEngine:
         """The tokens reached when each version came."""
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
-        self._busy = 0.0
+        self.busy_seconds = 0.0
 
     async def generate(self, request: GenerateRequest, listener: object = None) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -87,7 +87,9 @@ class SimulatedEngine:
         await asyncio.sleep(self._pause)
         self.version = update.version
         self._since.append((self._reached, update.version))
-        self._forget()
+        begun = min((one.done_at - one.length for one in self._running), default=self._reached)
+        while len(self._since) > 1 and self._since[1][0] <= begun:  # older than every running request
+            self._since.popleft()
         self._stand(False)
         return self._pause
 
@@ -111,10 +113,6 @@ class SimulatedEngine:
     ) -> list[list[float]]:
         return [[0.0] * len(sequence) for sequence in sequences]
 
-    @property
-    def busy_seconds(self) -> float:
-        return self._busy
-
     def start(self) -> None: ...
 
     def close(self) -> None: ...
@@ -130,7 +128,7 @@ class SimulatedEngine:
         """Up to now."""
         now = asyncio.get_running_loop().time()
         if self._running and not self._paused:
-            self._busy += now - self._at
+            self.busy_seconds += now - self._at
         self._reached += self._pace * (now - self._at)
         self._at = now
 
@@ -168,13 +166,12 @@ class SimulatedEngine:
             done = heapq.heappop(self._running)
             if not done.answer.cancelled():
                 self.tokens += done.length
-                done.answer.set_result(self._completion(done))
+                counts, versions = self._by_version(done.done_at - done.length, done.length)
+                finish = "length" if done.length >= self._lengths.longest else "stop"
+                logprobs = [-1.0] * len(counts)
+                completion = Completion(token_ids=counts, logprobs=logprobs, versions=versions, finish=finish)
+                done.answer.set_result(completion)
         self._admit()
-
-    def _completion(self, done: Running) -> Completion:
-        counts, versions = self._by_version(done.done_at - done.length, done.length)
-        finish = "length" if done.length >= self._lengths.longest else "stop"
-        return Completion(token_ids=counts, logprobs=[-1.0] * len(counts), versions=versions, finish=finish)
 
     def _by_version(self, begun: float, length: int) -> tuple[list[int], list[int]]:
         """How many of a reply's tokens each version sampled."""
@@ -188,12 +185,6 @@ class SimulatedEngine:
             if not left:
                 break
         return counts[::-1], versions[::-1]
-
-    def _forget(self) -> None:
-        """Drop versions older than every running request."""
-        begun = min((one.done_at - one.length for one in self._running), default=self._reached)
-        while len(self._since) > 1 and self._since[1][0] <= begun:
-            self._since.popleft()
 
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """One simulated run, from a plan to a report.
 
-Only engine, environment and trainer are simulated; conductor, dispatcher, gate, ledger, player, seats, pool, assembly,
+Only engine, environment and trainer are simulated; orchestrator, dispatcher, gate, ledger, seats, pool, assembly,
 credit, filters and metrics are those of every run.
 """
 
@@ -45,8 +45,8 @@ class SimulatedTask(Environment):
         return Outcome.solo(float(self._dice.random() < example["solved"]))
 
 
-class Mute:
-    """A renderer: token ids that are counts have no text."""
+class NoTextRenderer:
+    """Token ids that are counts have no text."""
 
     def reply(self, token_ids: Sequence[int]) -> str:
         return ""
@@ -83,7 +83,7 @@ class SimulatedTrainer:
 
 WARM = 0.2
 """The part of a run that is left out of its averages: the pipeline fills."""
-KEPT = ("time/step", "time/sample", "time/train", "time/publish", "staleness/mean", "staleness/max", "drop_ratio")
+METRICS = ("time/step", "time/sample", "time/train", "time/publish", "staleness/mean", "staleness/max", "drop_ratio")
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class SimulationReport:
         return [line for line in self.steps if line["hour"] > WARM * self.hours] or self.steps[-1:]
 
     def share(self, phase: str) -> float:
-        """Of all time, what the conductor spent in a phase."""
+        """Of all time, what the orchestrator spent in a phase."""
         return self._sum(f"time/{phase}") / max(self._sum("time/step"), 1e-9)
 
     @property
@@ -121,15 +121,9 @@ class SimulationReport:
         return 3600 * len(self.counted) / max(self._sum("time/step"), 1e-9)
 
     @property
-    def busy(self) -> float:
-        """The part of the time that engines decoded in, as if one that decodes at all were full."""
-        return self._sum("busy/sampler") / max(len(self.counted), 1)
-
-    @property
     def staleness(self) -> tuple[float, float]:
         """Mean and most."""
-        lines = self.counted
-        mean = sum(line["staleness/mean"] for line in lines) / max(len(lines), 1)
+        mean = self._sum("staleness/mean") / max(len(self.counted), 1)
         return mean, max((line["staleness/max"] for line in self.steps), default=0.0)
 
     @property
@@ -150,21 +144,20 @@ class SimulationReport:
         return sum(line.get(key, 0.0) for line in self.counted)
 
 
-class _Watch(Monitor):
+class _StepCollector(Monitor):
     """Writes the report's lines, and ends the run when its time has come."""
 
     def __init__(self, report: SimulationReport, clock: VirtualClock) -> None:
-        self.conductor: Orchestrator | None = None
+        self.orchestrator: Orchestrator | None = None
         self._report, self._clock = report, clock
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         hour = self._clock.now() / 3600
-        kept = (*KEPT, "busy/sampler", "simulated/tokens", "batch/samples", "dropped/stale_samples")
-        line = {key: metrics[key] for key in kept}
+        names = (*METRICS, "simulated/tokens", "batch/samples", "dropped/stale_samples")
         memory = {"blocks": float(sys.getallocatedblocks()), "resident": resident_bytes()}
-        self._report.steps.append({"hour": hour, **line, **memory})
-        if hour >= self._report.hours and self.conductor is not None:
-            self.conductor.stop()
+        self._report.steps.append({"hour": hour, **{name: metrics[name] for name in names}, **memory})
+        if hour >= self._report.hours and self.orchestrator is not None:
+            self.orchestrator.stop()
 
 
 def simulate(plan: SimulationPlan, hours: float) -> SimulationReport:
@@ -184,8 +177,8 @@ async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) ->
         for _ in range(plan.engines)
     ]
     pool = Pool(engines)  # ty: ignore[invalid-argument-type]
-    voice = SamplingClient(pool, Mute(), config.sampling, frozenset())  # ty: ignore[invalid-argument-type]
-    monitor = _Watch(report, clock)
+    voice = SamplingClient(pool, NoTextRenderer(), config.sampling, frozenset())  # ty: ignore[invalid-argument-type]
+    monitor = _StepCollector(report, clock)
     parts = OrchestratorParts(
         pool=pool,
         trainer=SimulatedTrainer(plan.learner, plan.bundle),
@@ -196,11 +189,11 @@ async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) ->
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=clock,
     )
-    monitor.conductor = conductor = Orchestrator(config, parts)
+    monitor.orchestrator = orchestrator = Orchestrator(config, parts)
     # Also where no batch is ever full.
-    asyncio.get_running_loop().call_later(2 * 3600 * report.hours, conductor.stop)
+    asyncio.get_running_loop().call_later(2 * 3600 * report.hours, orchestrator.stop)
     try:
-        await conductor.run()
+        await orchestrator.run()
     finally:
         pool.close()
     report.sampled_tokens = float(plan.bundle * sum(engine.tokens for engine in engines))

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from paceline.config.env.tasks import SEARCH_KEY_VARIABLE
+from paceline.config.env import SEARCH_KEY_VARIABLE
 from paceline.config.secret import hidden
 from paceline.envs.base import EnvError
 from paceline.envs.search.index import DEFAULT_TOP_K, Index

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, model_validator
 
 from paceline.config.base import Section
-from paceline.config.env.tasks import SEARCH_KEY_VARIABLE
+from paceline.config.env import SEARCH_KEY_VARIABLE
 from paceline.config.errors import from_flags
 from paceline.config.secret import in_address
 from paceline.envs.base import EnvError
