@@ -7,17 +7,17 @@ import contextlib
 import fcntl
 import json
 import math
+import mmap
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType, UnionType
+from types import UnionType
 from typing import Any, BinaryIO, Self
 
 from paceline.errors import PacelineError
 
-_BLOCK = 1 << 16
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 """Also where a run that begins anew removes a file this very moment."""
 
@@ -65,11 +65,17 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of an append-only file; none if there is no file yet.
-
-    A line is there once its newline is, so the torn last line of a killed process is skipped.
-    """
-    return [_record(path, number, line) for number, line in _whole_lines(path)]
+    """The records of an append-only file; none if there is no file yet. A line is there once its newline is, so the
+    torn last line of a killed process is skipped."""
+    records = []
+    for number, line in _whole_lines(path):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(records[-1], dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object")
+    return records
 
 
 def read_sound(path: Path, fields: Mapping[str, type | UnionType]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -150,26 +156,16 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cut what follows the last newline, so that the next record starts on a line of its own."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+    if path.exists() and path.stat().st_size:  # an empty file cannot be mapped
+        with path.open("r+b") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> None:
-    """Write a whole file; readers see the old content or the new one, never a part.
-
-    What need not survive a power failure, since it is written again in seconds, is not `durable`.
-    """
+    """Write a whole file; readers see the old content or the new one, never a part. Content that need not survive a
+    power failure, since it is written again in seconds, is not `durable`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -207,16 +203,6 @@ def _json(line: bytes) -> Any:
         return None
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}, line {number} is not a JSON object")
-    return record
-
-
 class RunDirectoryError(PacelineError):
     """The run directory cannot be used. The message is one sentence for the user."""
 
@@ -244,24 +230,19 @@ class RunDirectory:
 
     @classmethod
     def claim(cls, path: Path, resume: bool = False, overwrite: bool = False) -> Self:
-        """Make the directory this process's own, until `release` or the process's end.
-
-        The lock is the kernel's, so it goes with a killed process; its file stays and marks the folder.
-        """
+        """Make the directory this process's own, until `release` or the process's end. The lock is the kernel's, so it
+        goes with a killed process; its file stays and marks the folder."""
         if resume and overwrite:
             raise RunDirectoryError("--resume and --overwrite exclude each other: leave one of them out")
         directory = cls(path)
         try:
             directory._claim(resume, overwrite)
-        except OSError as error:
+        except (OSError, RunDirectoryError) as error:
             directory.release()
-            reason = error.strerror or str(error)
-            raise RunDirectoryError(
-                f"cannot use {path} as run directory: {reason}; choose a folder with --runs"
-            ) from error
-        except RunDirectoryError:
-            directory.release()
-            raise
+            if isinstance(error, RunDirectoryError):
+                raise
+            reason = f"{error.strerror or error}; choose a folder with --runs"
+            raise RunDirectoryError(f"cannot use {path} as run directory: {reason}") from error
         return directory
 
     def begin(self, config: str) -> None:
@@ -283,12 +264,15 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _claim(self, resume: bool, overwrite: bool) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        self._refuse_foreign()
+        # A folder with other people's files is no place to write, and even less one to clear.
+        ours = self.config_file.exists() or self.lock_file.exists()
+        if not ours and any(not entry.name.startswith(".") for entry in self.root.iterdir()):
+            raise RunDirectoryError(f"{self.root} holds files that are not a run's: choose another --name")
         self._take_lock()
         self._overwrite = overwrite
         if not (resume or overwrite) and (self.config_file.exists() or self.metrics_file.exists()):
@@ -296,12 +280,6 @@ class RunDirectory:
                 f"{self.root} already holds a run: add --resume latest to go on, "
                 "--name NAME to start another, or --overwrite to replace it"
             )
-
-    def _refuse_foreign(self) -> None:
-        """A folder with other people's files is no place to write, and even less one to clear."""
-        ours = self.config_file.exists() or self.lock_file.exists()
-        if not ours and any(not entry.name.startswith(".") for entry in self.root.iterdir()):
-            raise RunDirectoryError(f"{self.root} holds files that are not a run's: choose another --name")
 
     def _take_lock(self) -> None:
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)

@@ -122,13 +122,9 @@ class Trackio(Monitor):
 
 def exporter(kind: Kind, project: str) -> Monitor:
     """The exporter of that name; `MissingExtra` if its package is not installed."""
-    match kind:
-        case "wandb":
-            return Wandb(project)
-        case "tensorboard":
-            return TensorBoard()
-        case "trackio":
-            return Trackio(project)
+    if kind == "tensorboard":
+        return TensorBoard()
+    return Wandb(project) if kind == "wandb" else Trackio(project)
 
 
 def _require(module: str, extra: str) -> ModuleType:
