@@ -145,7 +145,11 @@ def encode(rollout: Rollout) -> tuple[bytes, Sequence[Any]]:
     if (short := _encode_short(rollout)) is not None:
         return short, rollout.turns[0].messages or ()
     long = LongEncoder(rollout)
-    return long.encode(), long.new_messages
+    try:
+        return encoder.encode(long.body), long.new_messages
+    except REFUSED:
+        long.body.sanitize()
+        return encoder.encode(long.body), long.new_messages
 
 
 def _encode_short(rollout: Rollout) -> bytes | None:
@@ -197,13 +201,6 @@ class LongEncoder:
             [self._sample(sample) for sample in rollout.samples],
         )
 
-    def encode(self) -> bytes:
-        try:
-            return encoder.encode(self.body)
-        except REFUSED:
-            self.body.sanitize()
-            return encoder.encode(self.body)
-
     def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:
         full, prompt, sampled, logprobs, versions = _numbers(turn)
         like, shared = self._goes_on(prompt, place) if place else (-1, 0)
@@ -219,24 +216,10 @@ class LongEncoder:
             self.new_messages += messages
         self._full.append(full)
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
-        return _Turn(
-            like,
-            shared,
-            prompt[4 * shared :],
-            sampled,
-            logprobs,
-            versions,
-            None if turn.log_z is None else floats(turn.log_z),
-            turn.finish,
-            turn.temperature,
-            turn.recomputed,
-            dict(turn.weights),
-            repeated,
-            messages,
-            tools,
-            turn.text,
-            turn.said,
-        )
+        numbers = sampled, logprobs, versions, None if turn.log_z is None else floats(turn.log_z)
+        facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
+        conversation = repeated, messages, tools, turn.text, turn.said
+        return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:
         """The turn that a prompt repeats most of, the latest of them, and how many tokens of it."""
@@ -258,9 +241,8 @@ class LongEncoder:
         for name in CREDIT_STREAMS:
             if (stream := getattr(sample, name)) is not None:
                 streams[name] = squeeze(stream, spans)
-        return _Sample(
-            length, turn, from_turns, streams, sample.ended, sample.rollout, spans, sample.ticket is not None
-        )
+        facts = sample.ended, sample.rollout, spans, sample.ticket is not None
+        return _Sample(length, turn, from_turns, streams, *facts)
 
     def _compared(self, sample: Sample) -> tuple[int, int, dict[str, bytes | Runs]]:
         """The turn that holds its tokens, what its turns say of it, and the rest of that."""
@@ -355,22 +337,15 @@ def streams_of(
         )
     mask, logprobs, versions, temperatures = [], [], [], []
     place = 0
-    for (start, end), turn in zip(spans, turns, strict=False):
+    for (start, end), turn in [*zip(spans, turns, strict=False), ((length, length), TurnTokens(b"", b"", 1.0))]:
         gap, count = start - place, end - start
-        if gap < 0 or not 0 <= 4 * count <= len(turn.logprobs):
+        if not turns or gap < 0 or not 0 <= 4 * count <= len(turn.logprobs):
             return None
         mask += bytes(gap), b"\1" * count
         logprobs += bytes(4 * gap), turn.logprobs[: 4 * count]
         versions += b"\xff" * (4 * gap), each(turn.versions, count)[: 4 * count]
         temperatures += _ONE * gap, _float(turn.temperature or 1.0) * count
         place = end
-    rest = length - place
-    if not turns or rest < 0:
-        return None
-    mask.append(bytes(rest))
-    logprobs.append(bytes(4 * rest))
-    versions.append(b"\xff" * (4 * rest))
-    temperatures.append(_ONE * rest)
     return b"".join(mask), b"".join(logprobs), b"".join(versions), b"".join(temperatures)
 
 

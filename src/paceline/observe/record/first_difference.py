@@ -9,7 +9,7 @@ Whatever differs further down may be a mere consequence, so only the first is na
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -161,11 +161,10 @@ def _step(
             judged.append(found)
     yield from judged[:1]  # credit looks at the whole group: whatever its members said comes before
     for run, rows, against in ((one, mine, theirs), (other, theirs, mine)):
-        for key, row in rows.items():
-            if key not in against:
-                where = (row.index, None) if run is one else (None, row.index)
-                what = f"only {run.name} has this rollout in step {step} ({row.state})"
-                yield _at(row, where, kind="ticket", what=what)
+        for row in (row for key, row in rows.items() if key not in against):
+            where = (row.index, None) if run is one else (None, row.index)
+            what = f"only {run.name} has this rollout in step {step} ({row.state})"
+            yield _at(row, where, kind="ticket", what=what)
 
 
 def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
@@ -183,15 +182,8 @@ def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
 
 
 def _at(row: Row, indices: tuple[int | None, int | None], **details: Any) -> FirstDifference:
-    return FirstDifference(
-        step=row.step,
-        env=row.env,
-        ticket=row.ticket,
-        member=row.member,
-        actor=row.actor,
-        indices=indices,
-        **details,
-    )
+    place = {name: getattr(row, name) for name in ("step", "env", "ticket", "member", "actor")}
+    return FirstDifference(**place, indices=indices, **details)
 
 
 def _details(
@@ -278,10 +270,8 @@ def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
     if mine.dtype.kind == "f":
         wide = [stream.astype(np.float64) for stream in (mine, theirs)]
         with np.errstate(invalid="ignore"):
-            slack = tolerance * np.maximum(1.0, np.abs(wide[0]))
-            differ = ~(
-                (np.abs(wide[0] - wide[1]) <= slack) | (np.isnan(wide[0]) & np.isnan(wide[1])) | (mine == theirs)
-            )
+            near = np.abs(wide[0] - wide[1]) <= tolerance * np.maximum(1.0, np.abs(wide[0]))
+            differ = ~(near | (np.isnan(wide[0]) & np.isnan(wide[1])) | (mine == theirs))
     else:
         differ = mine != theirs
     return int(np.argmax(differ)) if differ.any() else None
@@ -293,15 +283,12 @@ def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
 def _measures(
     step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
 ) -> Iterator[FirstDifference]:
-    for name in sorted(_compared(mine) | _compared(theirs), key=_rank):
-        if name.startswith("eval/") == evaluation:
+    for name in sorted((mine.keys() | theirs.keys()) - {"step"}, key=_rank):
+        timed = name.startswith(TIMED) or name.endswith("/s")
+        if name.startswith("eval/") == evaluation and not timed:
             kind = ("loss", "gradient", "measure")[_rank(name)[0]]
             for details in _values(kind, f"`{name}`", mine.get(name), theirs.get(name), tolerance):
                 yield FirstDifference(**details, step=step)
-
-
-def _compared(measured: Iterable[str]) -> set[str]:
-    return {name for name in measured if name != "step" and not name.startswith(TIMED) and not name.endswith("/s")}
 
 
 def _rank(name: str) -> tuple[int, str]:

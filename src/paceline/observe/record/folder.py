@@ -1,10 +1,4 @@
-"""A run directory, opened for reading: while the run lives, after it ended, after it crashed, or on another machine.
-
-Determines the status of a run from its directory alone.
-
-Lists the keys of a run's config that differ from the defaults. A key counts where the config would be another without
-it. So nothing that Paceline fills in by itself is listed, and readers need not know its rules.
-"""
+"""Reads a run directory: while the run lives, after it ended, after it crashed, or on another machine."""
 
 import copy
 import fcntl
@@ -17,11 +11,12 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode
@@ -137,6 +132,10 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def _step(line: dict[str, Any]) -> int:
+    return _whole(line.get("step")) or 0
+
+
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
     """One span of work on a lane; `start` and `end` in seconds since 1970."""
@@ -166,7 +165,8 @@ class Changed:
 
 
 def changed(config: dict[str, Any]) -> list[Changed]:
-    """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config."""
+    """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config. A key
+    matters where the config would be another without it, so nothing that Paceline fills in by itself is listed."""
     resolved = resolved_config(config)
     return [found for key in resolved for found in _below(resolved, resolved, (key,))]
 
@@ -183,7 +183,9 @@ def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed
     value = table[path[-1]]
     if FILLED_IN.get(path) == value:
         return
-    without = _resolved(_without(whole, path))
+    rest = copy.deepcopy(whole)
+    del reduce(getitem, path[:-1], rest)[path[-1]]
+    without = _resolved(rest)
     if without == whole:
         return
     if isinstance(value, dict) and value:
@@ -194,7 +196,8 @@ def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed
             for key in item:
                 yield from _below(whole, item, (*path, place, key))
     else:
-        yield Changed(_dotted(path), value, None if without is None else _at(without, path))
+        key = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+        yield Changed(key, value, _at(without, path))
 
 
 def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -202,33 +205,15 @@ def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
         warnings.simplefilter("ignore")
         try:
             return RunConfig.model_validate(config).model_dump(mode="json", exclude_none=True)
-        except (ValidationError, ValueError):
+        except ValueError:  # pydantic's ValidationError is one
             return None
-
-
-def _without(whole: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    cut = copy.deepcopy(whole)
-    table: Any = cut
-    for key in path[:-1]:
-        table = table[key]
-    del table[path[-1]]
-    return cut
 
 
 def _at(config: Any, path: KeyPath) -> Any:
     try:
-        for key in path:
-            config = config[key]
-        return config
+        return reduce(getitem, path, config)
     except (LookupError, TypeError):
         return None
-
-
-def _dotted(path: KeyPath) -> str:
-    text = ""
-    for key in path:
-        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
-    return text
 
 
 Columns = dict[str, list[float | None]]
@@ -336,10 +321,9 @@ class RunFolder:
             fits &= rows[column] < len(names)
         for column in ("start", "end", "value"):
             fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
-        if start is not None:
-            fits &= rows["end"] >= start
-        if end is not None:
-            fits &= rows["start"] <= end
+        fits &= (rows["end"] >= (-np.inf if start is None else start)) & (
+            rows["start"] <= (np.inf if end is None else end)
+        )
         return [
             TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
             for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
@@ -367,11 +351,6 @@ class RunFolder:
             return {}, []
         except (OSError, ValueError) as error:
             return {}, [f"config.toml cannot be read: {error}"]
-
-
-def _step(line: dict[str, Any]) -> int:
-    step = line.get("step")
-    return step if isinstance(step, int) else 0
 
 
 def _number(value: Any) -> float | None:

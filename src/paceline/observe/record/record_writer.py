@@ -23,10 +23,6 @@ MOST_NAMES = 60_000
 _BLOCK = 1 << 22
 
 
-class StrangeSchema(PacelineError):
-    """The record was written by another version of Paceline."""
-
-
 class RecordWriter:
     """Appends rows with what they point at. A crash in the middle leaves a tail that the next opening cuts off."""
 
@@ -35,7 +31,7 @@ class RecordWriter:
         at.folder.mkdir(exist_ok=True)
         if at.schema.exists():
             if (schema := json.loads(at.schema.read_text()).get("schema")) != SCHEMA:
-                raise StrangeSchema(
+                raise PacelineError(
                     f"{at.folder} was written in schema {schema}, and this version of Paceline writes {SCHEMA}: resume "
                     "with the version that began the run, or move the folder away"
                 )
@@ -112,10 +108,9 @@ class RecordWriter:
         rows = self.rows()
         if count < len(rows):
             self._replace(self._at.index, count * ROW.itemsize)
-        last = rows[count - 1] if count else None
         self._truncate(self._at.index, count * ROW.itemsize)
-        self._truncate(self._at.data, int(last["offset"] + last["size"]) if last is not None else 0)
-        self._truncate(self._at.text, int(last["text_offset"] + last["text_size"]) if last is not None else 0)
+        for path, at in ((self._at.data, ""), (self._at.text, "text_")):
+            self._truncate(path, int(rows[f"{at}offset"][count - 1] + rows[f"{at}size"][count - 1]) if count else 0)
 
     def _replace(self, path: Path, size: int) -> None:
         """The same file, but its first bytes alone, under a new identity."""
