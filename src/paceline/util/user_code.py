@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -124,9 +124,7 @@ def described(error: BaseException, *others: Takes) -> str:
     is the user's, the innermost that one of the `others` takes."""
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     _, frames = _frames(error, is_users, *others)
-    if not frames:
-        return said
-    return f"{said}, at {_place(frames[-1])}"
+    return f"{said}, at {_place(frames[-1])}" if frames else said
 
 
 def frames_of(innermost: FrameType | None) -> list[FrameType]:
@@ -215,12 +213,7 @@ def is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    return f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}"
-
-
-def _shown(file: str) -> str:
-    """Relative to the working directory where it lies below it."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the working directory is gone
-        return file
+    file = frame.filename
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the working directory is gone
+        file = str(Path(file).relative_to(Path.cwd()))
+    return f"{file}, line {frame.lineno}, in {frame.name}"

@@ -1,7 +1,4 @@
-"""The run directory: its paths, and the lock that gives one process the right to write there.
-
-Files that a crash cannot spoil: appended line by line, or replaced as a whole.
-"""
+"""The run directory: its paths, the lock of the process that writes there, and files that a crash cannot spoil."""
 
 import contextlib
 import fcntl

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -74,9 +74,7 @@ def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
 
 def report(found: Findings) -> RenderableType:
     """The findings for a person."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
+    facts = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     style = "green" if found.alive or (found.ended and found.ended.get("status") == "finished") else "yellow"
     facts.add_row("run", Text(str(found.run)))
     facts.add_row("state", Text(found.verdict, style))

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
@@ -109,8 +109,6 @@ class Screen(Monitor):
             atexit.register(self.close)
             self._live.start(refresh=True)
 
-    # -- the picture --------------------------------------------------------------------------------------------------
-
     def frame(self) -> RenderableType:
         """The picture as it is now."""
         with self._lock:
@@ -147,10 +145,8 @@ class Screen(Monitor):
         step, total = self._history.step, plan.total_steps
         elapsed = clock((self._now() if self._ended is None else self._ended) - self._started)
         left = self._seconds_left()
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        row.add_column(no_wrap=True)
+        columns = Column(ratio=1), Column(no_wrap=True), Column(no_wrap=True)
+        row = Table.grid(*columns, padding=(0, 2), expand=True)
         row.add_row(
             ProgressBar(total=total, completed=step, pulse=total is None and not self._outcome, complete_style="cyan"),
             Text.assemble("step ", (str(step), "bold"), f"/{total}" if total else ""),
@@ -169,12 +165,8 @@ class Screen(Monitor):
     def _environments(self, rows: int) -> RenderableType:
         """A line for each curve: what it measures, its course, where it stands and how far it came."""
         history = self._history
-        kinds = [
-            ("reward", history.rewards),
-            ("held-out exact", history.exact),
-            ("held-out reward", history.held_out),
-        ]
-        kinds = [(kind, curves) for kind, curves in kinds if kind == "reward" or curves]
+        all_kinds = {"reward": history.rewards, "held-out exact": history.exact, "held-out reward": history.held_out}
+        kinds = [(kind, curves) for kind, curves in all_kinds.items() if kind == "reward" or curves]
         while len(kinds) > 1 and len(kinds) * len(history.envs) > rows:
             kinds.pop()
         shown = history.envs[: max(1, rows // len(kinds))]

@@ -94,8 +94,6 @@ class Watchdog(Monitor):
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    # -- what the run tells -----------------------------------------------------------------------------------------
-
     def begin(self, plan: RunPlan) -> None:
         self._step = plan.start_step
         self._show()
@@ -196,8 +194,6 @@ class Watchdog(Monitor):
         asked = self._asked
         return 0.0 if asked is None else now - asked
 
-    # -- words ------------------------------------------------------------------------------------------------------
-
     def _speak(self, now: float) -> None:
         silent, unseen = now - self._moved_at, now - self._shown_at
         if silent >= self._stall_due:
@@ -237,8 +233,6 @@ class Watchdog(Monitor):
             return f"the task `{tasks[0].get_name()}` waits at {place(stack_of(tasks[0]))}{more}"
         thread = self._loop_thread or threading.main_thread()
         return f"the thread `{thread.name}` is at {place(stack_of(thread))}"
-
-    # -- files ------------------------------------------------------------------------------------------------------
 
     def _snapshot(self, nodes: list[Node], now: float) -> None:
         blocked = self._blocked(now)

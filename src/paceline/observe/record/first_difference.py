@@ -117,9 +117,6 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-# -- step by step -----------------------------------------------------------------------------------------------------
-
-
 def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[FirstDifference]:
     measured = [{int(row["step"]): row for row in _rows(run.metrics())} for run in (one, other)]
     steps = sorted({step for known in measured for step in known})
@@ -275,9 +272,6 @@ def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
     else:
         differ = mine != theirs
     return int(np.argmax(differ)) if differ.any() else None
-
-
-# -- what was measured ------------------------------------------------------------------------------------------------
 
 
 def _measures(

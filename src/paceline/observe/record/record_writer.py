@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_whole
 from paceline.observe.record.layout import LANE, NAMED, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.sanitize import clean
+from paceline.observe.record.rows import clean
 
 MOST_NAMES = 60_000
 """Names a row can tell apart, with some room: actors may be called anything, and differently each time."""
@@ -42,17 +42,13 @@ class RecordWriter:
         self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._new: list[dict[str, str]] = []
         self._files = {path: _opened(path) for path in (at.data, at.text, at.index, at.lanes)}
-        whole = whole_rows(self.rows(), self.size(at.data), self.size(at.text), len(self._names))
-        self._keep(whole)
+        self._keep(whole_rows(self.rows(), *self.ends, len(self._names)))
         self._truncate(at.lanes, self.size(at.lanes) // LANE.itemsize * LANE.itemsize)
 
     @property
-    def data_end(self) -> int:
-        return self.size(self._at.data)
-
-    @property
-    def text_end(self) -> int:
-        return self.size(self._at.text)
+    def ends(self) -> tuple[int, int]:
+        """Bytes of bodies and of text so far."""
+        return self.size(self._at.data), self.size(self._at.text)
 
     def rows(self) -> NDArray[Any]:
         """The index, as far as its rows are whole."""

@@ -144,8 +144,6 @@ class RolloutRecorder(Monitor):
         """Tokens that were handed over and are not written yet."""
         return self._handed - self._written
 
-    # -- what the run tells -------------------------------------------------------------------------------------------
-
     def begin(self, plan: RunPlan) -> None:
         self._writer = RecordWriter(self._run)
         self._writer.cut(plan.start_step)
@@ -274,7 +272,7 @@ def _write(played: Sequence[_Played], writer: RecordWriter) -> None:
     rows: list[bytes] = []
     bodies: list[bytes] = []
     texts: list[bytes] = []
-    data, text, size = writer.data_end, writer.text_end, 0
+    (data, text), size = writer.ends, 0
     for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
         body, said, flags = _encoded(rollout)
         where = (data, len(body), text, len(said))
@@ -290,7 +288,8 @@ def _write(played: Sequence[_Played], writer: RecordWriter) -> None:
 
 def _append_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWriter) -> None:
     """The rows of rollouts whose bodies were left out for lack of time."""
-    where = (writer.data_end, 0, writer.text_end, 0)
+    data, text = writer.ends
+    where = (data, 0, text, 0)
     writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
 
 

@@ -130,11 +130,11 @@ class Rollouts:
         view = self.view()
         return list(dict.fromkeys(name for name, kind in zip(view.names, view.kinds, strict=True) if kind == column))
 
-    def find(self, query: Query | None = None) -> Found:
+    def find(self, query: Query | None = None) -> Found[Row]:
         query = query or Query()
         stop = None if query.limit is None else query.offset + query.limit
 
-        def read(view: View) -> Found:
+        def read(view: View) -> Found[Row]:
             ordered = _ordered(view, query)
             page = ordered[query.offset : stop]
             return Found(len(ordered), [row_of(int(at), view.rows[at], view.names) for at in page])

@@ -1,19 +1,17 @@
-"""Queries of the record and their results, as plain values.
-
-The text of a rollout's messages, case-folded for search.
-"""
+"""Queries of the record and their results as plain values, and the text of messages, case-folded for search."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import isnan
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
 from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW
-from paceline.observe.record.sanitize import clean
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +74,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Found(Generic[T]):
     """A page of what was asked for, and how much there is."""
 
     total: int
-    rows: list[Row]
+    rows: list[T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +174,15 @@ def fold(text: str) -> bytes:
         if others.casefold() == others:
             return data.lower()
     return text.casefold().encode()
+
+
+def clean(text: str) -> str:
+    """Text that UTF-8 can hold."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace").decode()
 
 
 def lines(texts: Sequence[str]) -> bytes:

@@ -1,7 +1,4 @@
-"""The statistics that advisories rest on, each with its error.
-
-Data classes: an advisory, and a key that it suggests to change.
-"""
+"""The statistics that advisories rest on, each with its error, and the advisory itself."""
 
 import json
 import shlex

@@ -21,18 +21,22 @@ def check_format(sight: AdviceWindow, env: str) -> Advisory | None:
     """Share of within-group variance by metrics of form (R²), and what others add; errors by leaving groups out."""
     table = sight.table(env)
     rewards = table.within(table.rewards) if len(table.rewards) else table.rewards
-    names = _telling(table)
+    names = _informative(table)
     form = [name for name in names if FORM.search(name)]
     other = [name for name in names if not FORM.search(name)]
     differing = np.unique(table.groups[np.abs(rewards) > 1e-9])
     if not form or len(differing) < LEAST_FORMAT or sight.trained < 5:
         return None
     columns = np.column_stack([rewards, *(table.within(table.columns[name]) for name in [*form, *other])])
-    parts = _products(columns, table.groups)[differing]
+    products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
+    sums = np.zeros((int(table.groups.max()) + 1, products.shape[1]))
+    np.add.at(sums, table.groups, products)  # one row a group
+    parts = sums[differing]
     by_form = jackknife(parts, lambda sums: explained(sums, len(form)))
     added = jackknife(parts, lambda sums: max(0.0, explained(sums, len(names)) - explained(sums, len(form))))
     if by_form.low <= sight.advice.format or added.high >= 1 - sight.advice.format:
         return None
+    paid = sum(table.within(table.columns[name]) for name in form) + table.within(table.rewards)
     return Advisory(
         title=f"The reward of `{env}` follows form, not content",
         seen=f"Within groups, {_list(form)} explain{'s' if len(form) == 1 else ''} {by_form.value:.0%} of the "
@@ -44,7 +48,7 @@ def check_format(sight: AdviceWindow, env: str) -> Advisory | None:
         "from its name, and what the environment does not report cannot be seen: let it report whether "
         "the answer is right.",
         knobs=[sight.knob("advice.pause", ["format"], "draw nothing from it until its reward is mended")],
-        rollouts=_paid_for_form(sight, table, form),
+        rollouts=sight.numbers(table.places[np.argsort(-paid, kind="stable")]),
         metrics=[f"metric/{env}/{name}" for name in [*form, *other]][:6],
     )
 
@@ -58,7 +62,7 @@ def explained(sums: NDArray[Any], count: int) -> float:
     return float(np.clip(outer @ np.linalg.pinv(inner, rcond=1e-9) @ outer / total, 0.0, 1.0))
 
 
-def _telling(table: MetricTable) -> list[str]:
+def _informative(table: MetricTable) -> list[str]:
     """Metrics that every rollout has and that differ within groups; not the reward itself under another name."""
     found = []
     for name, values in table.columns.items():
@@ -68,20 +72,6 @@ def _telling(table: MetricTable) -> list[str]:
         if not (same and name.lower() in ("reward", "score", "total")) and np.abs(table.within(values)).max() > 1e-9:
             found.append(name)
     return found
-
-
-def _products(columns: NDArray[Any], groups: NDArray[Any]) -> NDArray[Any]:
-    """One row a group: the sums of products of each two columns."""
-    products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
-    sums = np.zeros((int(groups.max()) + 1, products.shape[1]))
-    np.add.at(sums, groups, products)
-    return sums
-
-
-def _paid_for_form(sight: AdviceWindow, table: MetricTable, form: list[str]) -> list[int]:
-    """The best paid, newest first."""
-    score = sum(table.within(table.columns[name]) for name in form) + table.within(table.rewards)
-    return sight.numbers(table.places[np.argsort(-score, kind="stable")])
 
 
 def _list(names: list[str]) -> str:
