@@ -167,7 +167,9 @@ def check_import(path: str) -> ast.stmt | None:
     except (OSError, ValueError) as error:
         raise HookError(f"import path `{path}`: {file} cannot be read: {error}") from error
     for line, package in _imports(body):
-        if not _installed(package, file.parent):
+        beside = (file.with_name(f"{package}.py"), file.with_name(package))
+        known = package in sys.stdlib_module_names or _spec(package) is not None
+        if not known and not any(module.exists() for module in beside):
             raise HookError(f"import path `{path}`: {file}, line {line} imports `{package}`, which is not installed")
     bound = dict(_bindings(body))
     if name in bound or bound.keys() & {"*", "__getattr__"}:
@@ -189,11 +191,6 @@ def _module_file(module: str, path: str) -> Path | None:
             if file.is_file():
                 return file
     return Path(spec.origin) if not parts and spec.origin and spec.origin.endswith(".py") else None
-
-
-def _installed(package: str, folder: Path) -> bool:
-    beside = (folder / f"{package}.py", folder / package)
-    return package in sys.stdlib_module_names or _spec(package) is not None or any(file.exists() for file in beside)
 
 
 def _spec(package: str) -> ModuleSpec | None:

@@ -200,10 +200,6 @@ def _json(line: bytes) -> Any:
         return None
 
 
-class RunDirectoryError(PacelineError):
-    """The run directory cannot be used. The message is one sentence for the user."""
-
-
 class RunDirectory:
     """The places inside one run's directory. Reading needs no more than this; writing starts with `claim`."""
 
@@ -230,16 +226,16 @@ class RunDirectory:
         """Make the directory this process's own, until `release` or the process's end. The lock is the kernel's, so it
         goes with a killed process; its file stays and marks the folder."""
         if resume and overwrite:
-            raise RunDirectoryError("--resume and --overwrite exclude each other: leave one of them out")
+            raise PacelineError("--resume and --overwrite exclude each other: leave one of them out")
         directory = cls(path)
         try:
             directory._claim(resume, overwrite)
-        except (OSError, RunDirectoryError) as error:
+        except (OSError, PacelineError) as error:
             directory.release()
-            if isinstance(error, RunDirectoryError):
+            if isinstance(error, PacelineError):
                 raise
             reason = f"{error.strerror or error}; choose a folder with --runs"
-            raise RunDirectoryError(f"cannot use {path} as run directory: {reason}") from error
+            raise PacelineError(f"cannot use {path} as run directory: {reason}") from error
         return directory
 
     def begin(self, config: str) -> None:
@@ -269,11 +265,11 @@ class RunDirectory:
         # A folder with other people's files is no place to write, and even less one to clear.
         ours = self.config_file.exists() or self.lock_file.exists()
         if not ours and any(not entry.name.startswith(".") for entry in self.root.iterdir()):
-            raise RunDirectoryError(f"{self.root} holds files that are not a run's: choose another --name")
+            raise PacelineError(f"{self.root} holds files that are not a run's: choose another --name")
         self._take_lock()
         self._overwrite = overwrite
         if not (resume or overwrite) and (self.config_file.exists() or self.metrics_file.exists()):
-            raise RunDirectoryError(
+            raise PacelineError(
                 f"{self.root} already holds a run: add --resume latest to go on, "
                 "--name NAME to start another, or --overwrite to replace it"
             )
@@ -286,7 +282,7 @@ class RunDirectory:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
             who = f"process {holder}" if holder else "another process"
-            raise RunDirectoryError(f"{self.root} is in use by {who}: wait for it, or choose another --name") from None
+            raise PacelineError(f"{self.root} is in use by {who}: wait for it, or choose another --name") from None
         except OSError:
             os.close(descriptor)
             raise

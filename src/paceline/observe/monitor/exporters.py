@@ -15,10 +15,6 @@ from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
 Kind = Literal["wandb", "tensorboard", "trackio"]
 
 
-class MissingExtra(PacelineError):
-    """An exporter's package is not installed. The message is one sentence for the user."""
-
-
 class Wandb(Monitor):
     """Weights & Biases: `WANDB_MODE` if it is set, else online with a `WANDB_API_KEY` and offline without.
 
@@ -121,7 +117,7 @@ class Trackio(Monitor):
 
 
 def exporter(kind: Kind, project: str) -> Monitor:
-    """The exporter of that name; `MissingExtra` if its package is not installed."""
+    """The exporter of that name; a `PacelineError` if its package is not installed."""
     if kind == "tensorboard":
         return TensorBoard()
     return Wandb(project) if kind == "wandb" else Trackio(project)
@@ -136,7 +132,7 @@ def _require(module: str, extra: str) -> ModuleType:
             return found
     except ModuleNotFoundError as error:
         missing = error.name or module
-    raise MissingExtra(f"the {extra} exporter needs the package `{missing}`: pip install 'paceline[{extra}]'")
+    raise PacelineError(f"the {extra} exporter needs the package `{missing}`: pip install 'paceline[{extra}]'")
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -40,8 +40,11 @@ def show_rollout(record: Record, console: Console | None = None) -> None:
     for line in _tools(record.get("tools") or ()):
         console.print(line, soft_wrap=True)
     turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
-    for number, turn in enumerate(turns, start=1):
-        _show_exactly(turn, number, console)
+    for number, turn in enumerate(turns, start=1):  # letter by letter: no frame, no wrapping
+        console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
+        console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
+        console.print(Text(f"sampled in turn {number}", "bold green"))
+        console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
     conversations = [] if turns else record.get("conversations") or [record]
     for number, conversation in enumerate(conversations, start=1):
         if len(conversations) > 1:
@@ -90,14 +93,6 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
         names = ", ".join((function.get("parameters") or {}).get("properties") or {})
         line = Text(_plain(f"tool {function.get('name')}({names})"), "magenta")
         yield line.append(_plain(f": {function['description']}") if function.get("description") else "", "dim")
-
-
-def _show_exactly(turn: Mapping[str, Any], number: int, console: Console) -> None:
-    """A prompt and what was sampled from it, letter by letter: no frame, no wrapping."""
-    console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
-    console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
-    console.print(Text(f"sampled in turn {number}", "bold green"))
-    console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
 
 
 def _panels(messages: Sequence[Mapping[str, Any]], said: Collection[int], width: int) -> Iterator[Panel]:

@@ -160,17 +160,8 @@ class RecordView:
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise Gone(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
-        return Told(
-            row=row,
-            ticket=Ticket(*body.ticket),
-            parent=body.parent,
-            reward=body.reward,
-            metrics=body.metrics,
-            error=body.error,
-            messages=messages,
-            turns=turns,
-            samples=samples,
-        )
+        facts = {name: getattr(body, name) for name in ("parent", "reward", "metrics", "error")}
+        return Told(row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts)
 
     def measured(self, index: int) -> dict[str, Any]:
         """The environment's own metrics of a rollout, without the rest of it; none where they cannot be read."""

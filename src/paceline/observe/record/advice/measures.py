@@ -97,13 +97,9 @@ def _wider(rest: NDArray[Any], fitted: int) -> float:
     r = float(rest[1:] @ rest[:-1]) / total
     r = min(0.9, max(0.0, (count * r + fitted) / max(1, count - 2 * fitted)))
     free = max(1.0, count * (1 - r) / (1 + r) - fitted)
-    return sqrt((1 + r) / (1 - r)) * _student(free) / SURE
-
-
-def _student(free: float) -> float:
-    """The quantile of Student's t that is SURE for a normal (Cornish and Fisher's expansion)."""
-    z = SURE
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    z = SURE  # the quantile of Student's t that is z for a normal, by Cornish and Fisher's expansion
+    student = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return sqrt((1 + r) / (1 - r)) * student / SURE
 
 
 def share(hits: int, count: int) -> Mean:
