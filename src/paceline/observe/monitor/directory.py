@@ -240,8 +240,13 @@ class RunDirectory:
 
     def begin(self, config: str) -> None:
         """The run really starts: only now does what it replaces go."""
-        if self._overwrite:
-            self._clear()
+        for entry in self.root.iterdir() if self._overwrite else ():
+            if entry in (self.lock_file, self.live):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)  # the watchdog's draft, which has its final name by now
         self.checkpoints.mkdir(exist_ok=True)
         replace_file(self.config_file, [config.encode()])
         self.begun = True
@@ -289,12 +294,3 @@ class RunDirectory:
         self._lock = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
-
-    def _clear(self) -> None:
-        for entry in self.root.iterdir():
-            if entry in (self.lock_file, self.live):
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)  # the watchdog's draft, which has its final name by now

@@ -28,11 +28,14 @@ class Wandb(Monitor):
         self._run: Any = None
 
     def begin(self, plan: RunPlan) -> None:
+        saved_id = plan.directory / "wandb-id"  # one for a run and its resumptions; `--overwrite` removes it
+        if not saved_id.exists():
+            saved_id.write_text(uuid.uuid4().hex[:12])
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = self._wandb.init(
             project=self._project,
             name=plan.name,
-            id=_lasting_id(plan),
+            id=saved_id.read_text().strip(),
             resume="allow",
             dir=plan.directory,
             config=plan.config,
@@ -137,11 +140,3 @@ def _require(module: str, extra: str) -> ModuleType:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
-
-
-def _lasting_id(plan: RunPlan) -> str:
-    """One id for a run and its resumptions; `--overwrite` removes it with the rest."""
-    path = plan.directory / "wandb-id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text().strip()

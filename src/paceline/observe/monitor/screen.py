@@ -122,7 +122,9 @@ class Screen(Monitor):
         if self._history.envs:
             parts += [self._environments(max(2, height - _ROWS_AROUND)), blank]
         if self._history.trained:
-            parts += [self._figures(width), *self._dropped(), blank]
+            lost = reasons(self._history.dropped, " · ")
+            line = Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")
+            parts += [self._figures(width), *([line] if lost else []), blank]
         parts += [*self._last_note(), self._status()]
         return Panel(
             Group(*parts),
@@ -187,12 +189,13 @@ class Screen(Monitor):
 
     def _figures(self, width: int) -> RenderableType:
         latest = self._history.latest
+        highest = f" (max {latest['staleness/max']:.0f})" if "staleness/max" in latest else ""
         pairs = [
             ("tokens/s", known(latest, "tokens/s", count)),
             ("step time", known(latest, "time/step", seconds)),
             ("trainer busy", share(latest.get("busy/trainer"))),
             ("sampler busy", share(latest.get("busy/sampler"))),
-            ("staleness", self._staleness()),
+            ("staleness", known(latest, "staleness/mean", lambda mean: f"{mean:.1f}{highest}")),
             ("length", known(latest, "length", lambda value: amount(round(value), "token"))),
             ("entropy", known(latest, "entropy", score)),
             ("grad norm", known(latest, "grad_norm", score)),
@@ -200,15 +203,6 @@ class Screen(Monitor):
         # Two under one another; those that matter least are last and need a wide screen.
         shown = pairs if width >= 100 else pairs[:6]
         return Columns([block(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
-
-    def _staleness(self) -> Text:
-        highest = self._history.latest.get("staleness/max")
-        tail = "" if highest is None else f" (max {highest:.0f})"
-        return known(self._history.latest, "staleness/mean", lambda mean: f"{mean:.1f}{tail}")
-
-    def _dropped(self) -> list[RenderableType]:
-        lost = reasons(self._history.dropped, " · ")
-        return [Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")] if lost else []
 
     def _last_note(self) -> list[RenderableType]:
         if not self._notes:

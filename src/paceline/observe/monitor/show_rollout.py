@@ -115,7 +115,10 @@ def _body(message: Mapping[str, Any], sampled: bool) -> Iterator[Text]:
     if content or not calls:
         yield Text(_plain(content), style) if content else Text("(nothing)", "dim italic")
     for call in calls:
-        yield Text(_plain(_call(call)), f"{style} magenta")
+        function = call.get("function") or {}
+        given = function.get("arguments", "")
+        arguments = given if isinstance(given, str) else json.dumps(given)
+        yield Text(_plain(f"→ {function.get('name')}({arguments})"), f"{style} magenta")
 
 
 def _content(content: Any) -> str:
@@ -123,12 +126,6 @@ def _content(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
-
-
-def _call(call: Mapping[str, Any]) -> str:
-    function = call.get("function") or {}
-    arguments = function.get("arguments", "")
-    return f"→ {function.get('name')}({arguments if isinstance(arguments, str) else json.dumps(arguments)})"
 
 
 def _verdict(record: Record) -> Text:

@@ -54,21 +54,13 @@ class MetricHistory:
         values = {key: value for key, value in metrics.items() if _finite(value)}
         self.latest.update(values)
         self.seconds += values.get("time/step", 0.0)
+        curves = {("reward", "mean"): self.rewards, ("eval", "exact"): self.exact, ("eval", "reward"): self.held_out}
         for key, value in values.items():
-            self._add(step, key, value)
-
-    def _add(self, step: int, key: str, value: float) -> None:
-        family, _, rest = key.partition("/")
-        # An environment's name may hold slashes of its own.
-        name, _, field = rest.rpartition("/")
-        match family, field:
-            case "reward", "mean":
-                self.rewards.setdefault(name, []).append((step, value))
-            case "eval", "exact":
-                self.exact.setdefault(name, []).append((step, value))
-            case "eval", "reward":
-                self.held_out.setdefault(name, []).append((step, value))
-            case "dropped", _:
+            family, _, rest = key.partition("/")
+            env, _, field = rest.rpartition("/")  # the name of an environment may hold slashes of its own
+            if (family, field) in curves:
+                curves[family, field].setdefault(env, []).append((step, value))
+            elif family == "dropped":
                 self.dropped[rest] += round(value)
 
 

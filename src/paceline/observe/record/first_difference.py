@@ -118,7 +118,7 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[FirstDifference]:
-    measured = [{int(row["step"]): row for row in _rows(run.metrics())} for run in (one, other)]
+    measured = [_by_step(run.metrics()) for run in (one, other)]
     steps = sorted({step for known in measured for step in known})
     kept = one.rollouts.kept and other.rollouts.kept
     for step in steps:
@@ -136,10 +136,10 @@ def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Count
         seen["steps"] += 1
 
 
-def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    names = list(columns)
-    for values in zip(*columns.values(), strict=True):
-        yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
+def _by_step(columns: Mapping[str, Sequence[Any]]) -> dict[int, dict[str, Any]]:
+    rows = (zip(columns, values, strict=True) for values in zip(*columns.values(), strict=True))
+    known = ({name: value for name, value in row if value is not None} for row in rows)
+    return {int(row["step"]): row for row in known}
 
 
 def _step(

@@ -1,5 +1,6 @@
 """Reads a run directory: while the run lives, after it ended, after it crashed, or on another machine."""
 
+import contextlib
 import copy
 import fcntl
 import json
@@ -197,7 +198,10 @@ def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed
                 yield from _below(whole, item, (*path, place, key))
     else:
         key = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-        yield Changed(key, value, _at(without, path))
+        default = None
+        with contextlib.suppress(LookupError, TypeError):
+            default = reduce(getitem, path, without)
+        yield Changed(key, value, default)
 
 
 def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -207,13 +211,6 @@ def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
             return RunConfig.model_validate(config).model_dump(mode="json", exclude_none=True)
         except ValueError:  # pydantic's ValidationError is one
             return None
-
-
-def _at(config: Any, path: KeyPath) -> Any:
-    try:
-        return reduce(getitem, path, config)
-    except (LookupError, TypeError):
-        return None
 
 
 Columns = dict[str, list[float | None]]

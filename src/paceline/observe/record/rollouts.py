@@ -231,7 +231,13 @@ def _ordered(view: View, query: Query) -> NDArray[Any]:
     indices = _selected(view, query)
     if query.text:
         indices = view.containing(fold(query.text), indices)
-    return _sorted(view, indices, query.sort)
+    column, down = query.sort.removeprefix("-"), query.sort.startswith("-")
+    if column not in SORTS:
+        raise ValueError(f"rollouts cannot be sorted by `{column}`: choose one of {', '.join(SORTS)}")
+    if column == "step":
+        return indices[::-1] if down else indices
+    values = view.rows[column][indices].astype(float)
+    return indices[np.argsort(-values if down else values, kind="stable")]  # NaN comes last, either way
 
 
 def _selected(view: View, query: Query) -> NDArray[Any]:
@@ -262,16 +268,6 @@ def _selected(view: View, query: Query) -> NDArray[Any]:
         if high is not None:
             fits &= rows[column] <= high
     return first + np.flatnonzero(fits)
-
-
-def _sorted(view: View, indices: NDArray[Any], sort: str) -> NDArray[Any]:
-    column, down = sort.removeprefix("-"), sort.startswith("-")
-    if column not in SORTS:
-        raise ValueError(f"rollouts cannot be sorted by `{column}`: choose one of {', '.join(SORTS)}")
-    if column == "step":
-        return indices[::-1] if down else indices
-    values = view.rows[column][indices].astype(float)
-    return indices[np.argsort(-values if down else values, kind="stable")]  # NaN comes last, either way
 
 
 def _numbers(view: View, column: str, names: Sequence[str]) -> list[int]:

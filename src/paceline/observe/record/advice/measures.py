@@ -40,7 +40,6 @@ class Trend:
     first: float
     last: float
     """Where the line begins and ends."""
-    count: int
 
     @property
     def t(self) -> float:
@@ -72,7 +71,7 @@ def trend(xs: NDArray[Any], ys: NDArray[Any]) -> Trend | None:
         slope = slope if abs(slope) * float(np.ptp(xs)) > 1e-9 * max(1.0, float(np.abs(ys).max())) else 0.0
     error = sqrt(float(rest @ rest) / (len(x) - 2) / spread) * _wider(rest, 2)
     at = ys.mean() - slope * xs.mean()
-    return Trend(slope, error, float(at + slope * xs[0]), float(at + slope * xs[-1]), len(x))
+    return Trend(slope, error, float(at + slope * xs[0]), float(at + slope * xs[-1]))
 
 
 def average(ys: NDArray[Any]) -> Mean:

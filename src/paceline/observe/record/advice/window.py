@@ -30,7 +30,6 @@ class Groups(NamedTuple):
     low: NDArray[Any]
     """The lowest reward in it."""
     high: NDArray[Any]
-    step: NDArray[Any]
     first: NDArray[Any]
     """Where its first rollout is among the rows."""
 
@@ -112,8 +111,7 @@ class AdviceWindow:
         rewards = rows["reward"][order]
         size = np.diff(np.r_[starts, len(order)])
         low, high = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
-        found = (size, low, high, rows["step"][order][starts], places[order][starts])
-        return Groups(*(column[size > 1] for column in found))
+        return Groups(*(column[size > 1] for column in (size, low, high, places[order][starts])))
 
     def by_step(self, env: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps, and the mean over each of what `places` counted."""
