@@ -28,23 +28,22 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 Takes = Callable[[traceback.FrameSummary], bool]
 
 
-class UserCodeError(PacelineError):
-    """User code that raised. `__cause__` is its exception, where that happened in this process."""
+class TracedError(PacelineError):
+    """A sentence with the traceback that led to it."""
 
     def __init__(self, message: str, frames: str = "", trace: str = "") -> None:
         super().__init__(message)
         self.frames = frames
-        """The traceback, cut to the user's own frames."""
+        """The traceback, cut to the user's own frames; empty where it is none of theirs."""
         self.trace = trace
-        """All of it."""
 
 
-class InternalError(PacelineError):
+class UserCodeError(TracedError):
+    """User code that raised. `__cause__` is its exception, where that happened in this process."""
+
+
+class InternalError(TracedError):
     """An error that Paceline did not expect: a bug to report. `__cause__` is the exception."""
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
 
 
 @contextmanager
@@ -114,7 +113,7 @@ def unexpected(error: Exception, record: Path) -> PacelineError:
     else:
         what = described(error, lambda frame: True)
         text = f"a bug in Paceline: {what}. Please report it with {record}, which has the traceback"
-        failure = InternalError(text, whole(error))
+        failure = InternalError(text, trace=whole(error))
     failure.__cause__ = error
     return failure
 
@@ -175,10 +174,8 @@ def whole(error: BaseException) -> str:
 def failure_traces(error: BaseException) -> tuple[str, str]:
     """The traces that a failed run records: the user's frames, and the whole traceback; empty for an error that is a
     sentence and nothing else."""
-    if isinstance(error, UserCodeError):
+    if isinstance(error, TracedError):
         return error.frames, error.trace
-    if isinstance(error, InternalError):
-        return "", error.trace
     frames = "" if error.__cause__ is None else user_frames(error.__cause__)
     return (frames, whole(error)) if frames else ("", "")
 

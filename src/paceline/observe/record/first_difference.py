@@ -127,12 +127,10 @@ def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Count
             yield FirstDifference(kind="length", what=f"{lacking[0]} ends before step {step}", step=step)
             return
         mine, theirs = (known[step] for known in measured)
-        if kept:
-            yield from _step(one, other, step, True, tolerance, seen)
-        yield from _measures(step, mine, theirs, False, tolerance)
-        if kept:  # played with the weights that this step made
-            yield from _step(one, other, step, False, tolerance, seen)
-        yield from _measures(step, mine, theirs, True, tolerance)
+        for training in (True, False):  # an evaluation is played with the weights that this step made
+            if kept:
+                yield from _step(one, other, step, training, tolerance, seen)
+            yield from _measures(step, mine, theirs, not training, tolerance)
         seen["steps"] += 1
 
 

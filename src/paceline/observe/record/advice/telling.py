@@ -40,36 +40,36 @@ RULES = (
 )
 
 
-def advise(sight: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
+def advise(window: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
     """The advisories of these rules, or of all."""
     return [
-        replace(found, rule=rule.name, env=env, steps=found.steps if any(found.steps) else sight.steps)
+        replace(found, rule=rule.name, env=env, steps=found.steps if any(found.steps) else window.steps)
         for rule in RULES
         if names is None or rule.name in names
-        for env in (sight.envs if rule.by_env else [""])
-        if (found := rule.look(sight, env)) is not None
+        for env in (window.envs if rule.by_env else [""])
+        if (found := rule.look(window, env)) is not None
     ]
 
 
 def advice(run: RunFolder) -> RenderableType:
     """The advisories of a run."""
-    sight = sight_of(run)
-    found = advise(sight)
+    window = sight_of(run)
+    found = advise(window)
     table = Table.grid(Column(no_wrap=True, style="dim"), Column(), padding=(0, 2))
     for advisory in found:
         _add(table, advisory)
-    return Group(Text(), Text("advice", "bold"), table if found else Text(silence(sight)))
+    return Group(Text(), Text("advice", "bold"), table if found else Text(silence(window)))
 
 
-def silence(sight: AdviceWindow) -> str:
+def silence(window: AdviceWindow) -> str:
     """Why nothing is said."""
-    if not sight.trained:
+    if not window.trained:
         return "no step has trained yet"
-    if not sight.config:
+    if not window.config:
         return "config.toml is another version's: only what concerns the whole run was looked at, and nothing was found"
-    if not sight.whole:
+    if not window.whole:
         return "the run keeps no record (record.all): only its metrics were looked at, and nothing was found"
-    return f"nothing to say about the last {sight.trained} steps"
+    return f"nothing to say about the last {window.trained} steps"
 
 
 def _add(table: Table, advisory: Advisory) -> None:
