@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import math
-import mmap
 import os
 import shutil
 import threading
@@ -153,11 +152,8 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cut what follows the last newline, so that the next record starts on a line of its own."""
-    if path.exists() and path.stat().st_size:  # an empty file cannot be mapped
-        with path.open("r+b") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                end = content.rfind(b"\n") + 1
-            file.truncate(end)
+    if path.exists():
+        os.truncate(path, sum(len(line) for _, line in _whole_lines(path)))
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> None:
