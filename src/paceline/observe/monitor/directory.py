@@ -39,13 +39,9 @@ def append_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
     # Lone surrogates cannot be encoded; what backslashreplace makes of them happens to be their JSON escape.
     lines = (json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     data = "".join(lines).encode("utf-8", "backslashreplace")
-    if not data:
-        return
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        write_whole(descriptor, data)
-    finally:
-        os.close(descriptor)
+    if data:
+        with path.open("ab", buffering=0) as file:
+            write_whole(file.fileno(), data)
 
 
 def write_whole(descriptor: int, data: bytes) -> None:

@@ -80,7 +80,7 @@ def report(found: Findings) -> RenderableType:
     facts.add_row("state", Text(found.verdict, style))
     facts.add_row("step", Text("none yet" if found.step is None else str(found.step)))
     for part in found.parts:
-        facts.add_row(part["part"] or "process", Text(_pulse(part)))
+        facts.add_row(part["part"] or "process", Text(_process_line(part)))
     for path, age in found.stalled:
         facts.add_row("stalled", Text(f"{seconds(age)} ago: {path} has the stacks of all tasks and threads"))
     for problem in found.problems:
@@ -142,7 +142,7 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
     return "suspended" if letter in "Tt" else "runs"
 
 
-def _pulse(part: dict[str, Any]) -> str:
+def _process_line(part: dict[str, Any]) -> str:
     """One line about a process: who it is, how old the news are, what moves."""
     words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {seconds(part['age'])} ago"]
     if part["phase"]:

@@ -107,17 +107,16 @@ def _locked(path: Path) -> bool:
 def _refused(path: Path) -> bool:
     """Where there is no such list: ask for the lock, and give it back at once."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        file = path.open("rb")
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            return False
+        except OSError:
+            return True
 
 
 def _seen_elsewhere(snapshot: Path) -> bool:

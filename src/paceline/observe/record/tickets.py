@@ -242,11 +242,12 @@ class Tickets:
     def _read(self) -> _Journal:
         with self._lock:
             try:
-                descriptor = os.open(self._path, os.O_RDONLY)
+                file = self._path.open("rb", buffering=0)
             except OSError:
                 self._forget()
                 return self._journal
-            try:
+            with file:
+                descriptor = file.fileno()
                 now = os.fstat(descriptor)
                 if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._position.at:
                     self._forget()
@@ -254,8 +255,6 @@ class Tickets:
                     self._load_index(descriptor)
                 if now.st_size > self._position.at:
                     self._read_on(descriptor, now.st_size)
-            finally:
-                os.close(descriptor)
             return self._journal
 
     def _load_index(self, descriptor: int) -> None:
