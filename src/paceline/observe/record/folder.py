@@ -183,9 +183,9 @@ def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed
     value = table[path[-1]]
     if FILLED_IN.get(path) == value:
         return
-    rest = copy.deepcopy(whole)
+    rest: Any = copy.deepcopy(whole)
     del reduce(getitem, path[:-1], rest)[path[-1]]
-    without = _resolved(rest)
+    without: Any = _resolved(rest)
     if without == whole:
         return
     if isinstance(value, dict) and value:
