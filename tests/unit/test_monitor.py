@@ -18,13 +18,12 @@ import pytest
 from rich.console import Console
 
 import paceline
+from paceline.errors import PacelineError
 from paceline.observe.monitor import (
-    MissingExtra,
     Monitor,
     Monitors,
     PlainLines,
     RunDirectory,
-    RunDirectoryError,
     RunOutcome,
     RunPlan,
     RunRecorder,
@@ -304,7 +303,7 @@ class TestRunDirectory:
     def test_one_process_cannot_claim_twice(self, tmp_path: Path) -> None:
         with (
             RunDirectory.claim(tmp_path / "x"),
-            pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"),
+            pytest.raises(PacelineError, match=f"in use by process {os.getpid()}"),
         ):
             RunDirectory.claim(tmp_path / "x")
         RunDirectory.claim(tmp_path / "x").release()  # nothing was recorded, so there is no run to protect
@@ -312,7 +311,7 @@ class TestRunDirectory:
     def test_the_refusal_names_all_three_ways_on(self, tmp_path: Path) -> None:
         with RunDirectory.claim(tmp_path / "x") as directory:
             directory.begin("")
-        with pytest.raises(RunDirectoryError) as refusal:
+        with pytest.raises(PacelineError) as refusal:
             RunDirectory.claim(tmp_path / "x")
         for word in ("already holds a run", "--resume latest", "--name NAME", "--overwrite"):
             assert word in str(refusal.value)
@@ -333,7 +332,7 @@ class TestRunDirectory:
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_a_folder_that_is_no_run_is_never_touched(self, tmp_path: Path, overwrite: bool) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")
-        with pytest.raises(RunDirectoryError, match="files that are not a run's"):
+        with pytest.raises(PacelineError, match="files that are not a run's"):
             RunDirectory.claim(tmp_path, overwrite=overwrite)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -360,7 +359,7 @@ class TestRunDirectory:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         for choice in ({}, {"resume": True}, {"overwrite": True}):
-            with pytest.raises(RunDirectoryError, match=f"in use by process {holder.pid}"):
+            with pytest.raises(PacelineError, match=f"in use by process {holder.pid}"):
                 RunDirectory.claim(tmp_path / "x", **choice)
         assert (tmp_path / "x" / "config.toml").exists()
         holder.send_signal(signal.SIGKILL)
@@ -369,19 +368,19 @@ class TestRunDirectory:
             assert directory.lock_file.read_text() == f"{os.getpid()}\n"
 
     def test_resume_and_overwrite_exclude_each_other(self, tmp_path: Path) -> None:
-        with pytest.raises(RunDirectoryError, match="exclude"):
+        with pytest.raises(PacelineError, match="exclude"):
             RunDirectory.claim(tmp_path / "x", resume=True, overwrite=True)
 
     def test_a_place_that_cannot_be_written_is_one_sentence(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(RunDirectoryError, match=r"cannot use .* as run directory: Not a directory") as error:
+        with pytest.raises(PacelineError, match=r"cannot use .* as run directory: Not a directory") as error:
             RunDirectory.claim(tmp_path / "file" / "x")
         assert "\n" not in str(error.value)
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
     def test_a_parent_without_permission_is_one_sentence(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o500)
-        with pytest.raises(RunDirectoryError, match="Permission denied"):
+        with pytest.raises(PacelineError, match="Permission denied"):
             RunDirectory.claim(tmp_path / "x")
 
 
@@ -646,7 +645,7 @@ class TestExtras:
         for module in [name for name in sys.modules if name.split(".")[0] == kind]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, kind, None)
-        with pytest.raises(MissingExtra) as error:
+        with pytest.raises(PacelineError) as error:
             exporter(kind, "paceline")
         assert f"pip install 'paceline[{kind}]'" in str(error.value)
         assert "\n" not in str(error.value)
@@ -655,7 +654,7 @@ class TestExtras:
         (tmp_path / "wandb").mkdir()
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
-        with pytest.raises(MissingExtra):
+        with pytest.raises(PacelineError):
             exporter("wandb", "paceline")
         sys.modules.pop("wandb", None)
 

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket, encode
+from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
 from paceline.observe.record import Gone, Query, RolloutRecorder, open_run
 from paceline.observe.record import rollout_recorder as keeper
 from paceline.observe.record.layout import ROW
-from paceline.observe.record.record_writer import RecordWriter, StrangeSchema
+from paceline.observe.record.record_writer import RecordWriter
 from paceline.rollout import Rollout, Turn, assemble
 
 FILES = ("rollouts.index", "rollouts.data", "rollouts.text", "names.jsonl")
@@ -422,7 +423,7 @@ def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
     assert any("schema 99" in problem for problem in run.problems())
     assert run.rollouts.count == 1  # what rollouts.jsonl shows
     assert run.lanes() == []
-    with pytest.raises(StrangeSchema, match="schema 99"):
+    with pytest.raises(PacelineError, match="schema 99"):
         RecordWriter(tmp_path)
     recorder = RunRecorder(tmp_path)
     with Monitors(recorder, RolloutRecorder(tmp_path)) as monitors:

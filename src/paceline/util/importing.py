@@ -9,7 +9,6 @@ import ast
 import builtins
 import hashlib
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,17 @@ class HookError(PacelineError):
 def import_object(path: str) -> Any:
     """The object a path names."""
     place, name = split_import_path(path)
-    module = _from_file(Path(place), path) if place.endswith(".py") else _from_package(place, path)
+    file = Path(place) if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise HookError(f"import path `{path}`: no such file `{file}`")
+    try:
+        module = _from_package(place) if file is None else importlib.import_module(_USER_MODULES.name_of(file))
+    except BaseException as error:  # a script that ends in sys.exit() too
+        if is_ctrl_c(error):
+            raise
+        found = file is not None or not isinstance(error, ImportError)
+        cause = f"{file or place} raised {described(error)}" if found else str(error)
+        raise HookError(f"import path `{path}`: {cause}") from error
     if not hasattr(module, name):
         raise HookError(f"import path `{path}`: {place} has no `{name}`")
     return getattr(module, name)
@@ -54,34 +63,16 @@ def split_import_path(path: str) -> tuple[str, str]:
     return place, name
 
 
-def _from_file(file: Path, path: str) -> Any:
-    if not file.is_file():
-        raise HookError(f"import path `{path}`: no such file `{file}`")
-    try:
-        return importlib.import_module(_USER_MODULES.name_of(file))
-    except BaseException as error:  # a script that ends in sys.exit() too
-        if is_ctrl_c(error):
-            raise
-        raise HookError(f"import path `{path}`: {file} raised {described(error)}") from error
-
-
-def _from_package(name: str, path: str) -> Any:
+def _from_package(name: str) -> ModuleType:
     top, dot, below = name.partition(".")
     try:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # The current folder is not on the path of Paceline's processes: a module that is named is looked up there.
-            here = next((file for file in (Path(top), Path(f"{top}.py")) if file.exists()), None)
-            if error.name != top or here is None:
-                raise
-            return importlib.import_module(f"{_USER_MODULES.name_of(here)}{dot}{below}")
-    except ImportError as error:
-        raise HookError(f"import path `{path}`: {error}") from error
-    except BaseException as error:
-        if is_ctrl_c(error):
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The current folder is not on the path of Paceline's processes: a module that is named is looked up there.
+        here = next((file for file in (Path(top), Path(f"{top}.py")) if file.exists()), None)
+        if error.name != top or here is None:
             raise
-        raise HookError(f"import path `{path}`: {name} raised {described(error)}") from error
+        return importlib.import_module(f"{_USER_MODULES.name_of(here)}{dot}{below}")
 
 
 class _UserModules(MetaPathFinder):
@@ -169,29 +160,23 @@ def check_import(path: str) -> ast.stmt | None:
         return None
     if not file.is_file():
         raise HookError(f"import path `{path}`: no such file `{file}`")
-    module = _parsed(file, path)
-    for line, package in _imports(module.body):
-        if not _installed(package, file.parent):
-            raise HookError(f"import path `{path}`: {file}, line {line} imports `{package}`, which is not installed")
-    return _definition(module, name, f"import path `{path}`: {place}")
-
-
-def _definition(module: ast.Module, name: str, where: str) -> ast.stmt | None:
-    bound = dict(_bindings(module.body))
-    if name in bound or bound.keys() & {"*", "__getattr__"}:
-        return bound.get(name)
-    near = get_close_matches(name, bound, n=1)
-    hint = f": did you mean `{near[0]}`?" if near else ""
-    raise HookError(f"{where} has no `{name}`{hint}")
-
-
-def _parsed(file: Path, path: str) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes(), str(file))
+        body = ast.parse(file.read_bytes(), str(file)).body
     except SyntaxError as error:
         raise HookError(f"import path `{path}`: {file}, line {error.lineno}: {error.msg}") from error
     except (OSError, ValueError) as error:
         raise HookError(f"import path `{path}`: {file} cannot be read: {error}") from error
+    for line, package in _imports(body):
+        beside = (file.with_name(f"{package}.py"), file.with_name(package))
+        known = package in sys.stdlib_module_names or _spec(package) is not None
+        if not known and not any(module.exists() for module in beside):
+            raise HookError(f"import path `{path}`: {file}, line {line} imports `{package}`, which is not installed")
+    bound = dict(_bindings(body))
+    if name in bound or bound.keys() & {"*", "__getattr__"}:
+        return bound.get(name)
+    near = get_close_matches(name, bound, n=1)
+    hint = f": did you mean `{near[0]}`?" if near else ""
+    raise HookError(f"import path `{path}`: {place} has no `{name}`{hint}")
 
 
 def _module_file(module: str, path: str) -> Path | None:
@@ -208,12 +193,7 @@ def _module_file(module: str, path: str) -> Path | None:
     return Path(spec.origin) if not parts and spec.origin and spec.origin.endswith(".py") else None
 
 
-def _installed(package: str, folder: Path) -> bool:
-    beside = (folder / f"{package}.py", folder / package)
-    return package in sys.stdlib_module_names or _spec(package) is not None or any(file.exists() for file in beside)
-
-
-def _spec(package: str) -> importlib.machinery.ModuleSpec | None:
+def _spec(package: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(package)
     except ValueError:  # a module that was put into sys.modules by hand

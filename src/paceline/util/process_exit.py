@@ -19,6 +19,7 @@ from paceline.util.user_code import frames_of, user_place
 
 THREADS_SECONDS = 2.0
 """Time that threads of user code get to end, once everything else has ended."""
+_HEIGHTS = {io.FileIO: 0, io.BufferedWriter: 1, io.BufferedRandom: 1, io.BufferedReader: 1, io.TextIOWrapper: 3}
 _exit = os._exit
 
 
@@ -43,25 +44,14 @@ def _close_files() -> None:
     """Flush and close open files, as the end of the interpreter does: data may wait in their buffers."""
     gc.unfreeze()  # what is frozen is not listed
     files = [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]
-    for file in sorted(files, key=_height, reverse=True):
+    # A text lies on a buffer, which lies on the file of the system; a compressed one may lie between.
+    for file in sorted(files, key=lambda file: _HEIGHTS.get(type(file), 2), reverse=True):
         with contextlib.suppress(Exception):
             file.flush()
-            if not _is_standard(file):
-                file.close()
-
-
-def _height(file: io.IOBase) -> int:
-    """A text lies on a buffer, which lies on the file of the system; a compressed one may lie between."""
-    levels = {io.FileIO: 0, io.BufferedWriter: 1, io.BufferedRandom: 1, io.BufferedReader: 1, io.TextIOWrapper: 3}
-    return levels.get(type(file), 2)
-
-
-def _is_standard(file: io.IOBase) -> bool:
-    """Whether it writes to the process's own output, as its last lines do."""
-    try:
-        return file.fileno() <= 2
-    except Exception:  # in memory
-        return False
+            with contextlib.suppress(Exception):  # a file in memory has no number
+                if file.fileno() <= 2:  # the process's own output, which its last lines still need
+                    continue
+            file.close()
 
 
 def _leave_threads(code: int) -> None:

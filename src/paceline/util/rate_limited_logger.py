@@ -13,13 +13,13 @@ class RateLimitedLogger:
 
     def __init__(self, log: logging.Logger, every: float = EVERY_SECONDS) -> None:
         self._log, self._every = log, every
-        self._told: dict[Hashable, float] = {}
+        self._warned_at: dict[Hashable, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def warn(self, cause: Hashable, text: str, *args: object) -> None:
         loop = asyncio.get_running_loop()
-        if loop is not self._loop or len(self._told) > MOST_CAUSES:  # another loop has another time
-            self._loop, self._told = loop, {}
-        if loop.time() - self._told.get(cause, -self._every) >= self._every:
-            self._told[cause] = loop.time()
+        if loop is not self._loop or len(self._warned_at) > MOST_CAUSES:  # another loop has another time
+            self._loop, self._warned_at = loop, {}
+        if loop.time() - self._warned_at.get(cause, -self._every) >= self._every:
+            self._warned_at[cause] = loop.time()
             self._log.warning(text, *args)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -31,23 +31,22 @@ _RECURSION_LIMIT = sys.getrecursionlimit()
 Takes = Callable[[traceback.FrameSummary], bool]
 
 
-class UserCodeError(PacelineError):
-    """User code that raised. `__cause__` is its exception, where that happened in this process."""
+class TracedError(PacelineError):
+    """A sentence with the traceback that led to it."""
 
     def __init__(self, message: str, frames: str = "", trace: str = "") -> None:
         super().__init__(message)
         self.frames = frames
-        """The traceback, cut to the user's own frames."""
+        """The traceback, cut to the user's own frames; empty where it is none of theirs."""
         self.trace = trace
-        """All of it."""
 
 
-class InternalError(PacelineError):
+class UserCodeError(TracedError):
+    """User code that raised. `__cause__` is its exception, where that happened in this process."""
+
+
+class InternalError(TracedError):
     """An error that Paceline did not expect: a bug to report. `__cause__` is the exception."""
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
 
 
 @contextmanager
@@ -124,7 +123,7 @@ def unexpected(error: Exception, record: Path) -> PacelineError:
     else:
         what = described(error, lambda frame: True)
         text = f"a bug in Paceline: {what}. Please report it with {record}, which has the traceback"
-        failure = InternalError(text, whole(error))
+        failure = InternalError(text, trace=whole(error))
     failure.__cause__ = error
     return failure
 
@@ -134,9 +133,7 @@ def described(error: BaseException, *others: Takes) -> str:
     is the user's, the innermost that one of the `others` takes."""
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     _, frames = _frames(error, is_users, *others)
-    if not frames:
-        return said
-    return f"{said}, at {_place(frames[-1])}"
+    return f"{said}, at {_place(frames[-1])}" if frames else said
 
 
 def frames_of(innermost: FrameType | None) -> list[FrameType]:
@@ -187,10 +184,8 @@ def whole(error: BaseException) -> str:
 def failure_traces(error: BaseException) -> tuple[str, str]:
     """The traces that a failed run records: the user's frames, and the whole traceback; empty for an error that is a
     sentence and nothing else."""
-    if isinstance(error, UserCodeError):
+    if isinstance(error, TracedError):
         return error.frames, error.trace
-    if isinstance(error, InternalError):
-        return "", error.trace
     frames = "" if error.__cause__ is None else user_frames(error.__cause__)
     return (frames, whole(error)) if frames else ("", "")
 
@@ -225,12 +220,7 @@ def is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    return f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}"
-
-
-def _shown(file: str) -> str:
-    """Relative to the working directory where it lies below it."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the working directory is gone
-        return file
+    file = frame.filename
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the working directory is gone
+        file = str(Path(file).relative_to(Path.cwd()))
+    return f"{file}, line {frame.lineno}, in {frame.name}"

@@ -1,8 +1,8 @@
 """Monitors of a run: live views, files, exporters and the watchdog. Imports neither torch nor transformers."""
 
 from paceline.observe.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
-from paceline.observe.monitor.directory import RunDirectory, RunDirectoryError, read_jsonl, read_sound
-from paceline.observe.monitor.exporters import MissingExtra, exporter
+from paceline.observe.monitor.directory import RunDirectory, read_jsonl, read_sound
+from paceline.observe.monitor.exporters import exporter
 from paceline.observe.monitor.plain import PlainLines
 from paceline.observe.monitor.plot import plot_rewards
 from paceline.observe.monitor.recorder import RunRecorder
@@ -11,12 +11,10 @@ from paceline.observe.monitor.summary import summary
 from paceline.observe.monitor.watchdog import watching
 
 __all__ = [
-    "MissingExtra",
     "Monitor",
     "Monitors",
     "PlainLines",
     "RunDirectory",
-    "RunDirectoryError",
     "RunOutcome",
     "RunPlan",
     "RunRecorder",

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 Gauges = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
@@ -96,24 +96,15 @@ class Monitor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _fan_out(event: str) -> Any:
-    """A method that hands its arguments to the same method of each monitor."""
-
-    def tell(self: "Monitors", *arguments: Any) -> None:
-        self._tell(event, *arguments)
-
-    return tell
-
-
 class Monitors(Monitor):
-    """Tells several monitors the same, in order.
+    """Forwards every event to several monitors, in order.
 
-    A run outlives its spectators: one that fails is reported once through `note` and hears no more. An
-    essential monitor (the recorder) is part of the run, so its failure is the run's.
+    A monitor that fails is reported once through `note` and gets no more events. An essential monitor (the recorder)
+    is part of the run, so its failure is the run's.
     """
 
     def __init__(self, *monitors: Monitor) -> None:
@@ -125,21 +116,9 @@ class Monitors(Monitor):
         self._monitors.append(monitor)
         self._active.append(monitor)
 
-    begin = _fan_out("begin")
-    phase = _fan_out("phase")
-    step = _fan_out("step")
-    rollouts = _fan_out("rollouts")
-    batch = _fan_out("batch")
-    tickets = _fan_out("tickets")
-    played = _fan_out("played")
-    spans = _fan_out("spans")
-    gauges = _fan_out("gauges")
-    note = _fan_out("note")
-    roll_back = _fan_out("roll_back")
-
     def end(self, outcome: RunOutcome) -> None:
         try:
-            self._tell("end", outcome)
+            self._forward("end", outcome)
         finally:
             self.close()
 
@@ -157,7 +136,7 @@ class Monitors(Monitor):
         if failures:
             raise failures[0]
 
-    def _tell(self, event: str, *arguments: Any) -> None:
+    def _forward(self, event: str, *arguments: Any) -> None:
         for monitor in tuple(self._active):
             try:
                 getattr(monitor, event)(*arguments)
@@ -167,11 +146,16 @@ class Monitors(Monitor):
                 self._disable(monitor, error)
 
     def _disable(self, monitor: Monitor, error: Exception) -> None:
-        # Leave the list first: telling the others may disable a second one, but never this one again.
+        # Leave the list first: forwarding the note may disable a second one, but never this one again.
         if monitor in self._active:
             self._active.remove(monitor)
             reason = str(error) or type(error).__name__
             self.note(f"{type(monitor).__name__} failed and is off for the rest of this run: {reason}")
+
+
+_EVENTS = ("begin", "phase", "step", "rollouts", "batch", "tickets", "played", "spans", "gauges", "note", "roll_back")
+for _event in _EVENTS:
+    setattr(Monitors, _event, partialmethod(Monitors._forward, _event))
 
 
 def phase_kind(text: str) -> str:

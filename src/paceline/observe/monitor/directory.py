@@ -1,7 +1,4 @@
-"""The run directory: its paths, and the lock that gives one process the right to write there.
-
-Files that a crash cannot spoil: appended line by line, or replaced as a whole.
-"""
+"""The run directory: its paths, the lock of the process that writes there, and files that a crash cannot spoil."""
 
 import contextlib
 import fcntl
@@ -12,12 +9,11 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType, UnionType
+from types import UnionType
 from typing import Any, BinaryIO, Self
 
 from paceline.errors import PacelineError
 
-_BLOCK = 1 << 16
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 """Also where a run that begins anew removes a file this very moment."""
 
@@ -43,13 +39,9 @@ def append_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
     # Lone surrogates cannot be encoded; what backslashreplace makes of them happens to be their JSON escape.
     lines = (json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     data = "".join(lines).encode("utf-8", "backslashreplace")
-    if not data:
-        return
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        write_whole(descriptor, data)
-    finally:
-        os.close(descriptor)
+    if data:
+        with path.open("ab", buffering=0) as file:
+            write_whole(file.fileno(), data)
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
@@ -65,11 +57,17 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of an append-only file; none if there is no file yet.
-
-    A line is there once its newline is, so the torn last line of a killed process is skipped.
-    """
-    return [_record(path, number, line) for number, line in _whole_lines(path)]
+    """The records of an append-only file; none if there is no file yet. A line is there once its newline is, so the
+    torn last line of a killed process is skipped."""
+    records = []
+    for number, line in _whole_lines(path):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(records[-1], dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object")
+    return records
 
 
 def read_sound(path: Path, fields: Mapping[str, type | UnionType]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -150,26 +148,13 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cut what follows the last newline, so that the next record starts on a line of its own."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+    if path.exists():
+        os.truncate(path, sum(len(line) for _, line in _whole_lines(path)))
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> None:
-    """Write a whole file; readers see the old content or the new one, never a part.
-
-    What need not survive a power failure, since it is written again in seconds, is not `durable`.
-    """
+    """Write a whole file; readers see the old content or the new one, never a part. Content that need not survive a
+    power failure, since it is written again in seconds, is not `durable`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -207,20 +192,6 @@ def _json(line: bytes) -> Any:
         return None
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}, line {number} is not a JSON object")
-    return record
-
-
-class RunDirectoryError(PacelineError):
-    """The run directory cannot be used. The message is one sentence for the user."""
-
-
 class RunDirectory:
     """The places inside one run's directory. Reading needs no more than this; writing starts with `claim`."""
 
@@ -244,30 +215,30 @@ class RunDirectory:
 
     @classmethod
     def claim(cls, path: Path, resume: bool = False, overwrite: bool = False) -> Self:
-        """Make the directory this process's own, until `release` or the process's end.
-
-        The lock is the kernel's, so it goes with a killed process; its file stays and marks the folder.
-        """
+        """Make the directory this process's own, until `release` or the process's end. The lock is the kernel's, so it
+        goes with a killed process; its file stays and marks the folder."""
         if resume and overwrite:
-            raise RunDirectoryError("--resume and --overwrite exclude each other: leave one of them out")
+            raise PacelineError("--resume and --overwrite exclude each other: leave one of them out")
         directory = cls(path)
         try:
             directory._claim(resume, overwrite)
-        except OSError as error:
+        except (OSError, PacelineError) as error:
             directory.release()
-            reason = error.strerror or str(error)
-            raise RunDirectoryError(
-                f"cannot use {path} as run directory: {reason}; choose a folder with --runs"
-            ) from error
-        except RunDirectoryError:
-            directory.release()
-            raise
+            if isinstance(error, PacelineError):
+                raise
+            reason = f"{error.strerror or error}; choose a folder with --runs"
+            raise PacelineError(f"cannot use {path} as run directory: {reason}") from error
         return directory
 
     def begin(self, config: str) -> None:
         """The run really starts: only now does what it replaces go."""
-        if self._overwrite:
-            self._clear()
+        for entry in self.root.iterdir() if self._overwrite else ():
+            if entry in (self.lock_file, self.live):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)  # the watchdog's draft, which has its final name by now
         self.checkpoints.mkdir(exist_ok=True)
         replace_file(self.config_file, [config.encode()])
         self.begun = True
@@ -283,25 +254,22 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _claim(self, resume: bool, overwrite: bool) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        self._refuse_foreign()
+        # A folder with other people's files is no place to write, and even less one to clear.
+        ours = self.config_file.exists() or self.lock_file.exists()
+        if not ours and any(not entry.name.startswith(".") for entry in self.root.iterdir()):
+            raise PacelineError(f"{self.root} holds files that are not a run's: choose another --name")
         self._take_lock()
         self._overwrite = overwrite
         if not (resume or overwrite) and (self.config_file.exists() or self.metrics_file.exists()):
-            raise RunDirectoryError(
+            raise PacelineError(
                 f"{self.root} already holds a run: add --resume latest to go on, "
                 "--name NAME to start another, or --overwrite to replace it"
             )
-
-    def _refuse_foreign(self) -> None:
-        """A folder with other people's files is no place to write, and even less one to clear."""
-        ours = self.config_file.exists() or self.lock_file.exists()
-        if not ours and any(not entry.name.startswith(".") for entry in self.root.iterdir()):
-            raise RunDirectoryError(f"{self.root} holds files that are not a run's: choose another --name")
 
     def _take_lock(self) -> None:
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -311,19 +279,10 @@ class RunDirectory:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
             who = f"process {holder}" if holder else "another process"
-            raise RunDirectoryError(f"{self.root} is in use by {who}: wait for it, or choose another --name") from None
+            raise PacelineError(f"{self.root} is in use by {who}: wait for it, or choose another --name") from None
         except OSError:
             os.close(descriptor)
             raise
         self._lock = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
-
-    def _clear(self) -> None:
-        for entry in self.root.iterdir():
-            if entry in (self.lock_file, self.live):
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)  # the watchdog's draft, which has its final name by now

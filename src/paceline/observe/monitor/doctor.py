@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -56,7 +56,8 @@ def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
     ended = marks[-1] if marks and marks[-1]["event"] == "end" else None
     parts = [_part(path, now()) for path in sorted(run.glob("waits*.json"))]
     lead = next((part for part in parts if not part["part"]), None)
-    pid = lead["pid"] if lead else _holder(files.lock_file)
+    holder = "" if lead or not files.lock_file.is_file() else files.lock_file.read_text().strip()
+    pid = lead["pid"] if lead else int(holder) if holder.isdigit() else None
     state = lead["state"] if lead else ("gone" if ended or pid is None else _state(pid))
     metrics, more = read_sound(files.metrics_file, {"step": int})
     step = lead["step"] if lead and lead["step"] is not None else metrics[-1]["step"] if metrics else None
@@ -65,21 +66,21 @@ def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
     found.checkpoint = max((path.parent for path in files.checkpoints.glob("step-*/state.json")), default=None)
     reports = [stalled_file(run), *sorted(run.glob("stalled-*.txt"))]
     found.stalled = [(path, now() - path.stat().st_mtime) for path in reports if path.is_file()]
-    found.verdict = _verdict(found, pid, state, lead, bool(marks), events, now())
+    last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])], default=0.0)
+    seen = f", after a last sign of life {seconds(now() - last)} ago" if last else ""
+    found.verdict = _verdict(found, pid, state, lead, ("" if marks else " before its first step", seen))
     return found
 
 
 def report(found: Findings) -> RenderableType:
     """The findings for a person."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
+    facts = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     style = "green" if found.alive or (found.ended and found.ended.get("status") == "finished") else "yellow"
     facts.add_row("run", Text(str(found.run)))
     facts.add_row("state", Text(found.verdict, style))
     facts.add_row("step", Text("none yet" if found.step is None else str(found.step)))
     for part in found.parts:
-        facts.add_row(part["part"] or "process", Text(_pulse(part)))
+        facts.add_row(part["part"] or "process", Text(_process_line(part)))
     for path, age in found.stalled:
         facts.add_row("stalled", Text(f"{seconds(age)} ago: {path} has the stacks of all tasks and threads"))
     for problem in found.problems:
@@ -95,15 +96,7 @@ def resume_command(found: Findings) -> str:
     return way_on(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
 
 
-def _verdict(
-    found: Findings,
-    pid: int | None,
-    state: str,
-    lead: dict[str, Any] | None,
-    begun: bool,
-    events: list[dict[str, Any]],
-    now: float,
-) -> str:
+def _verdict(found: Findings, pid: int | None, state: str, lead: dict[str, Any] | None, killed: tuple[str, str]) -> str:
     if state == "elsewhere" and lead:
         return f"on {lead['host']}, process {pid}: from here only its files can be seen"
     if state == "suspended":
@@ -118,12 +111,8 @@ def _verdict(
         return f"{found.ended.get('status')} at step {found.ended.get('step')}" + (f": {message}" if message else "")
     if pid is None:
         return "never started"
-    last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])], default=0.0)
-    when = f", after a last sign of life {seconds(now - last)} ago" if last else ""
-    began = "" if begun else " before its first step"
-    return (
-        f"killed{began}: process {pid} is gone and wrote no end (SIGKILL, out of memory, or the machine stopped){when}"
-    )
+    cause = "(SIGKILL, out of memory, or the machine stopped)"
+    return f"killed{killed[0]}: process {pid} is gone and wrote no end {cause}{killed[1]}"
 
 
 def _part(path: Path, now: float) -> dict[str, Any]:
@@ -153,12 +142,7 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
     return "suspended" if letter in "Tt" else "runs"
 
 
-def _holder(lock: Path) -> int | None:
-    text = lock.read_text().strip() if lock.is_file() else ""
-    return int(text) if text.isdigit() else None
-
-
-def _pulse(part: dict[str, Any]) -> str:
+def _process_line(part: dict[str, Any]) -> str:
     """One line about a process: who it is, how old the news are, what moves."""
     words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {seconds(part['age'])} ago"]
     if part["phase"]:

@@ -15,10 +15,6 @@ from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
 Kind = Literal["wandb", "tensorboard", "trackio"]
 
 
-class MissingExtra(PacelineError):
-    """An exporter's package is not installed. The message is one sentence for the user."""
-
-
 class Wandb(Monitor):
     """Weights & Biases: `WANDB_MODE` if it is set, else online with a `WANDB_API_KEY` and offline without.
 
@@ -32,11 +28,14 @@ class Wandb(Monitor):
         self._run: Any = None
 
     def begin(self, plan: RunPlan) -> None:
+        saved_id = plan.directory / "wandb-id"  # one for a run and its resumptions; `--overwrite` removes it
+        if not saved_id.exists():
+            saved_id.write_text(uuid.uuid4().hex[:12])
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = self._wandb.init(
             project=self._project,
             name=plan.name,
-            id=_lasting_id(plan),
+            id=saved_id.read_text().strip(),
             resume="allow",
             dir=plan.directory,
             config=plan.config,
@@ -121,14 +120,10 @@ class Trackio(Monitor):
 
 
 def exporter(kind: Kind, project: str) -> Monitor:
-    """The exporter of that name; `MissingExtra` if its package is not installed."""
-    match kind:
-        case "wandb":
-            return Wandb(project)
-        case "tensorboard":
-            return TensorBoard()
-        case "trackio":
-            return Trackio(project)
+    """The exporter of that name; a `PacelineError` if its package is not installed."""
+    if kind == "tensorboard":
+        return TensorBoard()
+    return Wandb(project) if kind == "wandb" else Trackio(project)
 
 
 def _require(module: str, extra: str) -> ModuleType:
@@ -140,16 +135,8 @@ def _require(module: str, extra: str) -> ModuleType:
             return found
     except ModuleNotFoundError as error:
         missing = error.name or module
-    raise MissingExtra(f"the {extra} exporter needs the package `{missing}`: pip install 'paceline[{extra}]'")
+    raise PacelineError(f"the {extra} exporter needs the package `{missing}`: pip install 'paceline[{extra}]'")
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
-
-
-def _lasting_id(plan: RunPlan) -> str:
-    """One id for a run and its resumptions; `--overwrite` removes it with the rest."""
-    path = plan.directory / "wandb-id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text().strip()

@@ -1,7 +1,4 @@
-"""A run as lines of text, where there is no terminal to draw on.
-
-Small rich renderables, such as sparklines, that the live view is built from.
-"""
+"""A run as lines of text, where there is no terminal to draw on, and the small renderables of the live view."""
 
 import itertools
 import math
@@ -12,7 +9,7 @@ from typing import Final, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
@@ -137,9 +134,7 @@ def standing(curve: Curve) -> tuple[RenderableType, RenderableType]:
 
 
 def block(pairs: Sequence[tuple[str, RenderableType]]) -> RenderableType:
-    block = Table.grid(padding=(0, 1))
-    block.add_column(style="dim", no_wrap=True)
-    block.add_column(no_wrap=True)
+    block = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
     for label, value in pairs:
         block.add_row(label, value)
     return block

@@ -60,18 +60,16 @@ def smooth(curve: Curve) -> Curve:
 
 def _draw(axes: "Axes", history: MetricHistory, env: str, colour: str) -> None:
     if rewards := history.rewards.get(env):
-        axes.plot(*_columns(rewards), color=colour, alpha=0.3, linewidth=1.0)
+        axes.plot(*zip(*rewards, strict=True), color=colour, alpha=0.3, linewidth=1.0)
         # One point has no line; a dot at least shows it.
         marker = "." if len(rewards) == 1 else ""
-        axes.plot(*_columns(smooth(rewards)), color=colour, linewidth=2.2, marker=marker, solid_capstyle="round")
+        axes.plot(
+            *zip(*smooth(rewards), strict=True), color=colour, linewidth=2.2, marker=marker, solid_capstyle="round"
+        )
     if exact := history.exact.get(env):
-        axes.plot(*_columns(exact), color=colour, zorder=4, **_EXACT)
+        axes.plot(*zip(*exact, strict=True), color=colour, zorder=4, **_EXACT)
     if held_out := history.held_out.get(env):
-        axes.plot(*_columns(held_out), color=colour, zorder=5, **_HELD_OUT)
-
-
-def _columns(curve: Curve) -> tuple[list[int], list[float]]:
-    return [step for step, _ in curve], [value for _, value in curve]
+        axes.plot(*zip(*held_out, strict=True), color=colour, zorder=5, **_HELD_OUT)
 
 
 def _frame(axes: "Axes", history: MetricHistory, title: str) -> None:

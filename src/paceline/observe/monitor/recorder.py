@@ -29,14 +29,7 @@ class RunRecorder(Monitor):
 
     def begin(self, plan: RunPlan) -> None:
         self._rewind(plan.start_step)
-        self._event(
-            "begin",
-            name=plan.name,
-            start_step=plan.start_step,
-            total_steps=plan.total_steps,
-            device=plan.device,
-            parameters=plan.parameters,
-        )
+        self._event("begin", **_fields(plan, "name", "start_step", "total_steps", "device", "parameters"))
 
     def phase(self, text: str) -> None:
         # A counter that moves is no event; a new kind of work is.
@@ -67,16 +60,9 @@ class RunRecorder(Monitor):
         self._event("roll_back", step=step)
 
     def end(self, outcome: RunOutcome) -> None:
-        self._event(
-            "end",
-            status=outcome.status,
-            step=outcome.step,
-            message=outcome.message,
-            checkpoint=outcome.checkpoint,
-            export=outcome.export,
-            **({"frames": outcome.frames} if outcome.frames else {}),
-            **({"traceback": outcome.trace} if outcome.trace else {}),
-        )
+        traces = {"frames": outcome.frames, "traceback": outcome.trace}
+        fields = _fields(outcome, "status", "step", "message", "checkpoint", "export")
+        self._event("end", **fields, **{name: trace for name, trace in traces.items() if trace})
 
     def _event(self, event: str, **fields: Any) -> None:
         append_jsonl(self._files.events_file, [{"time": self._clock(), "event": event, **fields}])
@@ -99,6 +85,10 @@ class RunRecorder(Monitor):
                 path.unlink()
         for draft in self._files.batches.glob(".step-*.tmp"):  # of one that was killed while it wrote
             draft.unlink(missing_ok=True)
+
+
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 def _count(record: Mapping[str, Any], name: str) -> int:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
@@ -109,8 +109,6 @@ class Screen(Monitor):
             atexit.register(self.close)
             self._live.start(refresh=True)
 
-    # -- the picture --------------------------------------------------------------------------------------------------
-
     def frame(self) -> RenderableType:
         """The picture as it is now."""
         with self._lock:
@@ -124,7 +122,9 @@ class Screen(Monitor):
         if self._history.envs:
             parts += [self._environments(max(2, height - _ROWS_AROUND)), blank]
         if self._history.trained:
-            parts += [self._figures(width), *self._dropped(), blank]
+            lost = reasons(self._history.dropped, " · ")
+            line = Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")
+            parts += [self._figures(width), *([line] if lost else []), blank]
         parts += [*self._last_note(), self._status()]
         return Panel(
             Group(*parts),
@@ -147,10 +147,8 @@ class Screen(Monitor):
         step, total = self._history.step, plan.total_steps
         elapsed = clock((self._now() if self._ended is None else self._ended) - self._started)
         left = self._seconds_left()
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        row.add_column(no_wrap=True)
+        columns = Column(ratio=1), Column(no_wrap=True), Column(no_wrap=True)
+        row = Table.grid(*columns, padding=(0, 2), expand=True)
         row.add_row(
             ProgressBar(total=total, completed=step, pulse=total is None and not self._outcome, complete_style="cyan"),
             Text.assemble("step ", (str(step), "bold"), f"/{total}" if total else ""),
@@ -169,12 +167,8 @@ class Screen(Monitor):
     def _environments(self, rows: int) -> RenderableType:
         """A line for each curve: what it measures, its course, where it stands and how far it came."""
         history = self._history
-        kinds = [
-            ("reward", history.rewards),
-            ("held-out exact", history.exact),
-            ("held-out reward", history.held_out),
-        ]
-        kinds = [(kind, curves) for kind, curves in kinds if kind == "reward" or curves]
+        all_kinds = {"reward": history.rewards, "held-out exact": history.exact, "held-out reward": history.held_out}
+        kinds = [(kind, curves) for kind, curves in all_kinds.items() if kind == "reward" or curves]
         while len(kinds) > 1 and len(kinds) * len(history.envs) > rows:
             kinds.pop()
         shown = history.envs[: max(1, rows // len(kinds))]
@@ -195,12 +189,13 @@ class Screen(Monitor):
 
     def _figures(self, width: int) -> RenderableType:
         latest = self._history.latest
+        highest = f" (max {latest['staleness/max']:.0f})" if "staleness/max" in latest else ""
         pairs = [
             ("tokens/s", known(latest, "tokens/s", count)),
             ("step time", known(latest, "time/step", seconds)),
             ("trainer busy", share(latest.get("busy/trainer"))),
             ("sampler busy", share(latest.get("busy/sampler"))),
-            ("staleness", self._staleness()),
+            ("staleness", known(latest, "staleness/mean", lambda mean: f"{mean:.1f}{highest}")),
             ("length", known(latest, "length", lambda value: amount(round(value), "token"))),
             ("entropy", known(latest, "entropy", score)),
             ("grad norm", known(latest, "grad_norm", score)),
@@ -208,15 +203,6 @@ class Screen(Monitor):
         # Two under one another; those that matter least are last and need a wide screen.
         shown = pairs if width >= 100 else pairs[:6]
         return Columns([block(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
-
-    def _staleness(self) -> Text:
-        highest = self._history.latest.get("staleness/max")
-        tail = "" if highest is None else f" (max {highest:.0f})"
-        return known(self._history.latest, "staleness/mean", lambda mean: f"{mean:.1f}{tail}")
-
-    def _dropped(self) -> list[RenderableType]:
-        lost = reasons(self._history.dropped, " · ")
-        return [Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")] if lost else []
 
     def _last_note(self) -> list[RenderableType]:
         if not self._notes:

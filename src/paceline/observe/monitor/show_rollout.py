@@ -40,8 +40,11 @@ def show_rollout(record: Record, console: Console | None = None) -> None:
     for line in _tools(record.get("tools") or ()):
         console.print(line, soft_wrap=True)
     turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
-    for number, turn in enumerate(turns, start=1):
-        _show_exactly(turn, number, console)
+    for number, turn in enumerate(turns, start=1):  # letter by letter: no frame, no wrapping
+        console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
+        console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
+        console.print(Text(f"sampled in turn {number}", "bold green"))
+        console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
     conversations = [] if turns else record.get("conversations") or [record]
     for number, conversation in enumerate(conversations, start=1):
         if len(conversations) > 1:
@@ -92,14 +95,6 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
         yield line.append(_plain(f": {function['description']}") if function.get("description") else "", "dim")
 
 
-def _show_exactly(turn: Mapping[str, Any], number: int, console: Console) -> None:
-    """A prompt and what was sampled from it, letter by letter: no frame, no wrapping."""
-    console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
-    console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
-    console.print(Text(f"sampled in turn {number}", "bold green"))
-    console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
-
-
 def _panels(messages: Sequence[Mapping[str, Any]], said: Collection[int], width: int) -> Iterator[Panel]:
     for place, message in enumerate(messages):
         role, sampled = str(message.get("role", "?")), place in said
@@ -120,7 +115,10 @@ def _body(message: Mapping[str, Any], sampled: bool) -> Iterator[Text]:
     if content or not calls:
         yield Text(_plain(content), style) if content else Text("(nothing)", "dim italic")
     for call in calls:
-        yield Text(_plain(_call(call)), f"{style} magenta")
+        function = call.get("function") or {}
+        given = function.get("arguments", "")
+        arguments = given if isinstance(given, str) else json.dumps(given)
+        yield Text(_plain(f"→ {function.get('name')}({arguments})"), f"{style} magenta")
 
 
 def _content(content: Any) -> str:
@@ -128,12 +126,6 @@ def _content(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
-
-
-def _call(call: Mapping[str, Any]) -> str:
-    function = call.get("function") or {}
-    arguments = function.get("arguments", "")
-    return f"→ {function.get('name')}({arguments if isinstance(arguments, str) else json.dumps(arguments)})"
 
 
 def _verdict(record: Record) -> Text:

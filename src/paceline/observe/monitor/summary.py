@@ -1,7 +1,4 @@
-"""The three lines a run ends with.
-
-A run's metrics, folded into the curves that screen, plot and summary show.
-"""
+"""Folds a run's metrics into the curves that screen, plot and summary show, and writes the lines a run ends with."""
 
 import math
 import shlex
@@ -57,21 +54,13 @@ class MetricHistory:
         values = {key: value for key, value in metrics.items() if _finite(value)}
         self.latest.update(values)
         self.seconds += values.get("time/step", 0.0)
+        curves = {("reward", "mean"): self.rewards, ("eval", "exact"): self.exact, ("eval", "reward"): self.held_out}
         for key, value in values.items():
-            self._add(step, key, value)
-
-    def _add(self, step: int, key: str, value: float) -> None:
-        family, _, rest = key.partition("/")
-        # An environment's name may hold slashes of its own.
-        name, _, field = rest.rpartition("/")
-        match family, field:
-            case "reward", "mean":
-                self.rewards.setdefault(name, []).append((step, value))
-            case "eval", "exact":
-                self.exact.setdefault(name, []).append((step, value))
-            case "eval", "reward":
-                self.held_out.setdefault(name, []).append((step, value))
-            case "dropped", _:
+            family, _, rest = key.partition("/")
+            env, _, field = rest.rpartition("/")  # the name of an environment may hold slashes of its own
+            if (family, field) in curves:
+                curves[family, field].setdefault(env, []).append((step, value))
+            elif family == "dropped":
                 self.dropped[rest] += round(value)
 
 
@@ -94,7 +83,9 @@ def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory
 def _reached(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
     results = "; ".join(f"{env}: {_result(history, env)}" for env in history.envs)
     if history.trained:
-        results += f" over {amount(history.step, 'step')} in {seconds(history.seconds or _between(metrics))}"
+        # Runs that did not time their steps: from the first line to the last.
+        elapsed = history.seconds or metrics[-1].get("time", 0.0) - metrics[0].get("time", 0.0)
+        results += f" over {amount(history.step, 'step')} in {seconds(elapsed)}"
     else:
         results = f"{results}; no batch was trained" if results else "no batch was trained"
     if outcome.status == "finished":
@@ -119,11 +110,6 @@ def _result(history: MetricHistory, env: str) -> str:
 def _course(curve: Curve) -> str:
     first, last = curve[0][1], curve[-1][1]
     return score(last, 2) if len(curve) == 1 else f"{score(first, 2)} -> {score(last, 2)}"
-
-
-def _between(metrics: Sequence[Mapping[str, Any]]) -> float:
-    """Time from the first line to the last; only for runs that did not time their steps."""
-    return metrics[-1].get("time", 0.0) - metrics[0].get("time", 0.0)
 
 
 def _places(outcome: RunOutcome, files: RunDirectory) -> str:

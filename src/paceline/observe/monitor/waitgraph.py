@@ -9,6 +9,7 @@ import asyncio
 import functools
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ from typing import Any
 
 from paceline.observe.monitor.text import seconds
 from paceline.util.deadlines import Wait, awaited_frames
+from paceline.util.user_code import frames_of
 
 Node = dict[str, Any]
 """Waits of one name below one parent: `what`, `count`, `age` and `limit` in seconds, `who`, `parent` (an index, or
@@ -59,8 +61,7 @@ def graph(waits: Iterable[Wait], now: float) -> list[Node]:
 def stack_of(who: "asyncio.Task[Any] | threading.Thread") -> list[str]:
     """Where it stands, innermost last; through tasks that wait for other tasks."""
     if isinstance(who, threading.Thread):
-        frame = sys._current_frames().get(who.ident or -1)
-        return lines(_frames(frame))
+        return lines(frames_of(sys._current_frames().get(who.ident or -1)))
     found: list[FrameType] = []
     seen: set[int] = set()
     task: asyncio.Future[Any] | None = who
@@ -74,23 +75,24 @@ def stack_of(who: "asyncio.Task[Any] | threading.Thread") -> list[str]:
 def threads() -> list[dict[str, Any]]:
     """Every thread but the one that asks; those that stand at the same place are one entry."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            groups.setdefault(tuple(lines(_frames(frame))), []).append(names.get(ident, f"thread {ident}"))
-    return [{"names": sorted(named), "stack": list(stack)} for stack, named in groups.items()]
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    return _by_stack((names.get(ident, f"thread {ident}"), frames_of(frame)) for ident, frame in frames.items())
 
 
 def tasks(loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
-    """All tasks of a loop by where they stand, most numerous first. Costs too much for every day."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    """All tasks of a loop by where they stand, most numerous first. Too slow for every snapshot."""
     try:
-        for task in asyncio.all_tasks(loop):
-            groups.setdefault(tuple(lines(awaited_frames(task.get_coro()))), []).append(task.get_name())
+        found = _by_stack((task.get_name(), awaited_frames(task.get_coro())) for task in asyncio.all_tasks(loop))
     except RuntimeError:  # they came and went while they were listed, so nothing is stuck there
         return []
-    found = [{"count": len(names), "name": min(names), "stack": list(stack)} for stack, names in groups.items()]
-    return sorted(found, key=lambda group: -group["count"])
+    return sorted(found, key=lambda group: -len(group["names"]))
+
+
+def _by_stack(running: Iterable[tuple[str, Iterable[FrameType]]]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, frames in running:
+        groups.setdefault(tuple(lines(frames)), []).append(name)
+    return [{"names": sorted(names), "stack": list(stack)} for stack, names in groups.items()]
 
 
 def chain(nodes: list[Node]) -> str:
@@ -102,11 +104,8 @@ def chain(nodes: list[Node]) -> str:
     """
     parts: list[str] = []
     at: int | None = None
-    while len(parts) < _HOPS:
-        below = [index for index, node in enumerate(nodes) if node["parent"] == at]
-        if not below:
-            break
-        at = max(below, key=lambda index: _telling(nodes, index))
+    while len(parts) < _HOPS and (below := [index for index, node in enumerate(nodes) if node["parent"] == at]):
+        at = max(below, key=lambda index: _explains(nodes, index))
         parts.append(label(nodes[at]))
     return ", which waits for ".join(parts).replace(", which", "", 1)
 
@@ -131,7 +130,7 @@ def place(stack: list[str]) -> str:
 
 
 def lines(frames: Iterable[FrameType]) -> list[str]:
-    return [f"{_short(f.f_code.co_filename)}:{f.f_lineno} {f.f_code.co_name}" for f in frames][-FRAMES:]
+    return [f"{_short(f.f_code.co_filename)}:{f.f_lineno} {f.f_code.co_name}" for f in deque(frames, FRAMES)]
 
 
 def _hang_by_name(nodes: list[Node]) -> None:
@@ -146,7 +145,7 @@ def _hang_by_name(nodes: list[Node]) -> None:
             node["parent"] = next(above, None)
 
 
-def _telling(nodes: list[Node], index: int) -> tuple[bool, int, float]:
+def _explains(nodes: list[Node], index: int) -> tuple[bool, int, float]:
     """How much a path through this one explains. A wait without a limit and a parent is a phase of the run, which the
     rest is done for; then the one with most below it, and the oldest."""
     node = nodes[index]
@@ -160,14 +159,6 @@ def _is_below(nodes: list[Node], index: int | None, top: int) -> bool:
             return True
         index = nodes[index]["parent"]
     return False
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    found: list[FrameType] = []
-    while frame is not None and len(found) < 4 * FRAMES:
-        found.append(frame)
-        frame = frame.f_back
-    return found[::-1]
 
 
 def _next(future: "asyncio.Future[Any] | None") -> "asyncio.Future[Any] | None":

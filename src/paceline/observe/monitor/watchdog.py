@@ -1,4 +1,4 @@
-"""A thread that notices when nothing moves, and says who waits for whom.
+"""A thread that notices when nothing moves, and reports which waits block which.
 
 Nothing may be silent for longer than `record.watchdog_seconds`: a run that has not moved gets a note with the wait
 graph, and all stacks in `stalled.txt`; one that moves but shows nothing, a sentence that it still does. Both come again
@@ -51,7 +51,7 @@ def watching(monitor: Monitors, directory: Path, seconds: float = 60.0, part: st
     """Watch over what runs in here. `part` tells several processes of one run directory apart; 0 seconds: no words."""
     dog = Watchdog(monitor, directory, seconds, part)
     monitor.add(dog)
-    dog.start()
+    dog._thread.start()
     try:
         yield dog
     finally:
@@ -73,7 +73,7 @@ class Watchdog(Monitor):
         clock: Callable[[], float] = time.monotonic,
         cpu: Callable[[], float] = time.process_time,
     ) -> None:
-        self._tell = monitor
+        self._monitor = monitor
         self._directory, self._part = directory, part
         self._patience = patience
         self._clock, self._cpu = clock, cpu
@@ -93,8 +93,6 @@ class Watchdog(Monitor):
         """When the event loop was asked for a sign of life that has not come yet."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-
-    # -- what the run tells -----------------------------------------------------------------------------------------
 
     def begin(self, plan: RunPlan) -> None:
         self._step = plan.start_step
@@ -138,9 +136,6 @@ class Watchdog(Monitor):
                 self._loop, self._loop_thread = asyncio.get_running_loop(), threading.current_thread()
 
     # -- the thread -------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """Nothing is waited for any more: the snapshot goes."""
@@ -191,18 +186,13 @@ class Watchdog(Monitor):
             return
         self._asked = now
         try:
-            self._loop.call_soon_threadsafe(self._answer)
+            self._loop.call_soon_threadsafe(setattr, self, "_asked", None)
         except RuntimeError:  # it was closed just now
             self._asked = None
-
-    def _answer(self) -> None:
-        self._asked = None
 
     def _blocked(self, now: float) -> float:
         asked = self._asked
         return 0.0 if asked is None else now - asked
-
-    # -- words ------------------------------------------------------------------------------------------------------
 
     def _speak(self, now: float) -> None:
         silent, unseen = now - self._moved_at, now - self._shown_at
@@ -212,12 +202,12 @@ class Watchdog(Monitor):
             nodes = graph(registry.waits(), time.monotonic())
             text = self._stalled(nodes, silent, now)
             self._dump(text, nodes)
-            self._tell.note(text)
+            self._monitor.note(text)
         elif unseen >= self._slow_due:
             self._slow_due = _later(self._slow_due, self._patience)
             moved = sum(self._seen) - sum(self._seen_at_show)
             doing = chain(graph(registry.waits(), time.monotonic())) or self._phase or "working"
-            self._tell.phase(f"still at it after {seconds(unseen)}, {moved} things finished: {doing}")
+            self._monitor.phase(f"still at it after {seconds(unseen)}, {moved} things finished: {doing}")
 
     def _stalled(self, nodes: list[Node], silent: float, now: float) -> str:
         blocked = self._blocked(now)
@@ -244,8 +234,6 @@ class Watchdog(Monitor):
         thread = self._loop_thread or threading.main_thread()
         return f"the thread `{thread.name}` is at {place(stack_of(thread))}"
 
-    # -- files ------------------------------------------------------------------------------------------------------
-
     def _snapshot(self, nodes: list[Node], now: float) -> None:
         blocked = self._blocked(now)
         state = {
@@ -270,11 +258,9 @@ class Watchdog(Monitor):
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), text, "", "who waits for whom"]
         lines += draw(nodes)
         for group in tasks(self._loop) if self._loop is not None else []:
-            lines += [
-                "",
-                f"task {group['name']}" + (f" and {group['count'] - 1} like it" if group["count"] > 1 else ""),
-            ]
-            lines += [f"    {line}" for line in group["stack"]]
+            names = group["names"]
+            like = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+            lines += ["", f"task {names[0]}{like}", *(f"    {line}" for line in group["stack"])]
         for group in threads():
             lines += ["", f"thread {', '.join(group['names'])}", *(f"    {line}" for line in group["stack"])]
         content = "\n".join(lines) + "\n"

@@ -3,13 +3,10 @@ transformers."""
 
 from paceline.observe.record.folder import Changed, RunFolder, RunStatus, TimelineSpan, find_runs, open_run
 from paceline.observe.record.rollout_recorder import RolloutRecorder
-from paceline.observe.record.rows import Found, Gone, Query, Row, Told, ToldTurn
-from paceline.observe.record.tickets import FoundTickets
+from paceline.observe.record.rows import Gone, Query, Row, Told, ToldTurn
 
 __all__ = [
     "Changed",
-    "Found",
-    "FoundTickets",
     "Gone",
     "Query",
     "RolloutRecorder",

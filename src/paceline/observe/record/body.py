@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.rollout import Rollout, Turn
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample
 from paceline.data.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
-from paceline.observe.record.sanitize import REFUSED, encoder, sanitize
+from paceline.observe.record.rows import clean
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
@@ -33,6 +33,52 @@ ALL_TURN_STREAMS = (1 << len(TURN_STREAMS)) - 1
 CREDIT_STREAMS = tuple(name for name in STREAM_DTYPES if name not in TURN_STREAMS and name != "token_ids")
 """Streams that come in when a rollout is judged."""
 _AFTER_TOKENS = tuple(name for name in STREAM_DTYPES if name != "token_ids")
+
+
+DEEPEST = 60
+"""Levels of nesting that are kept; a reader's own recursion ends not far below a thousand."""
+_LARGEST = 2**63
+
+
+def _hook(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else _text(value)
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
+REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
+"""Errors that it raises for a value that must be sanitized first."""
+
+
+def sanitize(value: Any, depth: int = DEEPEST) -> Any:
+    """A copy that can be written: lone surrogates as their escapes, huge numbers and what lies too deep as text."""
+    match value:
+        case None | bool() | float() | bytes():
+            return value
+        case str():
+            return clean(value)
+        case int():
+            return value if -_LARGEST <= value < _LARGEST else str(value)
+    if depth == 0:
+        return f"({type(value).__name__}, nested too deep to be kept)"
+    match value:
+        case dict():
+            return {_key(key): sanitize(item, depth - 1) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [sanitize(item, depth - 1) for item in value]
+        case np.generic() | np.ndarray():
+            return sanitize(value.tolist(), depth - 1)
+    return clean(_text(value))
+
+
+def _key(key: Any) -> Any:
+    return key if type(key) is int and -_LARGEST <= key < _LARGEST else clean(str(key))
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # whatever a user's own object does when it is asked for its text
+        return f"({type(value).__name__} that does not tell what it is: {type(error).__name__})"
 
 
 class _RolloutFields(msgspec.Struct, array_like=True):
@@ -145,7 +191,11 @@ def encode(rollout: Rollout) -> tuple[bytes, Sequence[Any]]:
     if (short := _encode_short(rollout)) is not None:
         return short, rollout.turns[0].messages or ()
     long = LongEncoder(rollout)
-    return long.encode(), long.new_messages
+    try:
+        return encoder.encode(long.body), long.new_messages
+    except REFUSED:
+        long.body.sanitize()
+        return encoder.encode(long.body), long.new_messages
 
 
 def _encode_short(rollout: Rollout) -> bytes | None:
@@ -197,13 +247,6 @@ class LongEncoder:
             [self._sample(sample) for sample in rollout.samples],
         )
 
-    def encode(self) -> bytes:
-        try:
-            return encoder.encode(self.body)
-        except REFUSED:
-            self.body.sanitize()
-            return encoder.encode(self.body)
-
     def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:
         full, prompt, sampled, logprobs, versions = _numbers(turn)
         like, shared = self._goes_on(prompt, place) if place else (-1, 0)
@@ -219,24 +262,10 @@ class LongEncoder:
             self.new_messages += messages
         self._full.append(full)
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
-        return _Turn(
-            like,
-            shared,
-            prompt[4 * shared :],
-            sampled,
-            logprobs,
-            versions,
-            None if turn.log_z is None else floats(turn.log_z),
-            turn.finish,
-            turn.temperature,
-            turn.recomputed,
-            dict(turn.weights),
-            repeated,
-            messages,
-            tools,
-            turn.text,
-            turn.said,
-        )
+        numbers = sampled, logprobs, versions, None if turn.log_z is None else floats(turn.log_z)
+        facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
+        conversation = repeated, messages, tools, turn.text, turn.said
+        return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:
         """The turn that a prompt repeats most of, the latest of them, and how many tokens of it."""
@@ -258,9 +287,8 @@ class LongEncoder:
         for name in CREDIT_STREAMS:
             if (stream := getattr(sample, name)) is not None:
                 streams[name] = squeeze(stream, spans)
-        return _Sample(
-            length, turn, from_turns, streams, sample.ended, sample.rollout, spans, sample.ticket is not None
-        )
+        facts = sample.ended, sample.rollout, spans, sample.ticket is not None
+        return _Sample(length, turn, from_turns, streams, *facts)
 
     def _compared(self, sample: Sample) -> tuple[int, int, dict[str, bytes | Runs]]:
         """The turn that holds its tokens, what its turns say of it, and the rest of that."""
@@ -355,22 +383,15 @@ def streams_of(
         )
     mask, logprobs, versions, temperatures = [], [], [], []
     place = 0
-    for (start, end), turn in zip(spans, turns, strict=False):
+    for (start, end), turn in [*zip(spans, turns, strict=False), ((length, length), TurnTokens(b"", b"", 1.0))]:
         gap, count = start - place, end - start
-        if gap < 0 or not 0 <= 4 * count <= len(turn.logprobs):
+        if not turns or gap < 0 or not 0 <= 4 * count <= len(turn.logprobs):
             return None
         mask += bytes(gap), b"\1" * count
         logprobs += bytes(4 * gap), turn.logprobs[: 4 * count]
         versions += b"\xff" * (4 * gap), each(turn.versions, count)[: 4 * count]
         temperatures += _ONE * gap, _float(turn.temperature or 1.0) * count
         place = end
-    rest = length - place
-    if not turns or rest < 0:
-        return None
-    mask.append(bytes(rest))
-    logprobs.append(bytes(4 * rest))
-    versions.append(b"\xff" * (4 * rest))
-    temperatures.append(_ONE * rest)
     return b"".join(mask), b"".join(logprobs), b"".join(versions), b"".join(temperatures)
 
 

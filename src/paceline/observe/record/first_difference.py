@@ -9,7 +9,7 @@ Whatever differs further down may be a mere consequence, so only the first is na
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -117,11 +117,8 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-# -- step by step -----------------------------------------------------------------------------------------------------
-
-
 def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[FirstDifference]:
-    measured = [{int(row["step"]): row for row in _rows(run.metrics())} for run in (one, other)]
+    measured = [_by_step(run.metrics()) for run in (one, other)]
     steps = sorted({step for known in measured for step in known})
     kept = one.rollouts.kept and other.rollouts.kept
     for step in steps:
@@ -130,19 +127,17 @@ def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Count
             yield FirstDifference(kind="length", what=f"{lacking[0]} ends before step {step}", step=step)
             return
         mine, theirs = (known[step] for known in measured)
-        if kept:
-            yield from _step(one, other, step, True, tolerance, seen)
-        yield from _measures(step, mine, theirs, False, tolerance)
-        if kept:  # played with the weights that this step made
-            yield from _step(one, other, step, False, tolerance, seen)
-        yield from _measures(step, mine, theirs, True, tolerance)
+        for training in (True, False):  # an evaluation is played with the weights that this step made
+            if kept:
+                yield from _step(one, other, step, training, tolerance, seen)
+            yield from _measures(step, mine, theirs, not training, tolerance)
         seen["steps"] += 1
 
 
-def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    names = list(columns)
-    for values in zip(*columns.values(), strict=True):
-        yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
+def _by_step(columns: Mapping[str, Sequence[Any]]) -> dict[int, dict[str, Any]]:
+    rows = (zip(columns, values, strict=True) for values in zip(*columns.values(), strict=True))
+    known = ({name: value for name, value in row if value is not None} for row in rows)
+    return {int(row["step"]): row for row in known}
 
 
 def _step(
@@ -161,11 +156,10 @@ def _step(
             judged.append(found)
     yield from judged[:1]  # credit looks at the whole group: whatever its members said comes before
     for run, rows, against in ((one, mine, theirs), (other, theirs, mine)):
-        for key, row in rows.items():
-            if key not in against:
-                where = (row.index, None) if run is one else (None, row.index)
-                what = f"only {run.name} has this rollout in step {step} ({row.state})"
-                yield _at(row, where, kind="ticket", what=what)
+        for row in (row for key, row in rows.items() if key not in against):
+            where = (row.index, None) if run is one else (None, row.index)
+            what = f"only {run.name} has this rollout in step {step} ({row.state})"
+            yield _at(row, where, kind="ticket", what=what)
 
 
 def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
@@ -183,15 +177,8 @@ def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
 
 
 def _at(row: Row, indices: tuple[int | None, int | None], **details: Any) -> FirstDifference:
-    return FirstDifference(
-        step=row.step,
-        env=row.env,
-        ticket=row.ticket,
-        member=row.member,
-        actor=row.actor,
-        indices=indices,
-        **details,
-    )
+    place = {name: getattr(row, name) for name in ("step", "env", "ticket", "member", "actor")}
+    return FirstDifference(**place, indices=indices, **details)
 
 
 def _details(
@@ -278,30 +265,22 @@ def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
     if mine.dtype.kind == "f":
         wide = [stream.astype(np.float64) for stream in (mine, theirs)]
         with np.errstate(invalid="ignore"):
-            slack = tolerance * np.maximum(1.0, np.abs(wide[0]))
-            differ = ~(
-                (np.abs(wide[0] - wide[1]) <= slack) | (np.isnan(wide[0]) & np.isnan(wide[1])) | (mine == theirs)
-            )
+            near = np.abs(wide[0] - wide[1]) <= tolerance * np.maximum(1.0, np.abs(wide[0]))
+            differ = ~(near | (np.isnan(wide[0]) & np.isnan(wide[1])) | (mine == theirs))
     else:
         differ = mine != theirs
     return int(np.argmax(differ)) if differ.any() else None
 
 
-# -- what was measured ------------------------------------------------------------------------------------------------
-
-
 def _measures(
     step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
 ) -> Iterator[FirstDifference]:
-    for name in sorted(_compared(mine) | _compared(theirs), key=_rank):
-        if name.startswith("eval/") == evaluation:
+    for name in sorted((mine.keys() | theirs.keys()) - {"step"}, key=_rank):
+        timed = name.startswith(TIMED) or name.endswith("/s")
+        if name.startswith("eval/") == evaluation and not timed:
             kind = ("loss", "gradient", "measure")[_rank(name)[0]]
             for details in _values(kind, f"`{name}`", mine.get(name), theirs.get(name), tolerance):
                 yield FirstDifference(**details, step=step)
-
-
-def _compared(measured: Iterable[str]) -> set[str]:
-    return {name for name in measured if name != "step" and not name.startswith(TIMED) and not name.endswith("/s")}
 
 
 def _rank(name: str) -> tuple[int, str]:

@@ -1,11 +1,6 @@
-"""A run directory, opened for reading: while the run lives, after it ended, after it crashed, or on another machine.
+"""Reads a run directory: while the run lives, after it ended, after it crashed, or on another machine."""
 
-Determines the status of a run from its directory alone.
-
-Lists the keys of a run's config that differ from the defaults. A key counts where the config would be another without
-it. So nothing that Paceline fills in by itself is listed, and readers need not know its rules.
-"""
-
+import contextlib
 import copy
 import fcntl
 import json
@@ -17,11 +12,12 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode
@@ -111,17 +107,16 @@ def _locked(path: Path) -> bool:
 def _refused(path: Path) -> bool:
     """Where there is no such list: ask for the lock, and give it back at once."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        file = path.open("rb")
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            return False
+        except OSError:
+            return True
 
 
 def _seen_elsewhere(snapshot: Path) -> bool:
@@ -135,6 +130,10 @@ def _seen_elsewhere(snapshot: Path) -> bool:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) else None
+
+
+def _step(line: dict[str, Any]) -> int:
+    return _whole(line.get("step")) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,8 @@ class Changed:
 
 
 def changed(config: dict[str, Any]) -> list[Changed]:
-    """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config."""
+    """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config. A key
+    matters where the config would be another without it, so nothing that Paceline fills in by itself is listed."""
     resolved = resolved_config(config)
     return [found for key in resolved for found in _below(resolved, resolved, (key,))]
 
@@ -183,7 +183,9 @@ def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed
     value = table[path[-1]]
     if FILLED_IN.get(path) == value:
         return
-    without = _resolved(_without(whole, path))
+    rest: Any = copy.deepcopy(whole)
+    del reduce(getitem, path[:-1], rest)[path[-1]]
+    without: Any = _resolved(rest)
     if without == whole:
         return
     if isinstance(value, dict) and value:
@@ -194,7 +196,11 @@ def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed
             for key in item:
                 yield from _below(whole, item, (*path, place, key))
     else:
-        yield Changed(_dotted(path), value, None if without is None else _at(without, path))
+        key = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+        default = None
+        with contextlib.suppress(LookupError, TypeError):
+            default = reduce(getitem, path, without)
+        yield Changed(key, value, default)
 
 
 def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -202,33 +208,8 @@ def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
         warnings.simplefilter("ignore")
         try:
             return RunConfig.model_validate(config).model_dump(mode="json", exclude_none=True)
-        except (ValidationError, ValueError):
+        except ValueError:  # pydantic's ValidationError is one
             return None
-
-
-def _without(whole: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    cut = copy.deepcopy(whole)
-    table: Any = cut
-    for key in path[:-1]:
-        table = table[key]
-    del table[path[-1]]
-    return cut
-
-
-def _at(config: Any, path: KeyPath) -> Any:
-    try:
-        for key in path:
-            config = config[key]
-        return config
-    except (LookupError, TypeError):
-        return None
-
-
-def _dotted(path: KeyPath) -> str:
-    text = ""
-    for key in path:
-        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
-    return text
 
 
 Columns = dict[str, list[float | None]]
@@ -336,10 +317,9 @@ class RunFolder:
             fits &= rows[column] < len(names)
         for column in ("start", "end", "value"):
             fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
-        if start is not None:
-            fits &= rows["end"] >= start
-        if end is not None:
-            fits &= rows["start"] <= end
+        fits &= (rows["end"] >= (-np.inf if start is None else start)) & (
+            rows["start"] <= (np.inf if end is None else end)
+        )
         return [
             TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
             for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
@@ -367,11 +347,6 @@ class RunFolder:
             return {}, []
         except (OSError, ValueError) as error:
             return {}, [f"config.toml cannot be read: {error}"]
-
-
-def _step(line: dict[str, Any]) -> int:
-    step = line.get("step")
-    return step if isinstance(step, int) else 0
 
 
 def _number(value: Any) -> float | None:

@@ -4,7 +4,7 @@ luck of the draw is in both and cancels."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,23 +75,16 @@ class Pairs:
 def paired(one: RunFolder, other: RunFolder) -> Pairs:
     """All draws that both runs have a reward for; whatever became of them, lest a filter chooses who is compared."""
     names = [name for name in one.rollouts.names("env") if name in other.rollouts.names("env")]
-    mine, theirs = _draws(one, names), _draws(other, names)
-    _, left, right = np.intersect1d(mine.key, theirs.key, assume_unique=True, return_indices=True)
-    same = mine.row[left] == theirs.row[right]
-    left, right = left[same], right[same]
-    step = np.maximum(mine.step[left], theirs.step[right])
-    order = np.lexsort((mine.key[left] % TICKETS, step))
-    left, right = left[order], right[order]
-    return Pairs(
-        tuple(names),
-        mine.key[left] // TICKETS,
-        mine.key[left] % TICKETS,
-        step[order],
-        mine.reward[left],
-        theirs.reward[right],
-        (mine.place[left], theirs.place[right]),
-        int(np.count_nonzero(~same)),
-    )
+    (mine, *columns), (theirs, *others) = _draws(one, names), _draws(other, names)
+    key, left, right = np.intersect1d(mine, theirs, assume_unique=True, return_indices=True)
+    row, step, a, place = (column[left] for column in columns)
+    other_row, other_step, b, other_place = (column[right] for column in others)
+    same, step = row == other_row, np.maximum(step, other_step)
+    order = np.lexsort((key % TICKETS, step))
+    order = order[same[order]]
+    key, places = key[order], (place[order], other_place[order])
+    strangers = int(np.count_nonzero(~same))
+    return Pairs(tuple(names), key // TICKETS, key % TICKETS, step[order], a[order], b[order], places, strangers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +128,8 @@ def verdict(one: RunFolder, other: RunFolder, alpha: float = ALPHA) -> Verdict |
     return Verdict(pairs, course(pairs.differences, alpha)) if len(pairs.ticket) else None
 
 
-class _Draws(NamedTuple):
-    key: NDArray[np.int64]
-    row: NDArray[np.int64]
-    step: NDArray[np.int64]
-    reward: NDArray[np.float64]
-    place: NDArray[np.int64]
-
-
-def _draws(run: RunFolder, names: Sequence[str]) -> _Draws:
+def _draws(run: RunFolder, names: Sequence[str]) -> tuple[NDArray[Any], ...]:
+    """Of each draw its key (environment and ticket), row, first step, mean reward, and a rollout's number."""
     view = run.rollouts.view()
     rows: NDArray[Any] = view.rows
     number = {name: place for place, name in enumerate(names)}
@@ -154,11 +140,6 @@ def _draws(run: RunFolder, names: Sequence[str]) -> _Draws:
     key, first, inverse, counts = np.unique(
         env[wanted] * TICKETS + picked["ticket"], return_index=True, return_inverse=True, return_counts=True
     )
-    total = np.bincount(inverse, weights=picked["reward"], minlength=len(key))
-    return _Draws(
-        key,
-        picked["row"][first].astype(np.int64),
-        picked["step"][first].astype(np.int64),
-        total / counts,
-        wanted[first],
-    )
+    reward = np.bincount(inverse, weights=picked["reward"], minlength=len(key)) / counts
+    row, step = (picked[column][first].astype(np.int64) for column in ("row", "step"))
+    return key, row, step, reward, wanted[first]

@@ -16,15 +16,11 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_whole
 from paceline.observe.record.layout import LANE, NAMED, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.sanitize import clean
+from paceline.observe.record.rows import clean
 
 MOST_NAMES = 60_000
 """Names a row can tell apart, with some room: actors may be called anything, and differently each time."""
 _BLOCK = 1 << 22
-
-
-class StrangeSchema(PacelineError):
-    """The record was written by another version of Paceline."""
 
 
 class RecordWriter:
@@ -35,7 +31,7 @@ class RecordWriter:
         at.folder.mkdir(exist_ok=True)
         if at.schema.exists():
             if (schema := json.loads(at.schema.read_text()).get("schema")) != SCHEMA:
-                raise StrangeSchema(
+                raise PacelineError(
                     f"{at.folder} was written in schema {schema}, and this version of Paceline writes {SCHEMA}: resume "
                     "with the version that began the run, or move the folder away"
                 )
@@ -46,17 +42,13 @@ class RecordWriter:
         self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._new: list[dict[str, str]] = []
         self._files = {path: _opened(path) for path in (at.data, at.text, at.index, at.lanes)}
-        whole = whole_rows(self.rows(), self.size(at.data), self.size(at.text), len(self._names))
-        self._keep(whole)
+        self._keep(whole_rows(self.rows(), *self.ends, len(self._names)))
         self._truncate(at.lanes, self.size(at.lanes) // LANE.itemsize * LANE.itemsize)
 
     @property
-    def data_end(self) -> int:
-        return self.size(self._at.data)
-
-    @property
-    def text_end(self) -> int:
-        return self.size(self._at.text)
+    def ends(self) -> tuple[int, int]:
+        """Bytes of bodies and of text so far."""
+        return self.size(self._at.data), self.size(self._at.text)
 
     def rows(self) -> NDArray[Any]:
         """The index, as far as its rows are whole."""
@@ -112,10 +104,9 @@ class RecordWriter:
         rows = self.rows()
         if count < len(rows):
             self._replace(self._at.index, count * ROW.itemsize)
-        last = rows[count - 1] if count else None
         self._truncate(self._at.index, count * ROW.itemsize)
-        self._truncate(self._at.data, int(last["offset"] + last["size"]) if last is not None else 0)
-        self._truncate(self._at.text, int(last["text_offset"] + last["text_size"]) if last is not None else 0)
+        for path, at in ((self._at.data, ""), (self._at.text, "text_")):
+            self._truncate(path, int(rows[f"{at}offset"][count - 1] + rows[f"{at}size"][count - 1]) if count else 0)
 
     def _replace(self, path: Path, size: int) -> None:
         """The same file, but its first bytes alone, under a new identity."""

@@ -4,9 +4,7 @@
 
 Rollouts are final once their fate is known, so nothing is copied when they are handed over. The run comes first: if the
 thread falls behind, bodies are left out and their rows stay; if a file cannot be written, the record ends with a note
-and the run goes on.
-
-The same thread samples how busy engines and environments are, twice a second.
+and the run goes on. The same thread samples how busy engines and environments are, twice a second.
 """
 
 import errno
@@ -17,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +38,7 @@ and each by itself costs more to write."""
 CLOSE_SECONDS = 60.0
 _LARGEST_BODY = (1 << 32) - 1
 _IDLE = 3600.0
-_MOST_BEATS = 16
-
+_MOST_SPANS = 16
 
 WINDOW = 0.5
 LANES = 8
@@ -51,7 +49,7 @@ LONGEST = 10.0
 """Seconds after which a span is written though it goes on, so that live views show it."""
 
 
-class Beat(NamedTuple):
+class LoadSpan(NamedTuple):
     """A span of a lane during which nothing changed. What is idle has none."""
 
     lane: str
@@ -61,21 +59,21 @@ class Beat(NamedTuple):
     value: float
 
 
-class Pulse:
-    """Looks, and answers with the spans that have ended."""
+class LoadSampler:
+    """Samples the load of engines and environments, and returns the spans that have ended."""
 
     def __init__(self, look: Gauges) -> None:
         self._look = look
         self._before: dict[str, float] = {}
         self._at: float | None = None
-        self._open: dict[tuple[str, str], Beat] = {}
+        self._open: dict[tuple[str, str], LoadSpan] = {}
         self._window = WINDOW
 
     def due(self, now: float) -> float:
         """Seconds until the next look."""
         return 0.0 if self._at is None else max(0.0, self._at + self._window - now)
 
-    def beat(self, now: float) -> list[Beat]:
+    def sample(self, now: float) -> list[LoadSpan]:
         busy, playing = self._look()
         since, self._at = self._at, now
         before, self._before = self._before, dict(busy)
@@ -88,12 +86,11 @@ class Pulse:
         self._window = WINDOW * max(1, math.ceil(len(values) / LANES))
         return self._joined(values, since, now)
 
-    def end(self) -> list[Beat]:
+    def end(self) -> list[LoadSpan]:
         """The spans that were still open."""
-        beats, self._open = list(self._open.values()), {}
-        return beats
+        return list(self._open.values())
 
-    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[Beat]:
+    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[LoadSpan]:
         ended = []
         for key in [*self._open, *(key for key in values if key not in self._open)]:
             value, going = values.get(key, 0.0), self._open.pop(key, None)
@@ -101,7 +98,7 @@ class Pulse:
                 ended.append(going)
                 going = None
             if value:
-                self._open[key] = Beat(*key, going.start if going else since, now, value)
+                self._open[key] = LoadSpan(*key, going.start if going else since, now, value)
             elif going is not None:
                 ended.append(going)
         return ended
@@ -115,24 +112,8 @@ class _Played(NamedTuple):
     tokens: int
 
 
-class _DroppedRows(NamedTuple):
-    """The rows of rollouts whose bodies were left out for lack of time."""
-
-    step: int
-    time: float
-    facts: list[Facts]
-
-
-class _Spans(NamedTuple):
-    step: int
-    spans: list[tuple[str, str, float, float]]
-
-
-class _Back(NamedTuple):
-    step: int
-
-
-_Item = _Played | _DroppedRows | _Spans | _Back
+_Item = _Played | Callable[[RecordWriter], None]
+"""Rollouts to write, or another change of the files."""
 
 
 class RolloutRecorder(Monitor):
@@ -147,8 +128,8 @@ class RolloutRecorder(Monitor):
         self._hurry = threading.Event()
         """Something came that is to be written at once."""
         self._thread = threading.Thread(target=self._work, name="record", daemon=True)
-        self._pulse: Pulse | None = None
-        self._beats: list[Beat] = []
+        self._sampler: LoadSampler | None = None
+        self._spans: list[LoadSpan] = []
         self._step = 0
         self._off = False
         self._handed = self._written = 0
@@ -162,8 +143,6 @@ class RolloutRecorder(Monitor):
     def waiting(self) -> int:
         """Tokens that were handed over and are not written yet."""
         return self._handed - self._written
-
-    # -- what the run tells -------------------------------------------------------------------------------------------
 
     def begin(self, plan: RunPlan) -> None:
         self._writer = RecordWriter(self._run)
@@ -180,7 +159,7 @@ class RolloutRecorder(Monitor):
             if not self._bare:
                 log.warning("the record falls behind: from step %d on some rollouts are kept without their words", step)
             self._bare += len(rollouts)
-            self._queue.put(_DroppedRows(step, now, [facts(rollout, state) for rollout in rollouts]))
+            self._queue.put(partial(_append_rows, step, now, [facts(rollout, state) for rollout in rollouts]))
             return
         self._handed += tokens
         self._queue.put(_Played(step, state, now, tuple(rollouts), tokens))
@@ -189,14 +168,14 @@ class RolloutRecorder(Monitor):
 
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
         if not self._off and spans:
-            self._queue.put(_Spans(step, list(spans)))
+            self._queue.put(partial(self._append_spans, step, list(spans)))
 
     def gauges(self, look: Gauges) -> None:
-        self._pulse = Pulse(look)
-        self._queue.put(_Spans(self._step, []))  # the thread may be asleep until something comes
+        self._sampler = LoadSampler(look)
+        self._queue.put(self._write_spans)  # the thread may be asleep until something comes
 
     def roll_back(self, step: int) -> None:
-        self._queue.put(_Back(step))
+        self._queue.put(partial(self._cut, step))
         self._hurry.set()
 
     def close(self) -> None:
@@ -216,9 +195,9 @@ class RolloutRecorder(Monitor):
         try:
             while not self._off and (item := self._next()) is not None:
                 self._take(item, self._writer)
-            if self._pulse is not None:
-                self._beats += self._pulse.end()
-            self._write_beats(self._writer)
+            if self._sampler is not None:
+                self._spans += self._sampler.end()
+            self._write_spans(self._writer)
         except Exception as error:
             self._off = True
             cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -232,50 +211,48 @@ class RolloutRecorder(Monitor):
         if self._next_item:
             return self._next_item.pop()
         while True:
-            pulse = self._pulse
-            due = _IDLE if pulse is None else pulse.due(self._clock())
+            sampler = self._sampler
+            due = _IDLE if sampler is None else sampler.due(self._clock())
             try:
                 return self._queue.get(timeout=max(0.001, due))
             except queue.Empty:
-                self._beat(pulse)
+                if sampler is not None:
+                    self._sample_load(sampler)
 
-    def _beat(self, pulse: Pulse | None) -> None:
+    def _sample_load(self, sampler: LoadSampler) -> None:
         assert self._writer is not None
-        if pulse is None:
-            return
         try:
-            beats = pulse.beat(self._clock())
-        except Exception as error:  # a look into parts that may be on their way down
-            self._pulse = None
+            self._spans += sampler.sample(self._clock())
+        except Exception as error:  # it reads parts that may be on their way down
+            self._sampler = None
             log.debug("stopped recording how busy engines and environments are: %s", error)
             return
-        self._beats += beats
-        if len(self._beats) >= _MOST_BEATS:
-            self._write_beats(self._writer)
+        if len(self._spans) >= _MOST_SPANS:
+            self._write_spans(self._writer)
 
-    def _write_beats(self, writer: RecordWriter) -> None:
-        """A few at a time, or each look would cost a write."""
-        beats, self._beats = self._beats, []
-        self._lanes(beats, self._step + 1, writer)
+    def _write_spans(self, writer: RecordWriter) -> None:
+        """A few at a time, or each sample would cost a write."""
+        spans, self._spans = self._spans, []
+        _append_lanes(spans, self._step + 1, writer)
+
+    def _append_spans(self, step: int, spans: Iterable[tuple[str, str, float, float]], writer: RecordWriter) -> None:
+        self._write_spans(writer)
+        _append_lanes([LoadSpan(*span, 1.0) for span in spans], step, writer)
+
+    def _cut(self, step: int, writer: RecordWriter) -> None:
+        writer.cut(step)
+        self._step = step
 
     def _take(self, item: _Item, writer: RecordWriter) -> None:
-        match item:
-            case _Played():
-                played = self._gathered(item)
-                self._step = max(self._step, *(one.step for one in played))
-                if shutil.disk_usage(self._run).free < RESERVE:
-                    raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
-                self._write(played, writer)
-                self._written += sum(one.tokens for one in played)
-            case _DroppedRows(step, now, known):
-                where = (writer.data_end, 0, writer.text_end, 0)
-                writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
-            case _Spans(step, spans):
-                self._write_beats(writer)
-                self._lanes([Beat(*span, 1.0) for span in spans], step, writer)
-            case _Back(step):
-                writer.cut(step)
-                self._step = step
+        if not isinstance(item, _Played):
+            item(writer)
+            return
+        played = self._gathered(item)
+        self._step = max(self._step, *(one.step for one in played))
+        if shutil.disk_usage(self._run).free < RESERVE:
+            raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
+        _write(played, writer)
+        self._written += sum(one.tokens for one in played)
 
     def _gathered(self, first: _Played) -> list[_Played]:
         """This one and those behind it, which take a moment to come where nothing is urgent."""
@@ -290,58 +267,56 @@ class RolloutRecorder(Monitor):
             played.append(item)
         return played
 
-    def _write(self, played: Sequence[_Played], writer: RecordWriter) -> None:
-        rows: list[bytes] = []
-        bodies: list[bytes] = []
-        texts: list[bytes] = []
-        data, text, size = writer.data_end, writer.text_end, 0
-        for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
-            body, said, flags = _encoded(rollout)
-            where = (data, len(body), text, len(said))
-            rows.append(_row(writer, item.step, item.time, facts(rollout, item.state), flags, where))
-            bodies.append(body)
-            texts.append(said)
-            data, text, size = data + len(body), text + len(said), size + len(body)
-            if size >= CHUNK:
-                writer.append(rows, bodies, texts)
-                rows, bodies, texts, size = [], [], [], 0
-        writer.append(rows, bodies, texts)
 
-    def _lanes(self, beats: Iterable[Beat], step: int, writer: RecordWriter) -> None:
-        spans = [
-            PACK_LANE.pack(
-                writer.name("lane", beat.lane),
-                writer.name("span", beat.kind),
-                step,
-                beat.start,
-                beat.end,
-                beat.value,
-                0,
-            )
-            for beat in beats
-        ]
-        if spans:
-            writer.append_lanes(spans)
+def _write(played: Sequence[_Played], writer: RecordWriter) -> None:
+    rows: list[bytes] = []
+    bodies: list[bytes] = []
+    texts: list[bytes] = []
+    (data, text), size = writer.ends, 0
+    for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
+        body, said, flags = _encoded(rollout)
+        where = (data, len(body), text, len(said))
+        rows.append(_row(writer, item.step, item.time, facts(rollout, item.state), flags, where))
+        bodies.append(body)
+        texts.append(said)
+        data, text, size = data + len(body), text + len(said), size + len(body)
+        if size >= CHUNK:
+            writer.append(rows, bodies, texts)
+            rows, bodies, texts, size = [], [], [], 0
+    writer.append(rows, bodies, texts)
+
+
+def _append_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWriter) -> None:
+    """The rows of rollouts whose bodies were left out for lack of time."""
+    data, text = writer.ends
+    where = (data, 0, text, 0)
+    writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
+
+
+def _append_lanes(spans: Iterable[LoadSpan], step: int, writer: RecordWriter) -> None:
+    packed = [
+        PACK_LANE.pack(writer.name("lane", span.lane), writer.name("span", span.kind), step, *span[2:], 0)
+        for span in spans
+    ]
+    if packed:
+        writer.append_lanes(packed)
 
 
 def _encoded(rollout: Any) -> tuple[bytes, bytes, int]:
     """Body, text and flags. What no body can be made of keeps its row."""
-    flags = 0
     try:
         body, new = encode(rollout)
     except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         log.debug("a rollout of ticket %s has no body: %s", rollout.ticket.number, error)
         body, new = b"", []
-    if 0 < len(body) <= _LARGEST_BODY:
-        flags |= BODY
-    else:
+    if len(body) > _LARGEST_BODY:
         body = b""
-    said = [*pieces(new), *[turn.text for turn in rollout.turns], rollout.error or ""]
-    text = lines(said)
+    flags = (BODY if body else 0) | (IMAGES if new and has_images(new) else 0)
+    text = lines([*pieces(new), *[turn.text for turn in rollout.turns], rollout.error or ""])
     if len(text) > MOST_TEXT:
         flags |= CUT_TEXT
         text = text[:MOST_TEXT].decode(errors="ignore").encode()
-    return body, text, flags | (IMAGES if new and has_images(new) else 0)
+    return body, text, flags
 
 
 def _row(

@@ -5,31 +5,16 @@ Each query reads the files as they are now. Readers and the writer need no coord
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
 from paceline.observe.monitor.directory import Lines, RunDirectory
-from paceline.observe.record.layout import (
-    BODY,
-    DOMAINS,
-    FAILED,
-    IMAGES,
-    NAMED,
-    REPLAYED,
-    ROW,
-    SKIPPED,
-    TRAINED,
-    TRAINING,
-    Facts,
-    Names,
-    RecordFiles,
-    error_kind,
-    index_row,
-)
+from paceline.observe.record import layout
+from paceline.observe.record.layout import NAMED, ROW, TRAINED, Names, RecordFiles
 from paceline.observe.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
 from paceline.observe.record.stored import RecordView, identity, schema_problem
 
@@ -76,12 +61,12 @@ def _row(place: int, record: Mapping[str, Any], names: Names) -> tuple[Any, ...]
     """The row of a readable line, which may hold anything."""
     error, reward, messages = record.get("error"), record.get("reward"), _list(record, "messages")
     versions = [version for version in _list(record, "versions") if isinstance(version, int)]
-    facts = Facts(
+    facts = layout.Facts(
         *(str(record.get(column) or "") for column in ("env", "actor", "kind")),
-        TRAINED if error is None else FAILED,
+        TRAINED if error is None else layout.FAILED,
         str(record.get("finish") or ""),
-        "" if error is None else error_kind(str(error), False),
-        TRAINING,
+        "" if error is None else layout.error_kind(str(error), False),
+        layout.TRAINING,
         *(_integer(record.get(column)) for column in ("ticket", "row", "member", "tokens")),
         prompt=0,
         turns=int(bool(messages)),
@@ -91,8 +76,8 @@ def _row(place: int, record: Mapping[str, Any], names: Names) -> tuple[Any, ...]
         reward=reward if isinstance(reward, int | float) else math.nan,
         advantage=math.nan,
     )
-    flags = BODY | (IMAGES if has_images(messages) else 0)
-    return index_row(_integer(record.get("step")), names, facts, flags, place)
+    flags = layout.BODY | (layout.IMAGES if has_images(messages) else 0)
+    return layout.index_row(_integer(record.get("step")), names, facts, flags, place)
 
 
 def _list(record: Mapping[str, Any], key: str) -> list[Any]:
@@ -108,6 +93,7 @@ _TRIES = 5
 """A run that goes back while it is read is read again, at most this many times."""
 
 View = RecordView | TextRecordView
+T = TypeVar("T")
 
 
 class Rollouts:
@@ -131,9 +117,8 @@ class Rollouts:
             if not self.kept:
                 self._view = TextRecordView(self._sample)
             elif not isinstance(self._view, RecordView) or self._view.identity != identity(self._at.index):
-                self._view = RecordView(
-                    self._at, self._names, self._view if isinstance(self._view, RecordView) else None
-                )
+                before = self._view if isinstance(self._view, RecordView) else None
+                self._view = RecordView(self._at, self._names, before)
             return self._view
 
     @property
@@ -145,15 +130,16 @@ class Rollouts:
         view = self.view()
         return list(dict.fromkeys(name for name, kind in zip(view.names, view.kinds, strict=True) if kind == column))
 
-    def find(self, query: Query | None = None) -> Found:
+    def find(self, query: Query | None = None) -> Found[Row]:
         query = query or Query()
-        for view in self._views():
+        stop = None if query.limit is None else query.offset + query.limit
+
+        def read(view: View) -> Found[Row]:
             ordered = _ordered(view, query)
-            stop = None if query.limit is None else query.offset + query.limit
-            rows = [row_of(int(at), view.rows[at], view.names) for at in ordered[query.offset : stop]]
-            if view.fresh:
-                return Found(len(ordered), rows)
-        raise Gone("the run went back again and again while it was read: ask once more")
+            page = ordered[query.offset : stop]
+            return Found(len(ordered), [row_of(int(at), view.rows[at], view.names) for at in page])
+
+        return self._read(read)
 
     def beside(self, index: int, query: Query | None = None) -> Beside | None:
         """Where a rollout stands in the whole list that a query gives, and its neighbours; None if it is not in it."""
@@ -167,22 +153,11 @@ class Rollouts:
 
     def get(self, index: int) -> Told:
         """One rollout, whole; raises `Gone` where there is none of this number or its body cannot be read."""
-        for view in self._views():
-            _check(view, index)
-            try:
-                told = view.read(index)
-            except Gone:
-                if view.fresh:
-                    raise
-                continue
-            if view.fresh:
-                return told
-        raise Gone("the run went back again and again while it was read: ask once more")
+        return self._read(lambda view: view.read(_check(view, index)))
 
     def row(self, index: int) -> Row:
         view = self.view()
-        _check(view, index)
-        return row_of(index, view.rows[index], view.names)
+        return row_of(_check(view, index), view.rows[index], view.names)
 
     def mates(self, index: int) -> list[int]:
         """All rollouts of its group, itself included: of the same ticket, in the same batch or evaluation."""
@@ -216,14 +191,23 @@ class Rollouts:
             )
         return found
 
-    def _views(self) -> Iterator[View]:
+    def _read(self, read: Callable[[View], T]) -> T:
+        """The answer of a view that still holds when it was read."""
         for _ in range(_TRIES):
-            yield self.view()
+            view = self.view()
+            try:
+                found = read(view)
+            except Gone:
+                if view.fresh:
+                    raise
+                continue
+            if view.fresh:
+                return found
+        raise Gone("the run went back again and again while it was read: ask once more")
 
     def _alike(self, index: int, columns: Sequence[str]) -> list[int]:
         view = self.view()
-        _check(view, index)
-        step = view.rows["step"][index]
+        step = view.rows["step"][_check(view, index)]
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
         block = view.rows[first:last]
         alike = np.ones(len(block), bool)
@@ -233,12 +217,13 @@ class Rollouts:
 
 
 def _trained(view: View) -> list[int]:
-    return _numbers(view, "state", [TRAINED, REPLAYED, SKIPPED])
+    return _numbers(view, "state", [TRAINED, layout.REPLAYED, layout.SKIPPED])
 
 
-def _check(view: View, index: int) -> None:
+def _check(view: View, index: int) -> int:
     if not 0 <= index < len(view.rows):
         raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+    return index
 
 
 def _ordered(view: View, query: Query) -> NDArray[Any]:
@@ -246,7 +231,13 @@ def _ordered(view: View, query: Query) -> NDArray[Any]:
     indices = _selected(view, query)
     if query.text:
         indices = view.containing(fold(query.text), indices)
-    return _sorted(view, indices, query.sort)
+    column, down = query.sort.removeprefix("-"), query.sort.startswith("-")
+    if column not in SORTS:
+        raise ValueError(f"rollouts cannot be sorted by `{column}`: choose one of {', '.join(SORTS)}")
+    if column == "step":
+        return indices[::-1] if down else indices
+    values = view.rows[column][indices].astype(float)
+    return indices[np.argsort(-values if down else values, kind="stable")]  # NaN comes last, either way
 
 
 def _selected(view: View, query: Query) -> NDArray[Any]:
@@ -258,20 +249,15 @@ def _selected(view: View, query: Query) -> NDArray[Any]:
         last = last if high is None else int(np.searchsorted(rows["step"], high, side="right"))
     rows = rows[first : max(first, last)]
     fits = np.ones(len(rows), bool)
-    for column, wanted in (
-        ("env", query.env),
-        ("actor", query.actor),
-        ("state", query.state),
-        ("finish", query.finish),
-    ):
-        if wanted is not None:
+    for column in ("env", "actor", "state", "finish"):
+        if (wanted := getattr(query, column)) is not None:
             fits &= np.isin(rows[column], _numbers(view, column, [wanted] if isinstance(wanted, str) else wanted))
     if isinstance(query.error, bool):
         fits &= (rows["error"] != 0) == query.error
     elif query.error is not None:
         fits &= np.isin(rows["error"], _numbers(view, "error", [query.error]))
     if query.domain is not None:
-        fits &= rows["domain"] == (DOMAINS.index(query.domain) if query.domain in DOMAINS else 255)
+        fits &= rows["domain"] == (layout.DOMAINS.index(query.domain) if query.domain in layout.DOMAINS else 255)
     for column, value in (("ticket", query.ticket), ("row", query.row)):
         if value is not None:
             fits &= rows[column] == value
@@ -282,16 +268,6 @@ def _selected(view: View, query: Query) -> NDArray[Any]:
         if high is not None:
             fits &= rows[column] <= high
     return first + np.flatnonzero(fits)
-
-
-def _sorted(view: View, indices: NDArray[Any], sort: str) -> NDArray[Any]:
-    column, down = sort.removeprefix("-"), sort.startswith("-")
-    if column not in SORTS:
-        raise ValueError(f"rollouts cannot be sorted by `{column}`: choose one of {', '.join(SORTS)}")
-    if column == "step":
-        return indices[::-1] if down else indices
-    values = view.rows[column][indices].astype(float)
-    return indices[np.argsort(-values if down else values, kind="stable")]  # NaN comes last, either way
 
 
 def _numbers(view: View, column: str, names: Sequence[str]) -> list[int]:

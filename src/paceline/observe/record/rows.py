@@ -1,19 +1,17 @@
-"""Queries of the record and their results, as plain values.
-
-The text of a rollout's messages, case-folded for search.
-"""
+"""Queries of the record and their results as plain values, and the text of messages, case-folded for search."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import isnan
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
 from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW
-from paceline.observe.record.sanitize import clean
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +74,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Found(Generic[T]):
     """A page of what was asked for, and how much there is."""
 
     total: int
-    rows: list[Row]
+    rows: list[T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +140,17 @@ class Gone(LookupError):
     """There is no such rollout, or the run went back and it is gone."""
 
 
-_UNCHANGED = tuple(
-    field.name
-    for field in fields(Row)
-    if field.name in (ROW.names or ()) and field.name not in (*NAMED, "domain", "reward", "advantage")
-)
+_FIELDS = tuple(field.name for field in fields(Row))
 
 
 def row_of(index: int, cells: np.void, names: Sequence[str]) -> Row:
     values: dict[str, Any] = dict(zip(ROW.names or (), cells.item(), strict=True))
     domain, flags = values["domain"], values["flags"]
-    shown: dict[str, Any] = {column: values[column] for column in _UNCHANGED}
-    shown |= {column: names[values[column]] for column in NAMED}
-    shown |= {column: None if isnan(values[column]) else values[column] for column in ("reward", "advantage")}
-    return Row(
-        index=index,
-        domain=DOMAINS[domain] if domain < len(DOMAINS) else "",
-        whole=bool(flags & BODY),
-        images=bool(flags & IMAGES),
-        **shown,
-    )
+    values |= {column: names[values[column]] for column in NAMED}
+    values |= {column: None if isnan(values[column]) else values[column] for column in ("reward", "advantage")}
+    values |= {"index": index, "domain": DOMAINS[domain] if domain < len(DOMAINS) else ""}
+    values |= {"whole": bool(flags & BODY), "images": bool(flags & IMAGES)}
+    return Row(**{name: values[name] for name in _FIELDS})
 
 
 MOST_TEXT = 1 << 20
@@ -187,6 +176,15 @@ def fold(text: str) -> bytes:
     return text.casefold().encode()
 
 
+def clean(text: str) -> str:
+    """Text that UTF-8 can hold."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace").decode()
+
+
 def lines(texts: Sequence[str]) -> bytes:
     """Several texts, folded, each with its end of line; one that is empty has none."""
     whole = "\n".join(filter(None, texts)) + "\n"
@@ -204,32 +202,17 @@ def pieces(messages: Iterable[Any]) -> Iterator[str]:
         if type(content) is str:
             yield content
         elif isinstance(content, list | tuple):
-            yield from _parts(content)
-        if calls := message.get("tool_calls"):
-            yield from _calls(calls)
+            parts = (part.get("text") if isinstance(part, dict) else part for part in content)
+            yield from (part for part in parts if isinstance(part, str))
+        if isinstance(calls := message.get("tool_calls"), list | tuple):
+            functions = (call.get("function") for call in calls if isinstance(call, dict))
+            yield from (f"{f.get('name')} {f.get('arguments')}" for f in functions if isinstance(f, dict))
 
 
 def has_images(messages: Iterable[Any]) -> bool:
     """Whether a message holds a part that is not text."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
-        if type(content) is str or not isinstance(content, list | tuple):
-            continue
-        if any(isinstance(part, dict) and part.get("type") != "text" for part in content):
+        if isinstance(content, list | tuple) and any(isinstance(p, dict) and p.get("type") != "text" for p in content):
             return True
     return False
-
-
-def _parts(content: Iterable[Any]) -> Iterator[str]:
-    for part in content:
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, dict) and isinstance(text := part.get("text"), str):
-            yield text
-
-
-def _calls(calls: Any) -> Iterator[str]:
-    for call in calls if isinstance(calls, list | tuple) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            yield f"{function.get('name')} {function.get('arguments')}"

@@ -1,7 +1,4 @@
-"""A snapshot of a run's record: rows mapped, names read, bodies and texts read on demand.
-
-Decodes a body: every turn in full, every sample as it shipped, bit for bit.
-"""
+"""A snapshot of a run's record: rows mapped, names read, bodies and texts read on demand."""
 
 import json
 import os
@@ -163,17 +160,8 @@ class RecordView:
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise Gone(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
-        return Told(
-            row=row,
-            ticket=Ticket(*body.ticket),
-            parent=body.parent,
-            reward=body.reward,
-            metrics=body.metrics,
-            error=body.error,
-            messages=messages,
-            turns=turns,
-            samples=samples,
-        )
+        facts = {name: getattr(body, name) for name in ("parent", "reward", "metrics", "error")}
+        return Told(row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts)
 
     def measured(self, index: int) -> dict[str, Any]:
         """The environment's own metrics of a rollout, without the rest of it; none where they cannot be read."""
@@ -190,7 +178,11 @@ class RecordView:
         starts, sizes = self.rows["text_offset"][among], self.rows["text_size"][among]
         found = np.zeros(len(among), bool)
         if len(among):
-            self._read_ahead(int(starts[0]), int(starts[-1] + sizes[-1]), int(sizes.sum()))
+            start, end = int(starts[0]), int(starts[-1] + sizes[-1])
+            # Let the disk read on while we search, unless most of what lies between is not wanted. A text that is not
+            # in the machine's memory is searched three times as fast.
+            if self._text is not None and 4 * int(sizes.sum()) >= end - start and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._text, start, end - start, os.POSIX_FADV_WILLNEED)
         for first, last, start, block in self._blocks(starts, sizes):
             if needle in block:
                 begins = (starts[first:last] - start).tolist()
@@ -198,12 +190,6 @@ class RecordView:
                 find = block.find
                 found[first:last] = [find(needle, a, b) >= 0 for a, b in zip(begins, ends, strict=True)]
         return among[found]
-
-    def _read_ahead(self, start: int, end: int, wanted: int) -> None:
-        """Let the disk read on while we search, unless most of what lies between is not wanted. A text that is not in
-        the machine's memory is searched three times as fast."""
-        if self._text is not None and 4 * wanted >= end - start and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._text, start, end - start, os.POSIX_FADV_WILLNEED)
 
     def _blocks(self, starts: NDArray[Any], sizes: NDArray[Any]) -> Iterator[tuple[int, int, int, bytes]]:
         """The texts of these rows in pieces: from which to which row, where the piece begins, and its bytes. Where rows

@@ -1,7 +1,5 @@
-"""Reads the states of every ticket from `tickets.jsonl`.
-
-Parses `tickets.jsonl` into columns: a long run has millions of lines, too many for an object each.
-"""
+"""Reads the states of every ticket from `tickets.jsonl` into columns: a long run has millions of lines, too many for an
+object each."""
 
 import contextlib
 import hashlib
@@ -9,10 +7,8 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.monitor.directory import RunDirectory, left_out, replace_file
+from paceline.observe.record.rows import Found
 from paceline.observe.record.stored import identity
 
 NAMED = ("env", "state", "reason")
@@ -118,7 +115,7 @@ def _decoded(data: bytes) -> tuple[list[_Line], list[int]]:
 
 
 SCHEMA = 1
-_INDEX_BLOCK = 1 << 20
+_BLOCK = 1 << 20
 
 
 class JournalPosition(msgspec.Struct):
@@ -143,45 +140,15 @@ _decoder = msgspec.json.Decoder(JournalPosition)
 def digest(journal: int, at: int) -> str:
     """A fingerprint of what stands before a place in a file; a tenth of the time that reading it as JSON takes."""
     found = hashlib.sha256()
-    for start in range(0, at, _INDEX_BLOCK):
-        found.update(os.pread(journal, min(_INDEX_BLOCK, at - start), start))
+    for start in range(0, at, _BLOCK):
+        found.update(os.pread(journal, min(_BLOCK, at - start), start))
     return found.hexdigest()
 
 
-def load(path: Path, journal: int) -> tuple[JournalPosition, NDArray[Any]] | None:
-    """The index, if it is of this open journal; None where it is not, or where there is none."""
-    try:
-        with path.open("rb") as file:
-            head = _decoder.decode(file.readline())
-            lines = np.frombuffer(file.read(), LINE)
-    except (OSError, ValueError, msgspec.DecodeError):
-        return None
-    same = head.schema == SCHEMA and 0 <= head.at <= os.fstat(journal).st_size
-    whole = len(lines) == head.count - head.strange and all(
-        lines[column].max(initial=0) < len(head.names) for column in NAMED
-    )
-    return (head, lines) if same and whole and digest(journal, head.at) == head.digest else None
-
-
-def save(path: Path, head: JournalPosition, lines: NDArray[Any]) -> None:
-    """Keep it, where the folder lets us."""
-    with contextlib.suppress(OSError):
-        replace_file(path, [msgspec.json.encode(head), b"\n", lines.tobytes()], durable=False)
-
-
-_BLOCK = 1 << 20
 _WORTH = 50_000
 """So many lines that were read anew are worth keeping beside the journal."""
 _SOON = 4 << 20
 """Bytes that are read without a noticeable delay."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundTickets:
-    """A page of tickets, each as it stands now, and how many there are."""
-
-    total: int
-    rows: list[dict[str, Any]]
 
 
 class _Journal:
@@ -205,19 +172,6 @@ class _Journal:
         last = np.flatnonzero(np.diff(self.numbers, append=NOTHING - 1))
         return self.lines[self.order[last[::-1]]]
 
-    def of(self, number: int) -> NDArray[Any]:
-        """The lines of one ticket."""
-        first, last = np.searchsorted(self.numbers, [number, number + 1])
-        return self.lines[self.order[first:last]]
-
-    def fitting(self, env: str | None, state: str | None, reason: str | None) -> NDArray[Any]:
-        """The last lines of tickets that are as wanted."""
-        found = self.ends
-        for column, name in (("env", env), ("state", state), ("reason", reason)):
-            if name is not None:
-                found = found[found[column] == self.names.number(name)]
-        return found
-
 
 class Tickets:
     """Every ticket's states, in the order they came. What was read once is kept, and only new lines are read."""
@@ -232,7 +186,8 @@ class Tickets:
     def life(self, number: int, env: str | None = None) -> list[dict[str, Any]]:
         """All states of one ticket, the earliest first."""
         journal = self._read()
-        lives = [as_dict(line, journal.names) for line in journal.of(number)]
+        first, last = np.searchsorted(journal.numbers, [number, number + 1])
+        lives = [as_dict(line, journal.names) for line in journal.lines[journal.order[first:last]]]
         return [line for line in lives if env is None or line["env"] == env]
 
     def find(
@@ -242,18 +197,21 @@ class Tickets:
         reason: str | None = None,
         offset: int = 0,
         limit: int | None = 50,
-    ) -> FoundTickets:
+    ) -> Found[dict[str, Any]]:
         """Tickets by their last state, the newest first."""
         journal = self._read()
-        fitting = journal.fitting(env, state, reason)
+        fitting = journal.ends
+        for column, name in (("env", env), ("state", state), ("reason", reason)):
+            if name is not None:
+                fitting = fitting[fitting[column] == journal.names.number(name)]
         page = fitting[offset : None if limit is None else offset + limit]
-        return FoundTickets(len(fitting), [as_dict(line, journal.names) for line in page])
+        return Found(len(fitting), [as_dict(line, journal.names) for line in page])
 
     def states(self) -> dict[str, int]:
         """How many tickets are in each state now."""
         journal = self._read()
-        counts = np.bincount(journal.ends["state"]).tolist()
-        return {journal.names.all[number]: count for number, count in enumerate(counts) if count}
+        counts = enumerate(np.bincount(journal.ends["state"]).tolist())
+        return {journal.names.all[number]: count for number, count in counts if count}
 
     def dropped(self) -> dict[str, list[tuple[int, int]]]:
         """Groups dropped on the way to each step, by reason. The journal is written batch by batch, so what stands
@@ -284,30 +242,37 @@ class Tickets:
     def _read(self) -> _Journal:
         with self._lock:
             try:
-                descriptor = os.open(self._path, os.O_RDONLY)
+                file = self._path.open("rb", buffering=0)
             except OSError:
                 self._forget()
                 return self._journal
-            try:
+            with file:
+                descriptor = file.fileno()
                 now = os.fstat(descriptor)
                 if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._position.at:
                     self._forget()
                     self._identity = now.st_dev, now.st_ino
-                    self._recall(descriptor)
+                    self._load_index(descriptor)
                 if now.st_size > self._position.at:
-                    self._go_on(descriptor, now.st_size)
-            finally:
-                os.close(descriptor)
+                    self._read_on(descriptor, now.st_size)
             return self._journal
 
-    def _recall(self, descriptor: int) -> None:
-        """Begin where an earlier reader stopped."""
-        if (saved := load(self._index, descriptor)) is not None:
-            self._position, lines = saved
-            self._saved = self._position.count
-            self._journal = _Journal(lines, NameTable(self._position.names))
+    def _load_index(self, descriptor: int) -> None:
+        """Begin where an earlier reader stopped, if the index is of this open journal."""
+        try:
+            with self._index.open("rb") as file:
+                head = _decoder.decode(file.readline())
+                lines = np.frombuffer(file.read(), LINE)
+        except (OSError, ValueError, msgspec.DecodeError):
+            return
+        same = head.schema == SCHEMA and 0 <= head.at <= os.fstat(descriptor).st_size
+        known = all(lines[column].max(initial=0) < len(head.names) for column in NAMED)
+        whole = known and len(lines) == head.count - head.strange
+        if same and whole and digest(descriptor, head.at) == head.digest:
+            self._position, self._saved = head, head.count
+            self._journal = _Journal(lines, NameTable(head.names))
 
-    def _go_on(self, descriptor: int, size: int) -> None:
+    def _read_on(self, descriptor: int, size: int) -> None:
         """Read what came since, block by block: all of it at once would take ten times its room."""
         position, names, found = self._position, self._journal.names, [self._journal.lines]
         for data in _whole_lines(descriptor, position.at, size):
@@ -322,7 +287,9 @@ class Tickets:
             self._journal = _Journal(np.concatenate(found), names)
         if position.count - self._saved >= self._worth:
             position.digest = digest(descriptor, position.at)
-            save(self._index, position, self._journal.lines)
+            saved = [msgspec.json.encode(position), b"\n", self._journal.lines.tobytes()]
+            with contextlib.suppress(OSError):  # a folder that may only be read
+                replace_file(self._index, saved, durable=False)
             self._saved = position.count
 
 

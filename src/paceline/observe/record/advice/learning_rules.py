@@ -1,13 +1,14 @@
-"""Advisories on the signal: flat groups, disagreeing judges, overfitting, engine and trainer that differ."""
+"""Advisories on the signal (flat groups, judges, overfitting, mismatch) and on time (starving and idle parts)."""
 
 import re
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.record.advice.measures import SURE, Advisory, Knob, average, jackknife, share, trend
-from paceline.observe.record.advice.window import AdviceWindow, Groups, MetricTable
+from paceline.observe.record.advice.measures import SURE, Advisory, Knob, Mean, average, jackknife, share, trend
+from paceline.observe.record.advice.window import AdviceWindow
 
 METRIC = "mismatch_kl"
 LEAST_MISMATCH = 8
@@ -15,47 +16,41 @@ GROWN = 5.0
 """Times the value of the run's first quarter."""
 
 
-def check_mismatch(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_mismatch(window: AdviceWindow, env: str) -> Advisory | None:
     """Its mean over the window lies above the limit; or above a fifth of it, and it grows."""
-    steps, values = sight.series(METRIC)
+    steps, values = window.series(METRIC)
     line = trend(steps, values)
     if len(values) < LEAST_MISMATCH or line is None:
         return None
-    now, whole = average(values), sight.all(METRIC)
+    now, whole = average(values), window.all(METRIC)
     before = float(whole[: max(LEAST_MISMATCH // 2, len(whole) // 4)].mean())
-    grows = line.t > SURE and line.last > GROWN * max(0.0, before) and line.last > sight.advice.mismatch / GROWN
-    if not grows and now.low <= sight.advice.mismatch:
+    limit = window.advice.mismatch
+    grows = line.t > SURE and line.last > GROWN * max(0.0, before) and line.last > limit / GROWN
+    if not grows and now.low <= limit:
         return None
+    slope, mean = f"slope {line.slope:+.2g} ± {line.error:.1g} a step", f"mean {now.value:.2g} ± {now.error:.1g}"
+    figure = slope if grows else mean
+    rows = window.rows  # the longest replies of the last step: where rounding has had most time to add up
+    last = np.flatnonzero((rows["step"] == window.steps[1]) & (rows["state"] == window.number("state", "trained")))
     return Advisory(
         title="Engine and trainer disagree" + (" more and more" if grows else ""),
         seen=f"`{METRIC}` is {now.value:.2g} nats a token, {line.first:.2g} at the beginning of these steps and "
         f"{line.last:.2g} at their end; early in the run it was {before:.2g}.",
-        sure=(
-            f"slope {line.slope:+.2g} ± {line.error:.1g} a step" if grows else f"mean {now.value:.2g} ± {now.error:.1g}"
-        )
-        + f" (least squares, errors widened for autocorrelation), limit {sight.advice.mismatch:g}; {len(values)} steps",
+        sure=f"{figure} (least squares, errors widened for autocorrelation), limit {limit:g}; {len(values)} steps",
         caution="It compares tokens whose weights are the trainer's own, so staleness is no part of it.",
-        knobs=_mismatch_knobs(sight),
-        rollouts=_longest(sight),
+        knobs=_mismatch_knobs(window),
+        rollouts=window.numbers(last[np.argsort(-rows["tokens"][last], kind="stable")]),
         metrics=[METRIC, "mismatch/numerics", "mismatch/staleness", "mismatch/mask"],
     )
 
 
-def _mismatch_knobs(sight: AdviceWindow) -> list[Knob]:
+def _mismatch_knobs(window: AdviceWindow) -> list[Knob]:
     knobs = []
-    if not sight.get("model.fp32_head"):
-        knobs.append(sight.knob("model.fp32_head", True, "both compute the last layer in float32"))
-    if sight.get("engine.on_swap", "keep") == "keep" and sight.get("staleness", 1):
-        knobs.append(sight.knob("engine.on_swap", "recompute", "no reply goes on from what older weights computed"))
-    return knobs or [sight.knob("model.dtype", "float32", "the same sums in another order differ less")]
-
-
-def _longest(sight: AdviceWindow) -> list[int]:
-    """Of the last step: where rounding has had most time to add up."""
-    last = np.flatnonzero(
-        (sight.rows["step"] == sight.steps[1]) & (sight.rows["state"] == sight.number("state", "trained"))
-    )
-    return sight.numbers(last[np.argsort(-sight.rows["tokens"][last], kind="stable")])
+    if not window.get("model.fp32_head"):
+        knobs.append(window.knob("model.fp32_head", True, "both compute the last layer in float32"))
+    if window.get("engine.on_swap", "keep") == "keep" and window.get("staleness", 1):
+        knobs.append(window.knob("engine.on_swap", "recompute", "no reply goes on from what older weights computed"))
+    return knobs or [window.knob("model.dtype", "float32", "the same sums in another order differ less")]
 
 
 EVALUATIONS = 12
@@ -63,11 +58,11 @@ EVALUATIONS = 12
 LEAST_PARTING = 6
 
 
-def check_parting(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
     """A line through the gap (training less held-out) at each evaluation. It must open, training must rise and be
     ahead, and held-out must not rise: one at its ceiling, which training catches up with, is no parting."""
-    steps, held_out = sight.series(f"eval/{env}/reward", since=1)
-    at, rewards = sight.series(f"reward/{env}/mean", since=1)
+    steps, held_out = window.series(f"eval/{env}/reward", since=1)
+    at, rewards = window.series(f"reward/{env}/mean", since=1)
     steps, held_out = steps[-EVALUATIONS:], held_out[-EVALUATIONS:]
     if len(steps) < LEAST_PARTING or not len(at):
         return None
@@ -76,22 +71,22 @@ def check_parting(sight: AdviceWindow, env: str) -> Advisory | None:
         return None
     training = np.array([rewards[low:high].mean() for low, high in pairwise(bounds)])
     gap, up, other = (trend(steps, ys) for ys in (training - held_out, training, held_out))
-    _, spreads = sight.series(f"reward/{env}/std", since=int(steps[0]))
+    _, spreads = window.series(f"reward/{env}/std", since=int(steps[0]))
     scale = float(spreads.mean()) if len(spreads) else 0.0
     if gap is None or up is None or other is None or scale <= 0:
         return None
     if (
         not (gap.rises and up.rises and not other.may_rise)
-        or min(gap.last, gap.last - gap.first) / scale <= sight.advice.parting
+        or min(gap.last, gap.last - gap.first) / scale <= window.advice.parting
     ):
         return None
-    lr = float(sight.get("trainer.optimizer.lr", 1e-5))
+    lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
-    places = sight.evaluated(env)
-    worst = places[np.argsort(sight.rows["reward"][places], kind="stable")]
-    knobs = [sight.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
-    if not sight.env(env).get("contamination"):
-        knobs.append(sight.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
+    places = window.evaluated(env)
+    worst = places[np.argsort(window.rows["reward"][places], kind="stable")]
+    knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
+    if not window.env(env).get("contamination"):
+        knobs.append(window.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
     return Advisory(
         title=f"Training reward of `{env}` leaves held-out reward behind",
         seen=f"Since step {int(steps[0])} training went from {up.first:.3f} to {up.last:.3f}, held-out from "
@@ -101,7 +96,7 @@ def check_parting(sight: AdviceWindow, env: str) -> Advisory | None:
         caution="The reward may also be one that can be had without the task, on rows that training has seen often.",
         steps=(int(steps[0]), int(steps[-1])),
         knobs=knobs,
-        rollouts=sight.numbers(worst),
+        rollouts=window.numbers(worst),
         metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
     )
 
@@ -112,21 +107,25 @@ LEAST_JUDGES = 40
 """Rollouts below which nothing is said."""
 
 
-def check_judges(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_judges(window: AdviceWindow, env: str) -> Advisory | None:
     """Krippendorff's alpha over interval data, of judges by their names; of a single one and a check of the truth."""
-    table = sight.table(env)
-    names = raters(table)
-    if len(names) < 2 or sight.trained < 5:
+    table = window.table(env)
+    names = [name for name in table.columns if JUDGE.search(name)]
+    if len(names) == 1:
+        names += [name for name in table.columns if TRUTH.search(name) and name not in names][:1]
+    if len(names) < 2 or window.trained < 5:
         return None
     scores = np.column_stack([table.columns[name] for name in names])
     there = np.isfinite(scores).all(axis=1)
     scores, groups = scores[there], table.groups[there]
     if len(scores) < LEAST_JUDGES or np.ptp(scores) == 0:
         return None
+    within = ((scores - scores.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
+    sums = np.column_stack([within, scores.sum(axis=1), (scores**2).sum(axis=1), np.ones(len(scores))])
     parts = np.zeros((int(groups.max()) + 1, 4))
-    np.add.at(parts, groups, _sums(scores))
+    np.add.at(parts, groups, sums)
     agreed = jackknife(parts[parts[:, 3] > 0], lambda sums: alpha(sums, len(names)))
-    if agreed.high >= sight.advice.judges:
+    if agreed.high >= window.advice.judges:
         return None
     apart = np.ptp(scores, axis=1)
     return Advisory(
@@ -134,20 +133,13 @@ def check_judges(sight: AdviceWindow, env: str) -> Advisory | None:
         seen=f"{', '.join(f'`{name}`' for name in names)} differ by {apart.mean():.2f} on average over {len(scores)} "
         f"rollouts, on scores from {scores.min():g} to {scores.max():g}.",
         sure=f"Krippendorff's alpha {agreed.value:.2f} ± {agreed.error:.2f} (interval data, error by leaving "
-        f"each group out), limit {sight.advice.judges:g}; 1 is agreement, 0 is chance",
+        f"each group out), limit {window.advice.judges:g}; 1 is agreement, 0 is chance",
         caution="Who is a judge is guessed from the names of metrics. Judges that are meant to look at different "
         "things need not agree.",
-        knobs=[sight.knob("advice.pause", ["judges"], "draw nothing from it until its judges are mended")],
-        rollouts=sight.numbers(table.places[there][np.argsort(-apart, kind="stable")]),
+        knobs=[window.knob("advice.pause", ["judges"], "draw nothing from it until its judges are mended")],
+        rollouts=window.numbers(table.places[there][np.argsort(-apart, kind="stable")]),
         metrics=[f"metric/{env}/{name}" for name in names],
     )
-
-
-def raters(table: MetricTable) -> list[str]:
-    """Metrics of judges; of a single one and what is known to be true."""
-    judges = [name for name in table.columns if JUDGE.search(name)]
-    truths = [name for name in table.columns if TRUTH.search(name) and name not in judges]
-    return judges if len(judges) != 1 else judges + truths[:1]
 
 
 def alpha(sums: NDArray, judges: int) -> float:
@@ -160,70 +152,186 @@ def alpha(sums: NDArray, judges: int) -> float:
     return 1.0 - observed / expected if expected > 0 else 1.0
 
 
-def _sums(scores: NDArray) -> NDArray:
-    inner = ((scores - scores.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
-    return np.column_stack([inner, scores.sum(axis=1), (scores**2).sum(axis=1), np.ones(len(scores))])
-
-
 LEAST_FLAT_GROUPS = 24
 """Groups below which nothing is said."""
 SAME = 1e-9
+CONSTANT_REWARD = (
+    "A reward that never changes is more often a fault of the reward than a task "
+    "too hard: read one of the rollouts first."
+)
 
 
-def check_flat_groups(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
     """The share of flat groups among those that have something left to learn (Wilson's interval)."""
-    groups = sight.groups(env)
-    if not compares(sight, env) or len(groups.size) < LEAST_FLAT_GROUPS or sight.trained < 5:
+    groups = window.groups(env)
+    if not compares(window, env) or len(groups.size) < LEAST_FLAT_GROUPS or window.trained < 5:
         return None
     flat = groups.high - groups.low <= SAME
-    always = _constant(sight, env, groups)
-    mastered = flat & (groups.high >= _top(sight, env, groups) - SAME) & (always is None)
+    lowest, highest = float(groups.low.min()), float(groups.high.max())
+    constant = highest - lowest <= SAME and (window.all(f"reward/{env}/std") <= SAME).all()
+    always = lowest if constant else None  # the one reward this run ever saw
+    top = max(highest, float(np.max(window.all(f"reward/{env}/mean"), initial=-np.inf)))
+    mastered = flat & (groups.high >= top - SAME) & (always is None)
     left, dull = ~mastered, flat & ~mastered
     found = share(int(dull.sum()), int(left.sum()))
-    if left.sum() < LEAST_FLAT_GROUPS or found.low <= sight.advice.flat_groups:
+    if left.sum() < LEAST_FLAT_GROUPS or found.low <= window.advice.flat_groups:
         return None
     done = f" {mastered.sum()} more do as well as any ever did; those are not counted." if mastered.any() else ""
-    worst = float((dull & (groups.high <= groups.low.min() + SAME)).sum() / dull.sum())
+    worst = float((dull & (groups.high <= lowest + SAME)).sum() / dull.sum())
     how = f"every reward was exactly {always:g}" if always is not None else f"{worst:.0%} of them all at the lowest"
     return Advisory(
         title=f"Most groups of `{env}` teach nothing",
         seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {how}.{done}",
         sure=f"{dull.sum() / left.sum():.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
-        f"standard errors), limit {sight.advice.flat_groups:g}; {left.sum()} groups of {sight.trained} steps",
-        caution=""
-        if always is None
-        else "A reward that never changes is more often a fault of the reward than a task "
-        "too hard: read one of the rollouts first.",
-        knobs=_flat_groups_knobs(sight, env),
-        rollouts=sight.numbers(groups.first[dull][::-1]),
+        f"standard errors), limit {window.advice.flat_groups:g}; {left.sum()} groups of {window.trained} steps",
+        caution=CONSTANT_REWARD if constant else "",
+        knobs=_flat_groups_knobs(window, env),
+        rollouts=window.numbers(groups.first[dull][::-1]),
         metrics=[f"reward/{env}/std", f"reward/{env}/mean", "dropped/zero_advantage"],
     )
 
 
-def compares(sight: AdviceWindow, env: str) -> bool:
+def compares(window: AdviceWindow, env: str) -> bool:
     """Whether a group is compared with itself here, so that a flat one has no gradient."""
-    algo = sight.env(env).get("algo") or sight.get("algo", {})
+    algo = window.env(env).get("algo") or window.get("algo", {})
     relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
     return relative and algo.get("baseline", "group") == "group"
 
 
-def _constant(sight: AdviceWindow, env: str, groups: Groups) -> float | None:
-    """The one reward this run ever saw, if there is only one."""
-    spread = sight.all(f"reward/{env}/std")
-    one = float(groups.low.min())
-    return one if groups.high.max() - one <= SAME and (spread <= SAME).all() else None
-
-
-def _top(sight: AdviceWindow, env: str, groups: Groups) -> float:
-    """The best reward of a rollout now, or the best mean of an earlier step."""
-    return max(float(groups.high.max()), float(np.max(sight.all(f"reward/{env}/mean"), initial=-np.inf)))
-
-
-def _flat_groups_knobs(sight: AdviceWindow, env: str) -> list[Knob]:
-    now, batch = int(sight.env(env).get("group_size") or sight.get("group_size", 8)), int(sight.get("batch_size", 128))
+def _flat_groups_knobs(window: AdviceWindow, env: str) -> list[Knob]:
+    now = int(window.env(env).get("group_size") or window.get("group_size", 8))
+    batch = int(window.get("batch_size", 128))
     knobs = []
     if 2 * now <= batch and batch % (2 * now) == 0:
-        knobs.append(sight.env_knob(env, "group_size", 2 * now, "more tries of a row find the rare one that differs"))
-    if not sight.env(env).get("curriculum"):
-        knobs.append(sight.env_knob(env, "curriculum", True, "rows that are neither hopeless nor mastered come first"))
+        knobs.append(window.env_knob(env, "group_size", 2 * now, "more tries of a row find the rare one that differs"))
+    if not window.env(env).get("curriculum"):
+        knobs.append(window.env_knob(env, "curriculum", True, "rows that are neither hopeless nor mastered come first"))
     return knobs
+
+
+WARMING = 3
+"""The first steps compile and load."""
+LEAST_IDLE = 8
+
+
+def check_idle(window: AdviceWindow, env: str) -> Advisory | None:
+    """The mean share of time in which each has nothing to do. At staleness 0 they take turns, and that was chosen."""
+    if not window.get("staleness", 1) or window.get("deterministic"):
+        return None
+    since = max(WARMING + 1, window.steps[0])
+    shares = {part: average(1 - window.series(f"busy/{part}", since)[1]) for part in ("trainer", "sampler")}
+    idle = {p: found for p, found in shares.items() if found.count >= LEAST_IDLE and found.low > window.advice.idle}
+    if not idle:
+        return None
+    phases = {p: average(window.series(f"time/{p}")[1]).value for p in ("sample", "score", "train", "publish")}
+    longest = max(phases, key=lambda phase: phases[phase])
+    steps = next(iter(idle.values())).count
+    in_vain = np.flatnonzero(window.rows["state"] == window.number("state", "dropped:zero_advantage"))
+    dropped = average(window.series("drop_ratio")[1]).value
+    filtered = f" {dropped:.0%} of the groups that were sampled never trained." if dropped > 0.5 else ""
+    return Advisory(
+        title=f"The {' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} nothing to do most of the time",
+        seen="Idle: " + ", ".join(f"the {part} {found.value:.0%}" for part, found in idle.items()) + " of a step."
+        f" Of a step's parts `time/{longest}` is the longest, {phases[longest]:.2f} s.{filtered}",
+        sure="; ".join(f"{part} {found.value:.2f} ± {found.error:.2f}" for part, found in idle.items())
+        + f" (means over {steps} steps, errors widened for autocorrelation), limit {window.advice.idle:g}",
+        caution="Where nothing can be made faster, an idle part is no fault: it is what the other one costs.",
+        knobs=_idle_knobs(window, idle, dropped),
+        rollouts=window.numbers(in_vain[::-1]) if filtered else [],
+        metrics=["busy/trainer", "busy/sampler", "time/step", "time/sample", "time/train"],
+    )
+
+
+def _idle_knobs(window: AdviceWindow, idle: dict[str, Mean], dropped: float) -> list[Knob]:
+    if "sampler" in idle and "trainer" in idle:
+        running = int(window.get("max_inflight") or 2 * int(window.get("batch_size", 128)))
+        return [window.knob("max_inflight", 2 * running, "environments are waited for: play more episodes at once")]
+    if "sampler" in idle:
+        return [window.knob("staleness", int(window.get("staleness", 1)) + 1, "it may ride further ahead")]
+    knobs = []
+    if dropped > 0.5 and (env := next((name for name in window.envs if not window.env(name).get("curriculum")), None)):
+        knobs.append(window.env_knob(env, "curriculum", True, "fewer groups are sampled in vain"))
+    if window.get("placement") == "ray":
+        engines = int(window.get("cluster.engines", 1))
+        knobs.append(window.knob("cluster.engines", engines + 1, "more of what it waits for"))
+    else:
+        running = int(window.get("engine.max_running", 128))
+        knobs.append(window.knob("engine.max_running", 2 * running, "decode more at once"))
+    return knobs
+
+
+LEAST_STARVING = 6
+"""Steps needed in which rollouts finished."""
+LATE = ("dropped:stale", "dropped:oversampled")
+
+
+class _Fed(NamedTuple):
+    """An environment's share, relative to what its weight asks for."""
+
+    env: str
+    share: Mean
+    late: float
+    """Share of its rollouts that came too late."""
+    length: float
+
+
+def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
+    """The environment's share in the gradient, step by step, is what others lack. What a filter dropped is counted as
+    if it had trained: to have no signal is another matter (`flat_groups`)."""
+    if len(window.envs) < 2 or window.trained < LEAST_STARVING:
+        return None
+    fed = _fed(window)
+    hungry = [one for one in fed if one.share.high < window.advice.starving]
+    fullest = max(fed, key=lambda one: one.share.value, default=None)
+    if fullest is None or fullest.env != env or not hungry:
+        return None
+    worst = min(hungry, key=lambda one: one.share.value)
+    slow = worst.late > 0.5
+    why = f"{worst.late:.0%} of its rollouts came too late for a batch" if slow else "its replies are short"
+    places = window.places(env)
+    return Advisory(
+        title=f"`{env}` leaves little to {', '.join(f'`{one.env}`' for one in hungry)}",
+        seen=f"`{worst.env}` has {worst.share.value:.0%} of the place in the gradient that its weight asks for: {why}. "
+        f"Mean length: {', '.join(f'`{one.env}` {one.length:.0f}' for one in fed)} tokens.",
+        sure=f"{worst.share.value:.3f} ± {worst.share.error:.3f} of its due (mean over steps), limit "
+        f"{window.advice.starving:g}; {worst.share.count} steps",
+        knobs=_starving_knobs(window, worst, slow),
+        rollouts=window.numbers(places[-512:][np.argsort(-window.rows["tokens"][places[-512:]], kind="stable")]),
+        metrics=[f"reward_trained/{one.env}/mean" for one in fed] + ["dropped/stale"],
+    )
+
+
+def _fed(window: AdviceWindow) -> list[_Fed]:
+    """Every environment, or none as long as one of them is not there."""
+    late = [window.number("state", state) for state in LATE]
+    steps = np.arange(window.steps[0], window.steps[1] + 1)
+    by_token = window.get("trainer.normalise", "token") == "token"
+    taken, lateness, lengths = [], [], []
+    for env in window.envs:
+        rows = window.rows[window.places(env)]
+        if not len(rows):
+            return []
+        in_time = ~np.isin(rows["state"], late)
+        weights = np.where(in_time, rows["tokens"] if by_token else 1, 0).astype(float)
+        taken.append(np.bincount(rows["step"] - steps[0], weights, len(steps)))
+        lateness.append(float(1 - in_time.mean()))
+        lengths.append(float(rows["tokens"].mean()))
+    per_step = np.array(taken)
+    per_step = per_step[:, per_step.sum(axis=0) > 0]
+    if per_step.shape[1] < LEAST_STARVING:
+        return []
+    due = np.array([float(window.env(env).get("weight", 1.0)) for env in window.envs])
+    shares = per_step / per_step.sum(axis=0) / (due / due.sum())[:, None]
+    return [_Fed(*row) for row in zip(window.envs, map(average, shares), lateness, lengths, strict=True)]
+
+
+def _starving_knobs(window: AdviceWindow, worst: _Fed, slow: bool) -> list[Knob]:
+    if slow:
+        staleness = int(window.get("staleness", 1))
+        return [window.knob("staleness", staleness + 1, f"`{worst.env}` has one more batch to come in time for")]
+    return [
+        window.knob("trainer.normalise", "sample", "every sample counts alike, however long it is"),
+        window.env_knob(
+            worst.env, "weight", round(float(window.env(worst.env).get("weight", 1.0)) * 2, 3), "or draw it more often"
+        ),
+    ]

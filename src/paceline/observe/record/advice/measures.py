@@ -1,7 +1,4 @@
-"""The statistics that advisories rest on, each with its error.
-
-Data classes: an advisory, and a key that it suggests to change.
-"""
+"""The statistics that advisories rest on, each with its error, and the advisory itself."""
 
 import json
 import shlex
@@ -43,7 +40,6 @@ class Trend:
     first: float
     last: float
     """Where the line begins and ends."""
-    count: int
 
     @property
     def t(self) -> float:
@@ -75,7 +71,7 @@ def trend(xs: NDArray[Any], ys: NDArray[Any]) -> Trend | None:
         slope = slope if abs(slope) * float(np.ptp(xs)) > 1e-9 * max(1.0, float(np.abs(ys).max())) else 0.0
     error = sqrt(float(rest @ rest) / (len(x) - 2) / spread) * _wider(rest, 2)
     at = ys.mean() - slope * xs.mean()
-    return Trend(slope, error, float(at + slope * xs[0]), float(at + slope * xs[-1]), len(x))
+    return Trend(slope, error, float(at + slope * xs[0]), float(at + slope * xs[-1]))
 
 
 def average(ys: NDArray[Any]) -> Mean:
@@ -100,13 +96,9 @@ def _wider(rest: NDArray[Any], fitted: int) -> float:
     r = float(rest[1:] @ rest[:-1]) / total
     r = min(0.9, max(0.0, (count * r + fitted) / max(1, count - 2 * fitted)))
     free = max(1.0, count * (1 - r) / (1 + r) - fitted)
-    return sqrt((1 + r) / (1 - r)) * _student(free) / SURE
-
-
-def _student(free: float) -> float:
-    """The quantile of Student's t that is SURE for a normal (Cornish and Fisher's expansion)."""
-    z = SURE
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    z = SURE  # the quantile of Student's t that is z for a normal, by Cornish and Fisher's expansion
+    student = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return sqrt((1 + r) / (1 - r)) * student / SURE
 
 
 def share(hits: int, count: int) -> Mean:

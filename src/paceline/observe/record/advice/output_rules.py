@@ -17,34 +17,38 @@ LEAST_FORMAT = 20
 """Groups with differing rewards below which nothing is said."""
 
 
-def check_format(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_format(window: AdviceWindow, env: str) -> Advisory | None:
     """Share of within-group variance by metrics of form (R²), and what others add; errors by leaving groups out."""
-    table = sight.table(env)
+    table = window.table(env)
     rewards = table.within(table.rewards) if len(table.rewards) else table.rewards
-    names = _telling(table)
+    names = _informative(table)
     form = [name for name in names if FORM.search(name)]
     other = [name for name in names if not FORM.search(name)]
     differing = np.unique(table.groups[np.abs(rewards) > 1e-9])
-    if not form or len(differing) < LEAST_FORMAT or sight.trained < 5:
+    if not form or len(differing) < LEAST_FORMAT or window.trained < 5:
         return None
     columns = np.column_stack([rewards, *(table.within(table.columns[name]) for name in [*form, *other])])
-    parts = _products(columns, table.groups)[differing]
+    products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
+    sums = np.zeros((int(table.groups.max()) + 1, products.shape[1]))
+    np.add.at(sums, table.groups, products)  # one row a group
+    parts = sums[differing]
     by_form = jackknife(parts, lambda sums: explained(sums, len(form)))
     added = jackknife(parts, lambda sums: max(0.0, explained(sums, len(names)) - explained(sums, len(form))))
-    if by_form.low <= sight.advice.format or added.high >= 1 - sight.advice.format:
+    if by_form.low <= window.advice.format or added.high >= 1 - window.advice.format:
         return None
+    paid = sum(table.within(table.columns[name]) for name in form) + table.within(table.rewards)
     return Advisory(
         title=f"The reward of `{env}` follows form, not content",
         seen=f"Within groups, {_list(form)} explain{'s' if len(form) == 1 else ''} {by_form.value:.0%} of the "
         f"differences in reward; {_list(other) + ' add' if other else 'nothing else is reported, and adds'} "
         f"{added.value:.0%}.",
         sure=f"R² {by_form.value:.2f} ± {by_form.error:.2f}, added {added.value:.2f} ± {added.error:.2f} (least "
-        f"squares within groups, errors by leaving each group out); {len(differing)} groups of {sight.trained} steps",
+        f"squares within groups, errors by leaving each group out); {len(differing)} groups of {window.trained} steps",
         caution="This says what the reward moves with, not what it is made of. Which metric is one of form is guessed "
         "from its name, and what the environment does not report cannot be seen: let it report whether "
         "the answer is right.",
-        knobs=[sight.knob("advice.pause", ["format"], "draw nothing from it until its reward is mended")],
-        rollouts=_paid_for_form(sight, table, form),
+        knobs=[window.knob("advice.pause", ["format"], "draw nothing from it until its reward is mended")],
+        rollouts=window.numbers(table.places[np.argsort(-paid, kind="stable")]),
         metrics=[f"metric/{env}/{name}" for name in [*form, *other]][:6],
     )
 
@@ -58,7 +62,7 @@ def explained(sums: NDArray[Any], count: int) -> float:
     return float(np.clip(outer @ np.linalg.pinv(inner, rcond=1e-9) @ outer / total, 0.0, 1.0))
 
 
-def _telling(table: MetricTable) -> list[str]:
+def _informative(table: MetricTable) -> list[str]:
     """Metrics that every rollout has and that differ within groups; not the reward itself under another name."""
     found = []
     for name, values in table.columns.items():
@@ -70,20 +74,6 @@ def _telling(table: MetricTable) -> list[str]:
     return found
 
 
-def _products(columns: NDArray[Any], groups: NDArray[Any]) -> NDArray[Any]:
-    """One row a group: the sums of products of each two columns."""
-    products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
-    sums = np.zeros((int(groups.max()) + 1, products.shape[1]))
-    np.add.at(sums, groups, products)
-    return sums
-
-
-def _paid_for_form(sight: AdviceWindow, table: MetricTable, form: list[str]) -> list[int]:
-    """The best paid, newest first."""
-    score = sum(table.within(table.columns[name]) for name in form) + table.within(table.rewards)
-    return sight.numbers(table.places[np.argsort(-score, kind="stable")])
-
-
 def _list(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -92,29 +82,29 @@ LEAST_TRUNCATION = 64
 """Rollouts below which nothing is said."""
 
 
-def check_truncation(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_truncation(window: AdviceWindow, env: str) -> Advisory | None:
     """The share of cut-off rollouts; an error in which the tries of one row stand together."""
-    places = sight.places(env)
-    if len(places) < LEAST_TRUNCATION or sight.trained < 5:
+    places = window.places(env)
+    if len(places) < LEAST_TRUNCATION or window.trained < 5:
         return None
-    rows = sight.rows[places]
-    cut = rows["finish"] == sight.number("finish", "length")
+    rows = window.rows[places]
+    cut = rows["finish"] == window.number("finish", "length")
     found = clustered(cut.astype(float), rows["ticket"])
-    if found.low <= sight.advice.truncation:
+    if found.low <= window.advice.truncation:
         return None
-    limit = int(sight.get("sampling.max_tokens", 256))
+    limit = int(window.get("sampling.max_tokens", 256))
     whole = f", the others {rows['reward'][~cut].mean():.3f}" if not cut.all() else ""
-    knobs = [sight.knob("sampling.max_tokens", 2 * limit, "room to come to an end")]
-    if not sight.get("length.mask_truncated"):
-        knobs.append(sight.knob("length.mask_truncated", True, "what was cut off is not blamed for it"))
+    knobs = [window.knob("sampling.max_tokens", 2 * limit, "room to come to an end")]
+    if not window.get("length.mask_truncated"):
+        knobs.append(window.knob("length.mask_truncated", True, "what was cut off is not blamed for it"))
     return Advisory(
         title=f"Replies of `{env}` are cut off",
         seen=f"{cut.sum()} of {len(cut)} rollouts ended at `sampling.max_tokens` = {limit}. They got "
         f"{rows['reward'][cut].mean():.3f} on average{whole}.",
         sure=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
-        f"{sight.advice.truncation:g}; {len(np.unique(rows['ticket']))} rows of {sight.trained} steps",
+        f"{window.advice.truncation:g}; {len(np.unique(rows['ticket']))} rows of {window.trained} steps",
         knobs=knobs,
-        rollouts=sight.numbers(places[cut][::-1]),
+        rollouts=window.numbers(places[cut][::-1]),
         metrics=["truncated_ratio", "length"],
     )
 
@@ -123,39 +113,39 @@ LEAST_LENGTH = 10
 """Steps below which a line through them says little."""
 
 
-def check_length(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_length(window: AdviceWindow, env: str) -> Advisory | None:
     """A line through the mean length of each step, and one through the mean reward. Longer replies that earn more are
     what was asked for."""
-    places = sight.places(env)
-    steps, lengths = sight.by_step(env, sight.rows["tokens"][places].astype(float))
-    _, rewards = sight.by_step(env, sight.rows["reward"][places])
+    places = window.places(env)
+    steps, lengths = window.by_step(env, window.rows["tokens"][places].astype(float))
+    _, rewards = window.by_step(env, window.rows["reward"][places])
     line, pay = trend(steps, lengths), trend(steps, rewards)
     if line is None or pay is None or len(steps) < LEAST_LENGTH or line.first <= 0 or abs(line.t) <= SURE:
         return None
     change = (line.last - line.first) / line.first
-    if pay.may_rise or abs(change) - SURE * line.error * np.ptp(steps) / line.first <= sight.advice.length:
+    if pay.may_rise or abs(change) - SURE * line.error * np.ptp(steps) / line.first <= window.advice.length:
         return None
     grows = change > 0
-    order = np.argsort(sight.rows["tokens"][places][-512:], kind="stable")
+    order = np.argsort(window.rows["tokens"][places][-512:], kind="stable")
     return Advisory(
         title=f"Replies of `{env}` {'grow' if grows else 'shrink'}, and the reward does not rise",
         seen=f"The mean length went from {line.first:.1f} to {line.last:.1f} tokens ({change:+.0%}); the mean reward "
         f"from {pay.first:.3f} to {pay.last:.3f}.",
         sure=f"slope {line.slope:+.3g} ± {line.error:.2g} tokens a step, reward {pay.slope:+.2g} ± {pay.error:.2g} "
         f"(least squares, errors widened for autocorrelation); {len(steps)} steps",
-        knobs=_length_knobs(sight, grows),
-        rollouts=sight.numbers(places[-512:][order[::-1] if grows else order]),
+        knobs=_length_knobs(window, grows),
+        rollouts=window.numbers(places[-512:][order[::-1] if grows else order]),
         metrics=["length", f"reward/{env}/mean", "truncated_ratio"],
     )
 
 
-def _length_knobs(sight: AdviceWindow, grows: bool) -> list[Knob]:
-    limit, lr = int(sight.get("sampling.max_tokens", 256)), float(sight.get("trainer.optimizer.lr", 1e-5))
-    if grows and not sight.get("length.buffer") and limit >= 4:
-        return [sight.knob("length.buffer", limit // 4, "the last tokens before the limit cost reward")]
+def _length_knobs(window: AdviceWindow, grows: bool) -> list[Knob]:
+    limit, lr = int(window.get("sampling.max_tokens", 256)), float(window.get("trainer.optimizer.lr", 1e-5))
+    if grows and not window.get("length.buffer") and limit >= 4:
+        return [window.knob("length.buffer", limit // 4, "the last tokens before the limit cost reward")]
     return [
-        sight.knob("trainer.kl.coef", 0.05, "stay near the model it began with"),
-        sight.knob("trainer.optimizer.lr", lr / 2, "go there more slowly"),
+        window.knob("trainer.kl.coef", 0.05, "stay near the model it began with"),
+        window.knob("trainer.optimizer.lr", lr / 2, "go there more slowly"),
     ]
 
 
@@ -166,44 +156,45 @@ MASTERED = 0.9
 """Of the way from the lowest to the highest reward: entropy falls by itself when a task is done."""
 
 
-def check_entropy(sight: AdviceWindow, env: str) -> Advisory | None:
+def check_entropy(window: AdviceWindow, env: str) -> Advisory | None:
     """The entropy of the last steps against that of the first, where no environment is mastered or still rises."""
-    values = sight.all("entropy")
+    values = window.all("entropy")
     if len(values) < LEAST_ENTROPY or (start := float(values[:FEW].mean())) <= 0:
         return None
     now = average(values[-FEW:])
-    stuck = [name for name in sight.envs if _stuck(sight, name)]
-    if now.high >= sight.advice.entropy * start or not stuck or len(stuck) < len(sight.envs):
+    stuck = [name for name in window.envs if _stuck(window, name)]
+    limit = window.advice.entropy * start
+    if now.high >= limit or not stuck or len(stuck) < len(window.envs):
         return None
-    flat = [group for name in stuck for group in sight.groups(name).first[::-1][:4]]
-    paid, temperature = float(sight.get("trainer.entropy_coef", 0.0)), float(sight.get("sampling.temperature", 1.0))
+    flat = [group for name in stuck for group in window.groups(name).first[::-1][:4]]
+    paid, temperature = float(window.get("trainer.entropy_coef", 0.0)), float(window.get("sampling.temperature", 1.0))
     return Advisory(
         title="Entropy has collapsed, and the task is not learnt",
         seen=f"It fell from {start:.3g} in the first {FEW} steps to {now.value:.3g} nats a token, "
         f"{now.value / start:.0%} of it, and rewards stand still: "
-        + ", ".join(f"`{name}` at {_reward(sight, name):.3f}" for name in stuck)
+        + ", ".join(f"`{name}` at {_reward(window, name):.3f}" for name in stuck)
         + ".",
-        sure=f"last {FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {sight.advice.entropy * start:.2g}; no reward "
-        f"rises by as much as a standard error over {sight.trained} steps",
+        sure=f"last {FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {limit:.2g}; no reward rises by as much as a "
+        f"standard error over {window.trained} steps",
         knobs=[
-            sight.knob("trainer.entropy_coef", max(1e-3, 2 * paid), "pay for it"),
-            sight.knob("sampling.temperature", round(1.2 * temperature, 2), "try more"),
+            window.knob("trainer.entropy_coef", max(1e-3, 2 * paid), "pay for it"),
+            window.knob("sampling.temperature", round(1.2 * temperature, 2), "try more"),
         ],
-        rollouts=sight.numbers(flat),
+        rollouts=window.numbers(flat),
         metrics=["entropy", *(f"reward/{name}/mean" for name in stuck)],
     )
 
 
-def _stuck(sight: AdviceWindow, env: str) -> bool:
+def _stuck(window: AdviceWindow, env: str) -> bool:
     """Rewards stand still below the best that a rollout has earned."""
-    steps, rewards = sight.series(f"reward/{env}/mean")
+    steps, rewards = window.series(f"reward/{env}/mean")
     line = trend(steps, rewards)
-    paid = sight.rows["reward"][sight.places(env)]
+    paid = window.rows["reward"][window.places(env)]
     if line is None or line.may_rise or not len(paid):
         return False
-    low, high = min(0.0, float(paid.min())), max(float(paid.max()), float(np.max(sight.all(f"reward/{env}/mean"))))
-    return high <= low or (_reward(sight, env) - low) / (high - low) < MASTERED
+    low, high = min(0.0, float(paid.min())), max(float(paid.max()), float(np.max(window.all(f"reward/{env}/mean"))))
+    return high <= low or (_reward(window, env) - low) / (high - low) < MASTERED
 
 
-def _reward(sight: AdviceWindow, env: str) -> float:
-    return float(sight.series(f"reward/{env}/mean")[1][-FEW:].mean())
+def _reward(window: AdviceWindow, env: str) -> float:
+    return float(window.series(f"reward/{env}/mean")[1][-FEW:].mean())

@@ -1,20 +1,15 @@
-"""Renders advisories for a terminal.
-
-The list of advisory rules, and `advise`, which runs them.
-"""
+"""Lists the advisory rules, runs them, and renders what they find for a terminal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.config.advice import AdvisoryName
-from paceline.observe.record.advice.learning_rules import check_flat_groups, check_judges, check_mismatch, check_parting
+from paceline.observe.record.advice import learning_rules, output_rules
 from paceline.observe.record.advice.measures import Advisory
-from paceline.observe.record.advice.output_rules import check_entropy, check_format, check_length, check_truncation
-from paceline.observe.record.advice.throughput_rules import check_idle, check_starving
 from paceline.observe.record.advice.window import AdviceWindow, sight_of
 from paceline.observe.record.folder import RunFolder
 
@@ -32,51 +27,49 @@ class Rule:
 
 
 RULES = (
-    Rule("flat_groups", "Do the members of a group get different rewards?", check_flat_groups),
-    Rule("length", "Do replies grow or shrink while the reward does not rise?", check_length),
-    Rule("truncation", "Are replies cut off at the limit?", check_truncation),
-    Rule("format", "Does reward follow form alone?", check_format),
-    Rule("parting", "Does training reward leave held-out reward behind?", check_parting),
-    Rule("judges", "Do judges agree with one another?", check_judges),
-    Rule("entropy", "Is entropy used up before the task is learnt?", check_entropy, by_env=False),
-    Rule("mismatch", "Do engine and trainer compute the same?", check_mismatch, by_env=False),
-    Rule("starving", "Does every environment have its share in the gradient?", check_starving),
-    Rule("idle", "Are trainer and sampler busy?", check_idle, by_env=False),
+    Rule("flat_groups", "Do the members of a group get different rewards?", learning_rules.check_flat_groups),
+    Rule("length", "Do replies grow or shrink while the reward does not rise?", output_rules.check_length),
+    Rule("truncation", "Are replies cut off at the limit?", output_rules.check_truncation),
+    Rule("format", "Does reward follow form alone?", output_rules.check_format),
+    Rule("parting", "Does training reward leave held-out reward behind?", learning_rules.check_parting),
+    Rule("judges", "Do judges agree with one another?", learning_rules.check_judges),
+    Rule("entropy", "Is entropy used up before the task is learnt?", output_rules.check_entropy, by_env=False),
+    Rule("mismatch", "Do engine and trainer compute the same?", learning_rules.check_mismatch, by_env=False),
+    Rule("starving", "Does every environment have its share in the gradient?", learning_rules.check_starving),
+    Rule("idle", "Are trainer and sampler busy?", learning_rules.check_idle, by_env=False),
 )
 
 
-def advise(sight: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
+def advise(window: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
     """The advisories of these rules, or of all."""
     return [
-        replace(found, rule=rule.name, env=env, steps=found.steps if any(found.steps) else sight.steps)
+        replace(found, rule=rule.name, env=env, steps=found.steps if any(found.steps) else window.steps)
         for rule in RULES
         if names is None or rule.name in names
-        for env in (sight.envs if rule.by_env else [""])
-        if (found := rule.look(sight, env)) is not None
+        for env in (window.envs if rule.by_env else [""])
+        if (found := rule.look(window, env)) is not None
     ]
 
 
 def advice(run: RunFolder) -> RenderableType:
     """The advisories of a run."""
-    sight = sight_of(run)
-    found = advise(sight)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column()
+    window = sight_of(run)
+    found = advise(window)
+    table = Table.grid(Column(no_wrap=True, style="dim"), Column(), padding=(0, 2))
     for advisory in found:
         _add(table, advisory)
-    return Group(Text(), Text("advice", "bold"), table if found else Text(silence(sight)))
+    return Group(Text(), Text("advice", "bold"), table if found else Text(silence(window)))
 
 
-def silence(sight: AdviceWindow) -> str:
+def silence(window: AdviceWindow) -> str:
     """Why nothing is said."""
-    if not sight.trained:
+    if not window.trained:
         return "no step has trained yet"
-    if not sight.config:
+    if not window.config:
         return "config.toml is another version's: only what concerns the whole run was looked at, and nothing was found"
-    if not sight.whole:
+    if not window.whole:
         return "the run keeps no record (record.all): only its metrics were looked at, and nothing was found"
-    return f"nothing to say about the last {sight.trained} steps"
+    return f"nothing to say about the last {window.trained} steps"
 
 
 def _add(table: Table, advisory: Advisory) -> None:

@@ -30,7 +30,6 @@ class Groups(NamedTuple):
     low: NDArray[Any]
     """The lowest reward in it."""
     high: NDArray[Any]
-    step: NDArray[Any]
     first: NDArray[Any]
     """Where its first rollout is among the rows."""
 
@@ -50,8 +49,6 @@ class AdviceWindow:
     whole: bool = True
     """Whether every rollout is among the rows, and not a few of each step."""
     _read: dict[str, "MetricTable"] = field(default_factory=dict)
-
-    # -- what is looked at ------------------------------------------------------------------------------------------
 
     @cached_property
     def advice(self) -> AdviceConfig:
@@ -93,16 +90,13 @@ class AdviceWindow:
         values = np.array(self.columns.get(name, ()), float)
         return values[np.isfinite(values)]
 
-    # -- rollouts ---------------------------------------------------------------------------------------------------
-
     def places(self, env: str, domain: int = TRAINING) -> NDArray[Any]:
         """Where in `rows` the environment's rollouts are that came to an end with a reward."""
         rows = self.rows
         mine = (rows["env"] == self.number("env", env)) & (rows["domain"] == domain) & np.isfinite(rows["reward"])
         mine &= (rows["error"] == 0) & (rows["state"] != self.number("state", REPLAYED))
-        low, high = self.steps
         if domain == TRAINING:
-            mine &= (rows["step"] >= low) & (rows["step"] <= high)
+            mine &= (rows["step"] >= self.steps[0]) & (rows["step"] <= self.steps[1])
         return np.flatnonzero(mine)
 
     def groups(self, env: str) -> Groups:
@@ -116,14 +110,8 @@ class AdviceWindow:
             return Groups(*(np.empty(0) for _ in Groups._fields))
         rewards = rows["reward"][order]
         size = np.diff(np.r_[starts, len(order)])
-        found = Groups(
-            size,
-            np.minimum.reduceat(rewards, starts),
-            np.maximum.reduceat(rewards, starts),
-            rows["step"][order][starts],
-            places[order][starts],
-        )
-        return Groups(*(column[size > 1] for column in found))
+        low, high = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
+        return Groups(*(column[size > 1] for column in (size, low, high, places[order][starts])))
 
     def by_step(self, env: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps, and the mean over each of what `places` counted."""
@@ -154,8 +142,6 @@ class AdviceWindow:
         """Where the rollouts of the last evaluation are."""
         places = self.places(env, EVALUATION)
         return places[self.rows["step"][places] == self.rows["step"][places].max(initial=-1)]
-
-    # -- knobs ------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """A value of the run file by its dotted key."""
