@@ -24,7 +24,7 @@ from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
 from paceline.envs.search import BM25, Document, load_corpus, load_options, open_index, server, tokenise
 from paceline.envs.search.index import BUILT_IN, QUESTIONS, save_corpus
-from paceline.server.app import listen
+from paceline.util.connections import listen
 
 laws = settings(max_examples=50, deadline=None)
 WORDS = ["alder", "birch", "cedar", "dogwood", "elm", "fir", "gorse", "hazel", "ivy", "juniper"]
