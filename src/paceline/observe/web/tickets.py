@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, Depends, HTTPException, Query, Response
 
 from paceline.data import State
 from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query as RolloutQuery
-from paceline.observe.record import Row, RunFolder
+from paceline.observe.record import Row, RunFolder, Told
+from paceline.observe.web.card import card_of
 from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.rollouts.group import why_dropped
+from paceline.observe.web.rollouts import why_dropped
 from paceline.observe.web.runs import OneRun
-from paceline.observe.web.tokens.card import card_of
-from paceline.observe.web.tokens.strip import newest, page_of, strip_of
+from paceline.observe.web.tokens import Strip, newest, page_of, strip_of
 
 MOST_ROLLOUTS = 400
 """Rollouts of a ticket that are listed."""
@@ -74,33 +74,30 @@ Place = Annotated[int | None, Query(ge=0, lt=1 << 31)]
 NOTHING = {"nothing": "No rollout is recorded yet.", "rollout": None}
 
 
-@router.get("/tokens")
-def tokens(run: OneRun, id: Place = None, sample: Place = None, turn: Place = None) -> Response:
-    """One sample of a rollout, or one turn of it, with every stream; without an id, of the last one that trained."""
+def _sequence(run: OneRun, id: Place = None, sample: Place = None, turn: Place = None) -> tuple | None:
     index = newest(run) if id is None else id
-    if index is None:
-        return FiniteJsonResponse(NOTHING)
-    told = run.rollouts.get(index)
-    return FiniteJsonResponse(page_of(run, told, strip_of(told, sample, turn)))
+    return None if index is None else (rollout := run.rollouts.get(index), strip_of(rollout, sample, turn))
+
+
+TokenSequence = Annotated[tuple[Told, Strip | None] | None, Depends(_sequence)]
+"""A rollout (without an id the last one that trained), and the sample or turn of it that is asked for."""
+
+
+@router.get("/tokens")
+def tokens(run: OneRun, asked: TokenSequence) -> Response:
+    """One sample of a rollout, or one turn of it, with every stream."""
+    return FiniteJsonResponse(NOTHING if asked is None else page_of(run, *asked))
 
 
 @router.get("/tokens/card")
-def card(
-    run: OneRun,
-    id: Place = None,
-    at: Annotated[int, Query(ge=0)] = 0,
-    sample: Place = None,
-    turn: Place = None,
-) -> Response:
+def card(run: OneRun, asked: TokenSequence, at: Annotated[int, Query(ge=0)] = 0) -> Response:
     """The card of the token at a place of that sequence."""
-    index = newest(run) if id is None else id
-    if index is None:
+    if asked is None:
         return FiniteJsonResponse(NOTHING)
-    told = run.rollouts.get(index)
-    strip = strip_of(told, sample, turn)
+    rollout, strip = asked
     if strip is None or at >= len(strip.ids):
         raise HTTPException(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
-    return FiniteJsonResponse(card_of(run, told, strip, at))
+    return FiniteJsonResponse(card_of(run, rollout, strip, at))
 
 
 def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,12 +105,10 @@ def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any
     out = []
     for ticket in rows:
         journal = run.tickets.life(ticket["number"], ticket["env"])
-        row = ticket | {
-            "attempts": _flights(journal),
-            "why": why_dropped(ticket["reason"]) if "reason" in ticket else "",
-        }
+        why = why_dropped(ticket["reason"]) if "reason" in ticket else ""
         first = _first(journal)
-        out.append(row if first is None else row | {"replays": first})
+        replays = {} if first is None else {"replays": first}
+        out.append(ticket | {"attempts": _flights(journal), "why": why} | replays)
     return out
 
 
