@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from paceline.observe.record import Gone, RunFolder, Told
 from paceline.observe.record.first_difference import JUDGED, Compared, FirstDifference, compare
-from paceline.observe.record.paired import Verdict, verdict
+from paceline.observe.record.paired import verdict
 from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.rollouts import get_or_none
 from paceline.observe.web.runs import AllRuns, Runs
@@ -80,14 +80,10 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     known = verdict(*_pair(runs, a, b))
     if known is None:
         return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
-    return FiniteJsonResponse(_estimate(known))
-
-
-def _estimate(known: Verdict) -> dict[str, Any]:
     pairs, course = known.pairs, known.course
     last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
     far = np.argsort(-np.abs(pairs.differences), kind="stable")[:FARTHEST]
-    return {
+    estimate = {
         "draws": len(pairs.ticket),
         "strangers": pairs.strangers,
         "mean": known.mean,
@@ -111,6 +107,7 @@ def _estimate(known: Verdict) -> dict[str, Any]:
             if pairs.differences[at]
         ],
     }
+    return FiniteJsonResponse(estimate)
 
 
 def describe(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]:

@@ -10,6 +10,7 @@ browser draws without running anything; every other one is named and never loade
 
 import base64
 import binascii
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -118,21 +119,16 @@ def _image(source: str) -> Part:
 
 
 def _call(call: Any) -> dict[str, str]:
+    """A call, its arguments with a line for each if they are JSON, otherwise as they were written."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return {"name": "", "arguments": _json(call), "id": ""}
-    arguments = function.get("arguments")
-    text = _parsed(arguments) if isinstance(arguments, str) else _json(arguments)
+    value = given = function.get("arguments")
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(given)
+    text = given[:MOST_TEXT] if isinstance(given, str) and not isinstance(value, dict | list) else _json(value)
     return {"name": _word(function.get("name")), "arguments": text, "id": _word(call.get("id"))}
-
-
-def _parsed(arguments: str) -> str:
-    """Arguments with a line for each, if they are JSON; otherwise as they were written."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments[:MOST_TEXT]
-    return _json(value) if isinstance(value, dict | list) else arguments[:MOST_TEXT]
 
 
 def _text(text: str, kind: str = "text") -> Part:

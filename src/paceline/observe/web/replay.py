@@ -108,20 +108,17 @@ class ReplayProcess:
         except OSError as error:
             return "failed", f"the process cannot be started: {error}"
         try:
-            return self._watch(process, out)
+            while (code := process.poll()) is None:
+                if self._stop.wait(LOOK_SECONDS):
+                    return "cancelled", ""
+                if self.seconds > self._limit:
+                    return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
+                if os.fstat(out).st_size > MOST_BYTES:
+                    return "failed", "the step is too large for a page: replay it in a terminal instead"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)
-
-    def _watch(self, process: subprocess.Popen, out: int) -> tuple[State, str]:
-        while (code := process.poll()) is None:
-            if self._stop.wait(LOOK_SECONDS):
-                return "cancelled", ""
-            if self.seconds > self._limit:
-                return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
-            if os.fstat(out).st_size > MOST_BYTES:
-                return "failed", "the step is too large for a page: replay it in a terminal instead"
         if code == 0:
             return "done", ""
         if code == -signal.SIGKILL:

@@ -75,15 +75,9 @@ def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]
         if together and at < len(first) and first[at][0] == role:
             same = common(first[at][1], text)
         together = together and at < len(first) and first[at] == (role, text)
-        rest = text[same:]
-        pieces.append(
-            {
-                "role": role,
-                "same": _end(text[:same]),
-                "rest": rest[:MOST_SAID],
-                "left_out": max(0, len(rest) - MOST_SAID),
-            }
-        )
+        begin = text[:same] if same <= MOST_SAID else f"…{text[same - MOST_SAID : same]}"
+        rest, left_out = text[same : same + MOST_SAID], max(0, len(text) - same - MOST_SAID)
+        pieces.append({"role": role, "same": begin, "rest": rest, "left_out": left_out})
     return pieces
 
 
@@ -115,10 +109,6 @@ def _shared(texts: list[RoleTexts]) -> int:
     most = min((len(one) - 1 for one in texts), default=0)
     alike = takewhile(lambda at: all(one[at] == texts[0][at] for one in texts), range(most))
     return sum(1 for _ in alike)
-
-
-def _end(text: str) -> str:
-    return text if len(text) <= MOST_SAID else f"…{text[-MOST_SAID:]}"
 
 
 EXCERPT = 160

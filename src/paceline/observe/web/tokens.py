@@ -194,20 +194,20 @@ def _chosen(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, A
 
 def _turn(number: int, turn: ToldTurn, prints: dict[int, str]) -> Strip:
     start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+
+    def sampled(values: NDArray, before: float, dtype: type) -> NDArray:
+        return np.concatenate([np.full(start, before, dtype), np.asarray(values, dtype)])
+
     streams = {
         "loss_mask": np.arange(end) >= start,
-        "versions": _after(start, turn.versions, -1, np.int32),
-        "logprobs": _after(start, turn.logprobs, 0.0, np.float32),
+        "versions": sampled(turn.versions, -1, np.int32),
+        "logprobs": sampled(turn.logprobs, 0.0, np.float32),
         "temperatures": np.full(end, turn.temperature, np.float32),
     }
     if turn.log_z is not None:
-        streams["log_z"] = _after(start, turn.log_z, 0.0, np.float32)
-    whole = {name: stream for name, stream in streams.items() if len(stream) == end}
-    return Strip("turn", number, turn.full_ids, whole, [(start, end)], turn.finish, prints)
-
-
-def _after(start: int, values: NDArray, before: float, dtype: type) -> NDArray:
-    return np.concatenate([np.full(start, before, dtype), np.asarray(values, dtype)])
+        streams["log_z"] = sampled(turn.log_z, 0.0, np.float32)
+    aligned = {name: stream for name, stream in streams.items() if len(stream) == end}
+    return Strip("turn", number, turn.full_ids, aligned, [(start, end)], turn.finish, prints)
 
 
 def trained_by(strip: Strip) -> dict[str, NDArray]:
