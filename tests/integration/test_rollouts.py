@@ -38,7 +38,7 @@ from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor.show_rollout import show_rollout, show_summary
 from paceline.runtime.episode_runtime import OpenAIServer, open_house
-from paceline.server.app import listen
+from paceline.util.connections import listen
 
 SEARCHING = re.compile(r"paceline: searching (\d+) documents at (http://\S+)/search")
 SERVE = """

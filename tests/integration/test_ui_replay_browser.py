@@ -7,8 +7,8 @@ import pytest
 from test_ui_browser import SIDEWAYS, _expect, _open, browser, page, pytestmark, tab  # noqa: F401 - fixtures, and what skips
 
 from paceline.config import load
-from paceline.observe.web.replay.result import ReplayResult
-from paceline.observe.web.replay.runner import ReplayRunner, name_of
+from paceline.observe.web.replay import ReplayRunner, name_of
+from paceline.observe.web.replay_result import ReplayResult
 from recorded import Told, served
 from replayed import replayable
 
@@ -46,7 +46,7 @@ def address(folder):
     told["samples"][0]["text"][0] = HOSTILE
     desk.results.put(run.resolve(), name_of(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.observe.web.app.ReplayRunner", lambda: desk)
+        patch.setattr("paceline.observe.web.replay.ReplayRunner", lambda: desk)
         with served(folder) as here:
             yield here
         desk.close()

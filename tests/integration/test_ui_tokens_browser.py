@@ -11,8 +11,8 @@ import test_ui_browser as ui
 import recorded
 from paceline.observe.record import Query, open_run
 from paceline.observe.web import build_app
-from paceline.observe.web.replay.result import ReplayResult
-from paceline.observe.web.replay.runner import ReplayRunner
+from paceline.observe.web.replay import ReplayRunner
+from paceline.observe.web.replay_result import ReplayResult
 from recorded import served
 from tokened import FACE, HOSTILE, PROMPT, tokened
 

@@ -34,7 +34,7 @@ from paceline.envs.search.index import (
     tokenise,
 )
 from paceline.envs.search.server import load_options
-from paceline.server.app import listen
+from paceline.util.connections import listen
 
 laws = settings(max_examples=50, deadline=None)
 WORDS = ["alder", "birch", "cedar", "dogwood", "elm", "fir", "gorse", "hazel", "ivy", "juniper"]

@@ -16,7 +16,8 @@ from paceline.observe.monitor import RunRecorder
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import tickets
 from paceline.observe.record.tickets import Tickets
-from paceline.observe.web.runs import FolderNews, RunNews, Runs, run_state
+from paceline.observe.web.overview import FolderNews, RunNews, run_state
+from paceline.observe.web.runs import Runs
 from paceline.runtime import session
 from recorded import Told
 

@@ -20,8 +20,8 @@ from paceline.observe.analysis.timeline import LaneSpan, bin_spans, from_metrics
 from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
 from paceline.observe.web import build_app, load_options
+from paceline.observe.web.app import GROUPS
 from paceline.observe.web.http import HEADERS
-from paceline.observe.web.routes import GROUPS
 from recorded import Told, served, torn
 
 

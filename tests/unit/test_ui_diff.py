@@ -12,8 +12,8 @@ from test_ui import Client
 from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import MISSING, compare
 from paceline.observe.web import build_app
-from paceline.observe.web.routes import compare as comparing
-from paceline.observe.web.routes.compare import CHAIN, MEANING, AbandonableCounter, Abandoned, RunComparison, describe
+from paceline.observe.web import compare as comparing
+from paceline.observe.web.compare import CHAIN, MEANING, AbandonableCounter, Abandoned, RunComparison, describe
 from recorded import Told
 from replayed import replayable
 

@@ -17,9 +17,8 @@ from test_ui import Client
 
 from paceline.config import load
 from paceline.observe.web import build_app
-from paceline.observe.web.replay.result import ReplayResult, flags, settings
-from paceline.observe.web.replay.runner import ReplayProcess, ReplayRunner, name_of
-from paceline.observe.web.routes.replay import CHECKPOINT
+from paceline.observe.web.replay import CHECKPOINT, ReplayProcess, ReplayRunner, name_of
+from paceline.observe.web.replay_result import ReplayResult, flags, settings
 from recorded import Told
 from replayed import replayable
 

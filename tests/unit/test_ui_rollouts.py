@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.observe.web import build_app
 from paceline.observe.web.http import encoded
-from paceline.observe.web.rollouts.episode import EpisodeTurn, flat_text, message_view, order_turns
-from paceline.observe.web.rollouts.group import common, split_from_first
+from paceline.observe.web.messages import EpisodeTurn, flat_text, message_view, order_turns
+from paceline.observe.web.rollouts import common, split_from_first
 from paceline.runtime.league import leagues
 from paceline.selfplay.payoff import Payoff
 from recorded import Told

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +20,8 @@ from paceline.data import Ticket, fold
 from paceline.observe.record import Query, open_run
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.web import build_app
-from paceline.observe.web.tokens.card import Token, kl_line, ref_kl_line, rl_line
-from paceline.observe.web.tokens.credit import Peer, advantage
-from paceline.observe.web.tokens.strip import VocabularyIndex
+from paceline.observe.web.card import Token, advantage, kl_line, ref_kl_line, rl_line
+from paceline.observe.web.tokens import VocabularyIndex
 from paceline.rollout import Group
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import Loss
@@ -141,7 +141,7 @@ def test_the_advantage_that_is_explained_is_the_one_the_algorithm_gives(algo, me
     ticket = Ticket(0, "env", 0, 0, 0)
     rollouts = [rollout(ticket, m, [turn([11] * length)], reward) for m, (reward, length) in enumerate(members)]
     build_algorithm(algo).assign(Group(ticket=ticket, rollouts=rollouts, places=len(rollouts)))
-    peers = [Peer(index=m, reward=reward, tokens=length) for m, (reward, length) in enumerate(members)]
+    peers = [SimpleNamespace(index=m, reward=r, tokens=length, turns=1) for m, (r, length) in enumerate(members)]
     for peer, made in zip(peers, rollouts, strict=True):
         recorded = float(made.samples[0].advantages[-1])
         line = advantage(algo, peer, peers, recorded)

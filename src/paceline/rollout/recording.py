@@ -21,12 +21,12 @@ from paceline.data.rollout import Message
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.server.answers import heading
-from paceline.server.app import BACKLOG, allow_many_connections, listen
+from paceline.server.app import allow_many_connections
 from paceline.server.bodies import ChatBody
 from paceline.server.errors import PROMPT_FIELDS, Refusal, bad, error_response, ignored_fields, install_error_handlers
 from paceline.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
 from paceline.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
-from paceline.util.connections import BoundedProtocol, why_foreign
+from paceline.util.connections import listen, server_config, why_foreign
 
 MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0
@@ -165,17 +165,7 @@ class RecordingServer:
         allow_many_connections()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         door = listen(self._host, self._port)
-        config = uvicorn.Config(
-            self._app(),
-            http=BoundedProtocol,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=60,
-            backlog=BACKLOG,
-        )
-        server = _Quiet(config)
+        server = _Quiet(server_config(self._app(), 1, timeout_keep_alive=60))
         serving = asyncio.create_task(server.serve(sockets=[door]), name="recording server")
         async with asyncio.timeout(START_SECONDS):
             while not server.started:

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -18,7 +17,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from paceline.engine.base import Engine
-from paceline.errors import EngineError, PacelineError
+from paceline.errors import EngineError
 from paceline.server import answers, bodies, control, responses
 from paceline.server.chat import chat
 from paceline.server.completions import complete
@@ -28,7 +27,7 @@ from paceline.server.guard import Meter, ServerGuard
 from paceline.server.responses import respond
 from paceline.server.service import Models, Service
 from paceline.server.tokenizer import ServerTokenizer
-from paceline.util.connections import BoundedProtocol
+from paceline.util.connections import GracefulServer, server_config
 from paceline.weights.transports import UPDATE_HEADER
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -203,46 +202,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-BACKLOG = 4096
-"""Connections the system may hold for us: a thousand clients arrive at once."""
-
 ACCEPTED_AT_ONCE = 16
 """Connections taken in one turn of the event loop. uvloop takes one from each socket that it listens on, so it is given
 ours so often: else the last of hundreds waits until all before it have begun their requests."""
 MOST_FILES = 10_240
 """The most that macOS allows; plenty elsewhere."""
-
-
-class GracefulServer(uvicorn.Server):
-    """Uvicorn, but a signal ends it with our own exit code, and any second one ends it at once."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
-        self.should_exit = True
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 picks a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    door = socket.socket(family)
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        door.bind((host, port))
-    except OSError as error:
-        door.close()
-        raise PacelineError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    door.listen(BACKLOG)
-    return door
 
 
 def quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -279,17 +243,7 @@ async def serve(
     """
     allow_many_connections()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    config = uvicorn.Config(
-        app,
-        http=BoundedProtocol,
-        log_config=None,
-        access_log=False,
-        lifespan="off",  # ours, below: uvicorn abandons it with a complaint when a second signal comes
-        timeout_graceful_shutdown=max(0, round(grace)),
-        timeout_keep_alive=60,
-        backlog=BACKLOG,
-    )
-    server = GracefulServer(config, ready)
+    server = GracefulServer(server_config(app, max(0, round(grace)), timeout_keep_alive=60), ready)
     watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
     async with app.router.lifespan_context(app):
         doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]

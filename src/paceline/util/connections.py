@@ -1,15 +1,23 @@
-"""Limits the headers of HTTP requests, and refuses calls from foreign web pages.
+"""Listens and serves HTTP with uvicorn, limits the headers of requests, and refuses calls from foreign web pages.
 
 A browser lets any page send requests to a server on loopback.
 """
 
 import asyncio
 import ipaddress
-from collections.abc import Iterable
+import socket
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from paceline.errors import PacelineError
+
+BACKLOG = 4096
+"""Connections the system may hold for us: a thousand clients arrive at once."""
 
 HEADER_SECONDS = 20.0
 """From the opening of a connection, or the first byte of a further request, to the last line of its headers."""
@@ -72,6 +80,52 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(answer)
             self.transport.close()
+
+
+class GracefulServer(uvicorn.Server):
+    """Uvicorn, but a signal ends it with our own exit code, and any second one ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def server_config(app: Any, grace: int, **more: Any) -> uvicorn.Config:
+    """Uvicorn's settings for an ASGI app whose open requests get `grace` seconds at a shutdown. It runs no lifespan,
+    which it abandons with a complaint when a second signal comes."""
+    return uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=grace,
+        backlog=BACKLOG,
+        **more,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 picks a free one."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PacelineError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    listener.listen(BACKLOG)
+    return listener
 
 
 def why_foreign(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str | None:

@@ -20,12 +20,12 @@ from paceline.config.secret import in_address
 from paceline.envs.base import EnvError
 from paceline.envs.search.client import MOST_QUERY
 from paceline.envs.search.index import DEFAULT_TOP_K, Dense, Embedder, Index, open_index
-from paceline.server.app import listen, quick_loop, serve
+from paceline.server.app import quick_loop, serve
 from paceline.server.bodies import RequestBody
 from paceline.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
 from paceline.server.guard import Meter, ServerGuard
 from paceline.server.http import FastJsonResponse, read_body
-from paceline.util.connections import is_loopback
+from paceline.util.connections import is_loopback, listen
 
 MOST_RESULTS = 100
 

@@ -16,7 +16,11 @@ def harmless(text: str, keep: str = "") -> str:
     """The text with control characters spelled out, as in `\\x1b[31m`; those in `keep` stay."""
     if text.isprintable():
         return text
-    return "".join(char if char in keep or not _acts(char) else _spelled(char) for char in text)
+
+    def acts(char: str) -> bool:
+        return char not in keep and (char in TURNING or unicodedata.category(char) in ("Cc", "Cs"))
+
+    return "".join(char.encode("unicode_escape").decode("ascii") if acts(char) else char for char in text)
 
 
 def line(value: Any, most: int = 400) -> str:
@@ -74,11 +78,3 @@ def event_text(event: Mapping[str, Any]) -> str:
             return line(f"back to step {event.get('step')}")
     rest = {key: value for key, value in event.items() if key not in ("time", "event")}
     return line(event.get("text", rest))
-
-
-def _acts(char: str) -> bool:
-    return char in TURNING or unicodedata.category(char) in ("Cc", "Cs")
-
-
-def _spelled(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")

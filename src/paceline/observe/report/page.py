@@ -22,7 +22,7 @@ from paceline.observe.record import Gone, Query, Row, RunFolder, open_run
 from paceline.observe.record.advice import Advisory, advise, sight_of
 from paceline.observe.record.advice.telling import silence
 from paceline.observe.report.charts import charts, timeline
-from paceline.observe.web.rollouts.episode import conversations
+from paceline.observe.web.messages import conversations
 
 LATE = 20
 """Steps before the last whose rollouts are looked at: what the policy does now, not what it did at first."""
@@ -74,8 +74,8 @@ TEMPLATES.filters |= {"line": line, "shorten": _shorten, "sentence": lambda text
 
 def page(run: RunFolder, rollouts: int, now: float | None = None) -> str:
     """The whole file."""
-    shown, sight = vitals(run, now), sight_of(run)
-    found, status = advise(sight), shown.status
+    shown, window = vitals(run, now), sight_of(run)
+    found, status = advise(window), shown.status
     return TEMPLATES.get_template(
         "report.html"
     ).render(
@@ -95,7 +95,7 @@ def page(run: RunFolder, rollouts: int, now: float | None = None) -> str:
         charts=charts(run),
         timeline=timeline(run),
         advice=found,
-        silence=silence(sight),
+        silence=silence(window),
         conversations=_conversations(run, rollouts),
         settings=[(one.key, _setting(one.value), _setting(one.default)) for one in run.changed()],
         dropped=[

@@ -6,13 +6,13 @@ get in all the same, the headers tell the browser to run only ours and to contac
 
 import hashlib
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 import orjson
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -90,34 +90,26 @@ class UiGuard:
         await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        path, asked = scope["path"], Request(scope)
         if why := why_foreign(scope["headers"], has_key=self._key is not None):
             return JSONResponse({"error": why}, 403)
-        if self._key is None or scope["path"].startswith(OPEN_PATHS) or self._knows_key(headers):
+        if self._key is None or path.startswith(OPEN_PATHS):
+            return None
+        bearer, cookie = asked.headers.get("authorization", ""), asked.cookies.get(COOKIE, "")
+        if _same(bearer, f"Bearer {self._key}") or _same(cookie, self._proof):
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        given = query.pop("key", [""])[0]
-        if _same(given, self._key):
-            return self._welcome(scope["path"], urlencode(query, doseq=True))
-        if scope["path"].startswith("/api/"):
+        if _same(query.pop("key", [""])[0], self._key):
+            # The same page without the key in its address, where a history or a screenshot would keep it. A path such
+            # as //elsewhere would lead to another host.
+            answer = RedirectResponse(
+                "/" + path.lstrip("/") + (f"?{urlencode(query, doseq=True)}" if query else ""), 303
+            )
+            answer.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
+            return answer
+        if path.startswith("/api/"):
             return JSONResponse({"error": "the key is missing or wrong: open the page anew and give it"}, 401)
         return FileResponse(STATIC / "key.html", 401)
-
-    def _knows_key(self, headers: dict[bytes, str]) -> bool:
-        if _same(headers.get(b"authorization", ""), f"Bearer {self._key}"):
-            return True
-        try:
-            jar = SimpleCookie(headers.get(b"cookie", ""))
-        except CookieError:
-            return False
-        return COOKIE in jar and _same(jar[COOKIE].value, self._proof)
-
-    def _welcome(self, path: str, query: str) -> Response:
-        """The same page without the key in its address, where a history or a screenshot would keep it."""
-        # A path such as //elsewhere would lead to another host.
-        answer = RedirectResponse("/" + path.lstrip("/") + (f"?{query}" if query else ""), 303)
-        answer.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
-        return answer
 
 
 def _same(given: str, expected: str) -> bool:

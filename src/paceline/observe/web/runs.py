@@ -1,21 +1,15 @@
-"""Opens the runs of a folder by names that cannot lead out of it, and finds what changed since a page last read them.
-
-A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
-that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
-"""
+"""Opens the runs of a folder by names that cannot lead out of it, and reads again only what has changed."""
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, HTTPException, Query, Request
 
 from paceline.errors import PacelineError
-from paceline.observe.analysis.vitals import table_row, tags
+from paceline.observe.analysis.vitals import table_row
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import Changed, RunFolder, find_runs
 from paceline.observe.record.folder import Columns
@@ -77,13 +71,9 @@ STATE_FILES = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
 ELSEWHERE = ("checkpoints", "export")
 
 
-@dataclass(frozen=True, slots=True)
-class _TableRow:
-    """The row of a run in the table, and the files it was made of."""
-
+class _TableRow(NamedTuple):
     files: list[Signature]
-    whole: bool
-    """Whether its tickets were read, too."""
+    has_tickets: bool
     row: dict[str, Any]
 
 
@@ -140,7 +130,7 @@ class Runs:
         rows = {name: self._row(name, path) for name, path in names.items()}
         if patient:
             with self._reading:
-                for name in [name for name, path in names.items() if not self._rows[path].whole][:1]:
+                for name in [name for name, path in names.items() if not self._rows[path].has_tickets][:1]:
                     rows[name] = self._row(name, names[name], read=True)
         return rows
 
@@ -154,9 +144,9 @@ class Runs:
         files = [signature(path / file) for file in STATE_FILES]
         before = self._rows.get(path)
         if before is None or files != before.files or before.row["alive"] or read:
-            run, whole = self.at(path), read or (before is not None and before.whole)
-            row = table_row(name, run, run.problems(patient=read) if whole else run.brief_problems())
-            self._rows[path] = before = _TableRow(files, whole, row)
+            run, has_tickets = self.at(path), read or (before is not None and before.has_tickets)
+            row = table_row(name, run, run.problems(patient=read) if has_tickets else run.brief_problems())
+            self._rows[path] = before = _TableRow(files, has_tickets, row)
         return before.row
 
 
@@ -174,94 +164,3 @@ def _run(runs: AllRuns, run: Annotated[str, Query(max_length=1000)]) -> RunFolde
 OneRun = Annotated[RunFolder, Depends(_run)]
 """The run of `?run=NAME`; a sentence and status 404 where there is none. These functions are not `async`, so that
 reading a large file holds up a thread and not the server."""
-
-
-MOST_EVENTS = 500
-"""A run that notes something each second for a week has more than a page can hold."""
-
-
-def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
-    """Status, staleness allowed, the last events and what could not be read; of a long journal only with `patient`."""
-    config, events = run.config(), run.events()
-    return {
-        "path": str(run.path),
-        "status": asdict(run.status()),
-        "staleness": config.get("staleness"),
-        "tags": tags(config),
-        "events": events[-MOST_EVENTS:],
-        "events_left_out": max(0, len(events) - MOST_EVENTS),
-        "problems": run.problems(patient),
-    }
-
-
-GROWING = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
-"""Files whose size a page is told, so that it can ask for what is new."""
-
-News = tuple[str, Any, str]
-"""The event's name, what it says, and the mark to go on from; empty where there is none."""
-
-
-def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
-    """The columns since a mark, whether they replace what was read before, and the new mark."""
-    file, _, lines = mark.partition(":")
-    here = str(signature(run.path / "metrics.jsonl")[0])
-    columns = run.metrics()
-    count = len(columns["step"])
-    start = int(lines) if file == here and lines.isdecimal() and int(lines) <= count else 0
-    return {
-        "columns": {name: values[start:] for name, values in columns.items()},
-        "fresh": start == 0,
-    }, f"{here}:{count}"
-
-
-class RunNews:
-    """Follows one run for one page."""
-
-    def __init__(self, run: RunFolder, mark: str) -> None:
-        self._run = run
-        self._mark = mark
-        self._seen: dict[str, Any] = {}
-
-    def look(self) -> Iterator[News]:
-        """The news. Reads only what has changed; the status always, since a process dies without writing. What takes
-        long waits for the second look: at the first the page is still being drawn."""
-        root, patient = self._run.path, bool(self._seen)
-        if not root.is_dir():
-            if self._changed("gone", True):
-                yield "gone", {}, ""
-            return
-        if self._changed("metrics", signature(root / "metrics.jsonl")):
-            columns, mark = read_metrics(self._run, self._mark)
-            if mark != self._mark:
-                self._mark = mark
-                yield "metrics", columns, mark
-        news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
-        if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
-            state = run_state(self._run, patient)
-            self._seen |= {"status": state["status"], "problems": state["problems"]}
-            yield "standing", state, ""
-        elif self._changed("status", asdict(self._run.status())):
-            yield "status", self._seen["status"], ""
-        sizes = {name: signature(root / name)[1] for name in GROWING}
-        if self._changed("files", sizes):
-            yield "files", sizes, ""
-
-    def _changed(self, what: str, value: Any) -> bool:
-        before, self._seen[what] = self._seen.get(what), value
-        return before != value
-
-
-class FolderNews:
-    """Follows the table of runs for one page."""
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._rows: dict[str, dict[str, Any]] = {}
-
-    def look(self) -> Iterator[News]:
-        """The runs that are new or have changed, and the names of those that went."""
-        before, self._rows = self._rows, self._runs.table(patient=bool(self._rows))
-        changed = [row for name, row in self._rows.items() if row != before.get(name)]
-        gone = [name for name in before if name not in self._rows]
-        if changed or gone:
-            yield "runs", {"changed": changed, "gone": gone}, ""

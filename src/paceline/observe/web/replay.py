@@ -1,6 +1,6 @@
-"""Runs `paceline replay`, one child process at a time for each run, and keeps the last few results.
+"""Routes that replay a step: start `paceline replay`, follow it, cancel it, and read its result.
 
-In a child process, since the server itself imports no torch:
+In a child process, one at a time for each run, since the server itself imports no torch:
 
     started -> its last line on stderr is what it does now -> done with a file of JSON, or failed with a sentence
 
@@ -11,6 +11,7 @@ dies.
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,15 +19,18 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from fastapi import HTTPException
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from paceline.observe.record import RunFolder
-from paceline.observe.web.replay.result import ReplayResult, Value, flags, own_code
+from paceline.observe.web.http import FiniteJsonResponse
+from paceline.observe.web.replay_result import ReplayResult, Value, flags, own_code, sample, settings, summary
+from paceline.observe.web.runs import OneRun
 from paceline.util.process_exit import WITH_PARENT
 
 LIMIT_SECONDS = 900.0
@@ -47,8 +51,9 @@ class ReplayProcess:
         flags: Sequence[str],
         finished: Callable[[bytes], None],
         limit: float = LIMIT_SECONDS,
+        key: str = "",
     ) -> None:
-        self.step = step
+        self.step, self.key = step, key
         self.state: State = "working"
         self.failure = ""
         self.began = time.monotonic()
@@ -103,29 +108,22 @@ class ReplayProcess:
         except OSError as error:
             return "failed", f"the process cannot be started: {error}"
         try:
-            return self._watch(process, out)
+            while (code := process.poll()) is None:
+                if self._stop.wait(LOOK_SECONDS):
+                    return "cancelled", ""
+                if self.seconds > self._limit:
+                    return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
+                if os.fstat(out).st_size > MOST_BYTES:
+                    return "failed", "the step is too large for a page: replay it in a terminal instead"
         finally:
-            _kill(process)
-
-    def _watch(self, process: subprocess.Popen, out: int) -> tuple[State, str]:
-        while (code := process.poll()) is None:
-            if self._stop.wait(LOOK_SECONDS):
-                return "cancelled", ""
-            if self.seconds > self._limit:
-                return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
-            if os.fstat(out).st_size > MOST_BYTES:
-                return "failed", "the step is too large for a page: replay it in a terminal instead"
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
         if code == 0:
             return "done", ""
         if code == -signal.SIGKILL:
             return "failed", "the process was killed, most likely for want of memory"
         return "failed", _last_line(self._log) or f"the process ended with code {code}"
-
-
-def _kill(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
 
 
 def _last_line(log: IO[bytes]) -> str:
@@ -148,20 +146,19 @@ class RecentResults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._results: OrderedDict[tuple[Path, str], ReplayResult] = OrderedDict()
+        self._results: dict[tuple[Path, str], ReplayResult] = {}
 
     def put(self, path: Path, key: str, result: ReplayResult) -> None:
         with self._lock:
+            self._results.pop((path, key), None)
             self._results[path, key] = result
-            self._results.move_to_end((path, key))
             while len(self._results) > MOST:
-                self._results.popitem(last=False)
+                del self._results[next(iter(self._results))]
 
     def get(self, path: Path, key: str) -> ReplayResult | None:
         with self._lock:
-            found = self._results.get((path, key))
-            if found is not None:
-                self._results.move_to_end((path, key))
+            if (found := self._results.pop((path, key), None)) is not None:
+                self._results[path, key] = found  # the newest is last
             return found
 
     def of(self, path: Path) -> dict[str, ReplayResult]:
@@ -176,7 +173,7 @@ class ReplayRunner:
     def __init__(self, limit: float = LIMIT_SECONDS) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._children: dict[Path, tuple[str, ReplayProcess]] = {}
+        self._children: dict[Path, ReplayProcess] = {}
         self.results = RecentResults()
         self.close = weakref.finalize(self, _end, self._children)
 
@@ -196,24 +193,23 @@ class ReplayRunner:
             results.put(path, key, ReplayResult(data, step, changes))
 
         with self._lock:
-            _, before = self._children.get(run.path, ("", None))
+            before = self._children.get(run.path)
             if before is not None and before.state == "working":
                 raise HTTPException(409, "a step of this run is being replayed already: wait for it, or cancel it")
-            self._children[run.path] = key, ReplayProcess(run.path, step, written, finished, self._limit)
+            self._children[run.path] = ReplayProcess(run.path, step, written, finished, self._limit, key)
         return self.job(run) or {}
 
     def cancel(self, run: RunFolder) -> None:
-        _, child = self._children.get(run.path, ("", None))
-        if child is not None:
+        if (child := self._children.get(run.path)) is not None:
             child.cancel()
 
     def job(self, run: RunFolder) -> dict[str, Any] | None:
         """The run's last replay: how it stands, and the name of what came of it."""
-        key, child = self._children.get(run.path, ("", None))
+        child = self._children.get(run.path)
         if child is None:
             return None
         return {
-            "key": key,
+            "key": child.key,
             "step": child.step,
             "state": child.state,
             "doing": child.doing(),
@@ -231,6 +227,96 @@ def name_of(step: int, changes: dict[str, Value]) -> str:
     return f"{step}-{hashlib.sha256(written.encode()).hexdigest()[:10]}"
 
 
-def _end(children: dict[Path, tuple[str, ReplayProcess]]) -> None:
-    for _, child in list(children.values()):
+def _end(children: dict[Path, ReplayProcess]) -> None:
+    for child in list(children.values()):
         child.cancel()
+
+
+CHECKPOINT = re.compile(r"step-(\d+)")
+
+router = APIRouter()
+
+
+def _runner(request: Request) -> ReplayRunner:
+    return request.app.state.replays
+
+
+def _own_page(request: Request) -> None:
+    """Starting a process is for our own pages: a page elsewhere can send a form to a loopback address, but neither JSON
+    nor our origin with it."""
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != request.headers.get("host")):
+        raise HTTPException(403, "only a page of this server may start or end a replay")
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(415, "send JSON: Content-Type: application/json")
+
+
+Runner = Annotated[ReplayRunner, Depends(_runner)]
+Key = Annotated[str, Query(max_length=100)]
+
+
+class ReplayRequest(BaseModel):
+    """A replay request. Settings are names of the run file with their values; `replay_result.settings` knows which."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Annotated[StrictInt, Field(ge=0)]
+    settings: Annotated[dict[str, StrictBool | StrictInt | StrictFloat | StrictStr | None], Field(max_length=40)] = {}
+
+
+@router.get("/replay")
+def replay(run: OneRun, runner: Runner) -> Response:
+    """Which steps can be replayed and from which weights, which settings can be tried, and what was replayed lately."""
+    config = run.config()
+    found = (CHECKPOINT.fullmatch(path.name) for path in (run.path / "checkpoints").glob("step-*"))
+    return FiniteJsonResponse(
+        {
+            "path": str(run.path),
+            "steps": run.batches(),
+            "checkpoints": sorted(int(match[1]) for match in found if match),
+            "settings": [setting.model_dump() for setting in settings(config)],
+            "refusal": own_code(config),
+            "job": runner.job(run),
+            "results": [
+                {"key": key, "step": result.step, "changes": result.changes}
+                for key, result in runner.results.of(run.path).items()
+            ],
+        }
+    )
+
+
+@router.get("/replay/job")
+def job(run: OneRun, runner: Runner) -> Response:
+    """How the run's last replay stands."""
+    return FiniteJsonResponse({"job": runner.job(run)})
+
+
+@router.post("/replay/start", dependencies=[Depends(_own_page)])
+def start(run: OneRun, runner: Runner, request: ReplayRequest) -> Response:
+    """Replay a step in a process of its own."""
+    return FiniteJsonResponse({"job": runner.start(run, request.step, request.settings)})
+
+
+@router.post("/replay/cancel", dependencies=[Depends(_own_page)])
+def cancel(run: OneRun, runner: Runner) -> Response:
+    """End it."""
+    runner.cancel(run)
+    return FiniteJsonResponse({"job": runner.job(run)})
+
+
+@router.get("/replay/result")
+def result(run: OneRun, runner: Runner, of: Key = "", against: Key = "", component: Key = "") -> Response:
+    """The loss, the samples and the weightiest tokens; `against` another result by what differs. Null: not known."""
+    one, other = runner.results.get(run.path, of), runner.results.get(run.path, against) if against else None
+    if one is None or (against and other is None):
+        return FiniteJsonResponse({"result": None})
+    return FiniteJsonResponse({"result": summary(one, other, component)})
+
+
+@router.get("/replay/sample")
+def one_sample(
+    run: OneRun, runner: Runner, of: Key = "", against: Key = "", sample_: Annotated[int, Query(alias="sample")] = 0
+) -> Response:
+    """All tokens of one sample. Null: the result is not known any more."""
+    one, other = runner.results.get(run.path, of), runner.results.get(run.path, against) if against else None
+    return FiniteJsonResponse({"sample": None if one is None else sample(one, other, sample_)})

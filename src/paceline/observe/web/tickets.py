@@ -4,25 +4,27 @@ The journal knows states and no times. Times come from what surrounds them: a ve
 what it sampled came after; a step's phases are lanes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, Depends, HTTPException, Query, Response
 
 from paceline.data import State
 from paceline.observe.analysis.text import four_digits as figure
 from paceline.observe.record import Query as RolloutQuery
-from paceline.observe.record import Row, RunFolder
+from paceline.observe.record import Row, RunFolder, Told
+from paceline.observe.web.card import card_of
 from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.rollouts.group import why_dropped
+from paceline.observe.web.rollouts import why_dropped
 from paceline.observe.web.runs import OneRun
-from paceline.observe.web.tokens.card import card_of
-from paceline.observe.web.tokens.strip import newest, page_of, strip_of
+from paceline.observe.web.tokens import Strip, newest, page_of, strip_of
 
 MOST_ROLLOUTS = 400
 """Rollouts of a ticket that are listed."""
 PHASES = ("score", "train", "publish")
+Journal = Sequence[dict[str, Any]]
+"""The lines of `tickets.jsonl` about one ticket."""
 
 router = APIRouter()
 Name = Annotated[str | None, Query(max_length=1000)]
@@ -74,33 +76,30 @@ Place = Annotated[int | None, Query(ge=0, lt=1 << 31)]
 NOTHING = {"nothing": "No rollout is recorded yet.", "rollout": None}
 
 
-@router.get("/tokens")
-def tokens(run: OneRun, id: Place = None, sample: Place = None, turn: Place = None) -> Response:
-    """One sample of a rollout, or one turn of it, with every stream; without an id, of the last one that trained."""
+def _sequence(run: OneRun, id: Place = None, sample: Place = None, turn: Place = None) -> tuple | None:
     index = newest(run) if id is None else id
-    if index is None:
-        return FiniteJsonResponse(NOTHING)
-    told = run.rollouts.get(index)
-    return FiniteJsonResponse(page_of(run, told, strip_of(told, sample, turn)))
+    return None if index is None else (rollout := run.rollouts.get(index), strip_of(rollout, sample, turn))
+
+
+TokenSequence = Annotated[tuple[Told, Strip | None] | None, Depends(_sequence)]
+"""A rollout (without an id the last one that trained), and the sample or turn of it that is asked for."""
+
+
+@router.get("/tokens")
+def tokens(run: OneRun, asked: TokenSequence) -> Response:
+    """One sample of a rollout, or one turn of it, with every stream."""
+    return FiniteJsonResponse(NOTHING if asked is None else page_of(run, *asked))
 
 
 @router.get("/tokens/card")
-def card(
-    run: OneRun,
-    id: Place = None,
-    at: Annotated[int, Query(ge=0)] = 0,
-    sample: Place = None,
-    turn: Place = None,
-) -> Response:
+def card(run: OneRun, asked: TokenSequence, at: Annotated[int, Query(ge=0)] = 0) -> Response:
     """The card of the token at a place of that sequence."""
-    index = newest(run) if id is None else id
-    if index is None:
+    if asked is None:
         return FiniteJsonResponse(NOTHING)
-    told = run.rollouts.get(index)
-    strip = strip_of(told, sample, turn)
+    rollout, strip = asked
     if strip is None or at >= len(strip.ids):
         raise HTTPException(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
-    return FiniteJsonResponse(card_of(run, told, strip, at))
+    return FiniteJsonResponse(card_of(run, rollout, strip, at))
 
 
 def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,21 +107,19 @@ def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any
     out = []
     for ticket in rows:
         journal = run.tickets.life(ticket["number"], ticket["env"])
-        row = ticket | {
-            "attempts": _flights(journal),
-            "why": why_dropped(ticket["reason"]) if "reason" in ticket else "",
-        }
+        why = why_dropped(ticket["reason"]) if "reason" in ticket else ""
         first = _first(journal)
-        out.append(row if first is None else row | {"replays": first})
+        replays = {} if first is None else {"replays": first}
+        out.append(ticket | {"attempts": _flights(journal), "why": why} | replays)
     return out
 
 
-def _flights(journal: Sequence[dict[str, Any]]) -> int:
+def _flights(journal: Journal) -> int:
     """How often the ticket was played."""
     return sum(line["state"] == "in flight" for line in journal)
 
 
-def _first(journal: Sequence[dict[str, Any]]) -> int | None:
+def _first(journal: Journal) -> int | None:
     """The ticket that this one replays, if it does."""
     return next((line["replays"] for line in journal if "replays" in line), None)
 
@@ -133,18 +130,10 @@ def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
     found = run.rollouts.find(RolloutQuery(ticket=number, domain="training", sort="step", limit=MOST_ROLLOUTS))
     if not journal and not found.total:
         return None
-    last, first = journal[-1] if journal else {}, _first(journal)
     return {
         "number": number,
-        "state": last.get("state", ""),
-        "stages": [
-            *([_drawn(journal[0], first)] if journal else []),
-            _sampled(run, found.rows, journal, first),
-            *([_scored(found.rows)] if found.rows else []),
-            *_judged(journal, found.rows),
-            *_trained(run, last),
-            *_replays(run, number, last),
-        ],
+        "state": journal[-1].get("state", "") if journal else "",
+        "stages": list(_stages(run, number, journal, found.rows)),
         "journal": journal,
         "rollouts": [asdict(row) for row in found.rows],
         "rollouts_total": found.total,
@@ -152,17 +141,41 @@ def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
     }
 
 
-def _drawn(line: dict[str, Any], first: int | None) -> dict[str, Any]:
-    place = f"row {line['row']} of `{line['env']}`: draw {line['draw']}, epoch {line['epoch']}"
-    if first is not None:
-        text = f"The group of ticket {first} entered once more ({place})."
-        return {"name": "replayed", "text": text, "ticket": first}
-    return {"name": "drawn", "text": f"Drawn from the data: {place}."}
+def _stages(run: RunFolder, number: int, journal: Journal, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    last, first = journal[-1] if journal else {}, _first(journal)
+    if journal:
+        line = journal[0]
+        place = f"row {line['row']} of `{line['env']}`: draw {line['draw']}, epoch {line['epoch']}"
+        if first is None:
+            yield {"name": "drawn", "text": f"Drawn from the data: {place}."}
+        else:
+            text = f"The group of ticket {first} entered once more ({place})."
+            yield {"name": "replayed", "text": text, "ticket": first}
+    yield _sampled(run, rows, journal, first)
+    if rows:
+        yield _scored(rows)
+    credit = [row.advantage for row in rows if row.advantage is not None]
+    spread = f" Advantages from {figure(min(credit))} to {figure(max(credit))}." if credit else ""
+    if any(line["state"] == "buffered" for line in journal):
+        yield {"name": "accepted", "text": f"Judged worth training and kept for a batch.{spread}"}
+        spread = ""
+    if last.get("state") == "dropped":
+        reason = last.get("reason", "")
+        stage = {"name": "dropped", "text": f"Dropped (`{reason}`): {why_dropped(reason)}.{spread}", "reason": reason}
+        yield stage | ({"step": rows[0].step, "by": rows[0].time} if rows else {})
+    if last.get("state") == "trained":
+        yield from _trained(run, last.get("step"))
+        # Tickets under which the group trained again: same environment, row and draw, and the journal says of whom.
+        query = RolloutQuery(
+            env=last["env"], row=last["row"], state="replayed", domain="training", sort="step", limit=MOST_ROLLOUTS
+        )
+        for ticket, step in dict.fromkeys((row.ticket, row.step) for row in run.rollouts.find(query).rows):
+            if any(line.get("replays") == number for line in run.tickets.life(ticket)):
+                text = f"Trained once more in step {step}, as ticket {ticket}."
+                yield {"name": "replayed", "text": text, "ticket": ticket, "step": step}
 
 
-def _sampled(
-    run: RunFolder, rows: Sequence[Row], journal: Sequence[dict[str, Any]], first: int | None
-) -> dict[str, Any]:
+def _sampled(run: RunFolder, rows: Sequence[Row], journal: Journal, first: int | None) -> dict[str, Any]:
     if not rows:
         last = journal[-1]["state"] if journal else ""
         texts = {"in flight": "It is being played, or was when the run stopped.", "dropped": "It left no rollout."}
@@ -194,54 +207,16 @@ def _scored(rows: Sequence[Row]) -> dict[str, Any]:
     return {"name": "scored", "text": "; ".join(parts) + "." if parts else "No reward was given."}
 
 
-def _judged(journal: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    credit = [row.advantage for row in rows if row.advantage is not None]
-    spread = f" Advantages from {figure(min(credit))} to {figure(max(credit))}." if credit else ""
-    stages = []
-    if any(line["state"] == "buffered" for line in journal):
-        stages.append({"name": "accepted", "text": f"Judged worth training and kept for a batch.{spread}"})
-    if journal and journal[-1]["state"] == "dropped":
-        reason = journal[-1].get("reason", "")
-        text = f"Dropped (`{reason}`): {why_dropped(reason)}."
-        stage = {"name": "dropped", "text": text + ("" if stages else spread), "reason": reason}
-        stages.append(stage | ({"step": rows[0].step, "by": rows[0].time} if rows else {}))
-    return stages
-
-
-def _trained(run: RunFolder, last: dict[str, Any]) -> list[dict[str, Any]]:
-    step = last.get("step")
-    if last.get("state") != "trained" or step is None:
-        return []
-    measured = _measured(run, step)
+def _trained(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]]:
+    if step is None:
+        return
+    measured, phases = _measured(run, step), _phases(run, step)
     loss = [f"{name} {figure(measured[name])}" for name in ("loss", "grad_norm", "lr") if name in measured]
     text = f"Shipped and trained in step {step}" + (f" ({', '.join(loss)})" if loss else "") + "."
-    phases = _phases(run, step)
     ends = {phase["name"]: phase["end"] for phase in phases}
+    yield {"name": "trained", "text": text, "step": step, "phases": phases, "time": ends.get("train")}
     published = f"The weights it helped to make are version {step}."
-    return [
-        {"name": "trained", "text": text, "step": step, "phases": phases, "time": ends.get("train")},
-        {"name": "published", "text": published, "time": ends.get("publish")},
-    ]
-
-
-def _replays(run: RunFolder, number: int, last: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tickets under which the group trained again: same environment, row and draw, and the journal says of whom."""
-    if last.get("state") != "trained":
-        return []
-    query = RolloutQuery(
-        env=last["env"], row=last["row"], state="replayed", domain="training", sort="step", limit=MOST_ROLLOUTS
-    )
-    again = dict.fromkeys((row.ticket, row.step) for row in run.rollouts.find(query).rows)
-    return [
-        {
-            "name": "replayed",
-            "text": f"Trained once more in step {step}, as ticket {ticket}.",
-            "ticket": ticket,
-            "step": step,
-        }
-        for ticket, step in again
-        if any(line.get("replays") == number for line in run.tickets.life(ticket))
-    ]
+    yield {"name": "published", "text": published, "time": ends.get("publish")}
 
 
 def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""Routes of the table of runs, and of one run: status, metrics, lanes, settings, advice and live updates."""
+"""Routes of the table of runs, and of one run: status, metrics, lanes, settings, advice and live updates.
+
+A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
+that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -11,10 +15,103 @@ from fastapi.responses import StreamingResponse
 from paceline.config.advice import AdviceConfig
 from paceline.config.fields import KeyPath, Spot, spot_at
 from paceline.observe.analysis import timeline
+from paceline.observe.analysis.vitals import tags
+from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advise, sight_of
 from paceline.observe.record.advice.telling import silence
 from paceline.observe.web.http import FiniteJsonResponse, encoded
-from paceline.observe.web.runs import AllRuns, FolderNews, News, OneRun, RunNews, read_metrics, run_state
+from paceline.observe.web.runs import AllRuns, OneRun, Runs, signature
+
+MOST_EVENTS = 500
+"""A run that notes something each second for a week has more than a page can hold."""
+
+
+def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
+    """Status, staleness allowed, the last events and what could not be read; of a long journal only with `patient`."""
+    config, events = run.config(), run.events()
+    return {
+        "path": str(run.path),
+        "status": asdict(run.status()),
+        "staleness": config.get("staleness"),
+        "tags": tags(config),
+        "events": events[-MOST_EVENTS:],
+        "events_left_out": max(0, len(events) - MOST_EVENTS),
+        "problems": run.problems(patient),
+    }
+
+
+GROWING = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
+"""Files whose size a page is told, so that it can ask for what is new."""
+
+News = tuple[str, Any, str]
+"""The event's name, what it says, and the mark to go on from; empty where there is none."""
+
+
+def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
+    """The columns since a mark, whether they replace what was read before, and the new mark."""
+    file, _, lines = mark.partition(":")
+    here = str(signature(run.path / "metrics.jsonl")[0])
+    columns = run.metrics()
+    count = len(columns["step"])
+    start = int(lines) if file == here and lines.isdecimal() and int(lines) <= count else 0
+    return {
+        "columns": {name: values[start:] for name, values in columns.items()},
+        "fresh": start == 0,
+    }, f"{here}:{count}"
+
+
+class RunNews:
+    """Follows one run for one page."""
+
+    def __init__(self, run: RunFolder, mark: str) -> None:
+        self._run = run
+        self._mark = mark
+        self._seen: dict[str, Any] = {}
+
+    def look(self) -> Iterator[News]:
+        """The news. Reads only what has changed; the status always, since a process dies without writing. What takes
+        long waits for the second look: at the first the page is still being drawn."""
+        root, patient = self._run.path, bool(self._seen)
+        if not root.is_dir():
+            if self._changed("gone", True):
+                yield "gone", {}, ""
+            return
+        if self._changed("metrics", signature(root / "metrics.jsonl")):
+            columns, mark = read_metrics(self._run, self._mark)
+            if mark != self._mark:
+                self._mark = mark
+                yield "metrics", columns, mark
+        news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
+        if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
+            state = run_state(self._run, patient)
+            self._seen |= {"status": state["status"], "problems": state["problems"]}
+            yield "standing", state, ""
+        elif self._changed("status", asdict(self._run.status())):
+            yield "status", self._seen["status"], ""
+        sizes = {name: signature(root / name)[1] for name in GROWING}
+        if self._changed("files", sizes):
+            yield "files", sizes, ""
+
+    def _changed(self, what: str, value: Any) -> bool:
+        before, self._seen[what] = self._seen.get(what), value
+        return before != value
+
+
+class FolderNews:
+    """Follows the table of runs for one page."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def look(self) -> Iterator[News]:
+        """The runs that are new or have changed, and the names of those that went."""
+        before, self._rows = self._rows, self._runs.table(patient=bool(self._rows))
+        changed = [row for name, row in self._rows.items() if row != before.get(name)]
+        gone = [name for name in before if name not in self._rows]
+        if changed or gone:
+            yield "runs", {"changed": changed, "gone": gone}, ""
+
 
 LOOK_SECONDS = 0.5
 BEAT_SECONDS = 10.0
@@ -39,19 +136,14 @@ async def _stream(news: FolderNews | RunNews) -> AsyncIterator[bytes]:
     quiet = BEAT_SECONDS  # the first beat comes at once: it opens the stream
     while True:
         found = await asyncio.to_thread(lambda: list(news.look()))
-        for one in found:
-            yield _event(one)
+        for name, data, mark in found:
+            number = f"id: {mark}\n" if mark else ""
+            yield f"event: {name}\n{number}data: ".encode() + encoded(data) + b"\n\n"
         quiet = 0.0 if found else quiet + LOOK_SECONDS
         if quiet >= BEAT_SECONDS:
             quiet = 0.0
             yield b": beat\n\n"
         await asyncio.sleep(LOOK_SECONDS)  # bounded: the client leaves, or the server stops
-
-
-def _event(news: News) -> bytes:
-    name, data, mark = news
-    number = f"id: {mark}\n" if mark else ""
-    return f"event: {name}\n{number}data: ".encode() + encoded(data) + b"\n\n"
 
 
 @router.get("/lanes")
@@ -147,41 +239,41 @@ def run(run: OneRun) -> Response:
 @router.get("/advice")
 def advice(run: OneRun) -> Response:
     """Every advisory with its evidence, and all that was looked for."""
-    sight = sight_of(run)
-    found = advise(sight)
+    window = sight_of(run)
+    found = advise(window)
     rules = [
         {
             "name": rule.name,
             "asks": rule.asks,
-            "limit": getattr(sight.advice, rule.name),
+            "limit": getattr(window.advice, rule.name),
             "help": AdviceConfig.model_fields[rule.name].description,
             "found": sum(advisory.rule == rule.name for advisory in found),
-            "pauses": [env for env in sight.envs if rule.name in _grounds(sight, env)],
+            "pauses": [env for env in window.envs if rule.name in _grounds(window, env)],
         }
         for rule in RULES
     ]
     return FiniteJsonResponse(
         {
-            "steps": sight.steps,
-            "trained": sight.trained,
-            "silence": silence(sight),
+            "steps": window.steps,
+            "trained": window.trained,
+            "silence": silence(window),
             "rules": rules,
-            "found": [_advisory(sight, advisory) for advisory in found],
+            "found": [_advisory(window, advisory) for advisory in found],
         }
     )
 
 
-def _advisory(sight: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
+def _advisory(window: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
     """The advisory with each rollout in a few words, and each knob as it is written."""
     knobs = [asdict(knob) | {"text": knob.text, "flag": knob.flag} for knob in advisory.knobs]
     rollouts = [
         {"index": index} | {name: row[name].item() for name in ("step", "reward", "tokens")}
         for index in advisory.rollouts
-        for row in [sight.rows[index - sight.first]]
+        for row in [window.rows[index - window.first]]
     ]
     return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
 
 
-def _grounds(sight: AdviceWindow, env: str) -> Sequence[str]:
-    own = sight.env(env).get("pause")
-    return sight.advice.pause if own is None else own
+def _grounds(window: AdviceWindow, env: str) -> Sequence[str]:
+    own = window.env(env).get("pause")
+    return window.advice.pause if own is None else own

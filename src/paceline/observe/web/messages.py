@@ -10,6 +10,7 @@ browser draws without running anything; every other one is named and never loade
 
 import base64
 import binascii
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -118,21 +119,16 @@ def _image(source: str) -> Part:
 
 
 def _call(call: Any) -> dict[str, str]:
+    """A call, its arguments with a line for each if they are JSON, otherwise as they were written."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return {"name": "", "arguments": _json(call), "id": ""}
-    arguments = function.get("arguments")
-    text = _parsed(arguments) if isinstance(arguments, str) else _json(arguments)
+    value = given = function.get("arguments")
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(given)
+    text = given[:MOST_TEXT] if isinstance(given, str) and not isinstance(value, dict | list) else _json(value)
     return {"name": _word(function.get("name")), "arguments": text, "id": _word(call.get("id"))}
-
-
-def _parsed(arguments: str) -> str:
-    """Arguments with a line for each, if they are JSON; otherwise as they were written."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments[:MOST_TEXT]
-    return _json(value) if isinstance(value, dict | list) else arguments[:MOST_TEXT]
 
 
 def _text(text: str, kind: str = "text") -> Part:
@@ -163,13 +159,13 @@ MOST_CONVERSATIONS = 20
 """Conversations of one rollout that a page can hold, the latest ones."""
 
 
-def conversations(told: Told) -> dict[str, Any]:
+def conversations(rollout: Told) -> dict[str, Any]:
     """The conversations with their messages, and how many there are. The policy's replies carry facts of their turn."""
-    if not told.turns:
-        found = [{"messages": [message_view(message) for message in told.messages]}] if told.messages else []
+    if not rollout.turns:
+        found = [{"messages": [message_view(message) for message in rollout.messages]}] if rollout.messages else []
         return {"total": len(found), "shown": found}
-    last = ends(told.turns)
-    return {"total": len(last), "shown": [_conversation(at, told.turns) for at in last[-MOST_CONVERSATIONS:]]}
+    last = ends(rollout.turns)
+    return {"total": len(last), "shown": [_conversation(at, rollout.turns) for at in last[-MOST_CONVERSATIONS:]]}
 
 
 def ends(turns: Sequence[ToldTurn]) -> list[int]:
@@ -186,8 +182,8 @@ def ends(turns: Sequence[ToldTurn]) -> list[int]:
 def _conversation(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
     ending = turns[last]
     if ending.messages is None:
-        said = message_view(ending.message) | {"turn": turn_facts(last, ending)}
-        return {"prompt_tokens": len(ending.prompt_ids), "messages": [said]}
+        reply = message_view(ending.message) | {"turn": turn_facts(last, ending)}
+        return {"prompt_tokens": len(ending.prompt_ids), "messages": [reply]}
     whole = _whole(ending)
     spoken = {}
     for at, turn in enumerate(turns[: last + 1]):
@@ -236,15 +232,15 @@ class EpisodeTurn:
 def episode_story(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The seats with what they earned, and all their turns in one line."""
     rows = [rollouts.row(at) for at in rollouts.episode(index)]
-    told = [_read(rollouts, row) for row in rows[:MOST_SEATS]]
-    spoken = [_spoken(one.turns) for one in told]
+    seats = [_read(rollouts, row) for row in rows[:MOST_SEATS]]
+    spoken = [_spoken(one.turns) for one in seats]
     line = []
-    for seat, at in order_turns(spoken, _after(told)):
+    for seat, at in order_turns(spoken, _after(seats)):
         one = spoken[seat][at]
-        said = message_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
-        line.append({"seat": seat, "heard": [message_view(message) for message in one.heard], "said": said})
+        reply = message_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
+        line.append({"seat": seat, "heard": [message_view(message) for message in one.heard], "said": reply})
     return {
-        "seats": [{"row": o.row, "parent": o.parent, "metrics": o.metrics, "error": o.error} for o in told],
+        "seats": [{"row": o.row, "parent": o.parent, "metrics": o.metrics, "error": o.error} for o in seats],
         "line": line,
         "total": len(rows),
         "absent": _absent(rollouts, rows),
@@ -303,11 +299,11 @@ def _spoken(turns: Sequence[ToldTurn]) -> list[EpisodeTurn]:
     return found
 
 
-def _after(told: Sequence[Told]) -> list[int | None]:
+def _after(seats: Sequence[Told]) -> list[int | None]:
     """For each seat that another one's episode started, the place of that one. Of seats that share an actor the record
     has no names, so the first of them stands for all."""
-    actors = [one.row.actor for one in told]
-    parents = [one.parent.partition("#")[0] for one in told]
+    actors = [one.row.actor for one in seats]
+    parents = [one.parent.partition("#")[0] for one in seats]
     return [
         actors.index(parent) if parent in actors and actors.index(parent) != at else None
         for at, parent in enumerate(parents)

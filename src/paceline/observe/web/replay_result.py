@@ -49,8 +49,7 @@ class ReplayResult:
 
 def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> dict[str, Any]:
     """The loss, the samples by what they weigh, and the weightiest tokens; beside another by what differs."""
-    if other is not None:
-        _check(one, other)
+    _check(one, other)
     mine = one.shares(component)
     theirs = mine if other is None else other.shares(component)
     weights = mine if other is None else [b - a for a, b in zip(mine, theirs, strict=True)]
@@ -65,8 +64,25 @@ def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> di
         "held_back": sum(map(_held_back, one.samples)),
         "other_held_back": None if other is None else sum(map(_held_back, other.samples)),
         "largest": max((float(np.abs(values).max()) for values in weights if len(values)), default=0.0),
-        "samples": [_row(one.samples[at], int(at), mine[at], theirs[at] if other else None) for at in order],
-        "top": list(_top(one, other, mine, theirs, weights)),
+        "samples": [
+            {name: one.samples[at][name] for name in ("env", "ticket", "member", "rollout", "number")}
+            | {
+                "sample": at,
+                "length": len(one.samples[at]["ids"]),
+                "trained": len(mine[at]),
+                "share": float(mine[at].sum()),
+                "other": None if other is None else float(theirs[at].sum()),
+                "held_back": _held_back(one.samples[at]),
+                "skipped": bool((one.samples[at]["trained"] or {}).get("skipped")),
+            }
+            for at in order.tolist()
+        ],
+        "top": [
+            _token(one, number, token)
+            | {"share": float(mine[number][token])}
+            | ({"other": float(theirs[number][token]), "other_rule": other.rule(number, token)} if other else {})
+            for number, token in _weightiest(weights)
+        ],
     }
 
 
@@ -74,8 +90,7 @@ def sample(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[s
     """One sample with all its tokens."""
     if not 0 <= number < len(one.samples):
         raise HTTPException(404, f"there is no sample {number}: the step has {len(one.samples)}")
-    if other is not None:
-        _check(one, other)
+    _check(one, other)
     found = {"sample": number, "other": None if other is None else other.samples[number]["trained"]}
     return one.samples[number] | found
 
@@ -90,43 +105,19 @@ def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
     return total
 
 
-def _row(sample: dict[str, Any], at: int, mine: NDArray, theirs: NDArray | None) -> dict[str, Any]:
-    trained = sample["trained"]
-    return {name: sample[name] for name in ("env", "ticket", "member", "rollout", "number")} | {
-        "sample": at,
-        "length": len(sample["ids"]),
-        "trained": len(mine),
-        "share": float(mine.sum()),
-        "other": None if theirs is None else float(theirs.sum()),
-        "held_back": _held_back(sample),
-        "skipped": bool(trained and trained["skipped"]),
-    }
-
-
-def _top(
-    one: ReplayResult,
-    other: ReplayResult | None,
-    mine: Sequence[NDArray],
-    theirs: Sequence[NDArray],
-    weights: Sequence[NDArray],
-) -> Iterator[dict[str, Any]]:
-    """The tokens with the largest weights."""
+def _weightiest(weights: Sequence[NDArray]) -> Iterator[tuple[int, int]]:
+    """Sample and token of the largest weights."""
     lengths = [len(values) for values in weights]
     if not sum(lengths):
         return
     flat = np.abs(np.concatenate(weights))
-    owners = np.repeat(np.arange(len(weights)), lengths)
-    starts = np.cumsum(lengths) - lengths
+    ends = np.cumsum(lengths)
     best = np.argpartition(-flat, min(TOP, len(flat)) - 1)[:TOP]
     for place in best[np.argsort(-flat[best], kind="stable")]:
         if not flat[place]:
             return
-        number = int(owners[place])
-        token = int(place - starts[number])
-        found = _token(one, number, token) | {"share": float(mine[number][token])}
-        if other is not None:
-            found |= {"other": float(theirs[number][token]), "other_rule": other.rule(number, token)}
-        yield found
+        number = int(np.searchsorted(ends, place, side="right"))
+        yield number, int(place - ends[number] + lengths[number])
 
 
 def _token(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
@@ -149,13 +140,10 @@ def _held_back(sample: dict[str, Any]) -> int:
     return len({one["token"] for one in sample["trained"]["held_back"]}) if sample["trained"] else 0
 
 
-def _check(one: ReplayResult, other: ReplayResult) -> None:
+def _check(*results: ReplayResult | None) -> None:
     """A run that went back in between has other samples under the same step."""
-
-    def tokens(result: ReplayResult) -> Iterator[tuple]:
-        return ((one["ids"], one["trained"] and one["trained"]["places"]) for one in result.samples)
-
-    if list(tokens(one)) != list(tokens(other)):
+    tokens = [[(s["ids"], s["trained"] and s["trained"]["places"]) for s in one.samples] for one in results if one]
+    if tokens[0] != tokens[-1]:
         raise HTTPException(
             409, "the two were replayed on different samples, since the run went on: replay the step again"
         )

@@ -15,11 +15,11 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from paceline.observe.record import Gone, RunFolder, Told
 from paceline.observe.record.first_difference import JUDGED, Compared, FirstDifference, compare
-from paceline.observe.record.paired import Verdict, verdict
+from paceline.observe.record.paired import verdict
 from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.rollouts.group import get_or_none
+from paceline.observe.web.rollouts import get_or_none
 from paceline.observe.web.runs import AllRuns, Runs
-from paceline.observe.web.tokens.strip import vocabulary_of
+from paceline.observe.web.tokens import vocabulary_of
 
 FARTHEST = 20
 """Draws that are named: those the two runs differ most on."""
@@ -80,14 +80,10 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     known = verdict(*_pair(runs, a, b))
     if known is None:
         return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
-    return FiniteJsonResponse(_estimate(known))
-
-
-def _estimate(known: Verdict) -> dict[str, Any]:
     pairs, course = known.pairs, known.course
     last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
     far = np.argsort(-np.abs(pairs.differences), kind="stable")[:FARTHEST]
-    return {
+    estimate = {
         "draws": len(pairs.ticket),
         "strangers": pairs.strangers,
         "mean": known.mean,
@@ -111,6 +107,7 @@ def _estimate(known: Verdict) -> dict[str, Any]:
             if pairs.differences[at]
         ],
     }
+    return FiniteJsonResponse(estimate)
 
 
 def describe(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]:
@@ -120,20 +117,16 @@ def describe(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, 
     if first is None:
         return whole | {"meaning": "", "chain": [], "sides": [], "evaluation": False}
     kept = one.rollouts.kept and other.rollouts.kept
-    bodies = [
-        None if index is None else get_or_none(run.rollouts, index)
-        for run, index in zip((one, other), first.indices, strict=True)
+    sides = [
+        (run, index, value, None if index is None else get_or_none(run.rollouts, index))
+        for run, index, value in zip((one, other), first.indices, (first.one, first.other), strict=True)
     ]
-    values = (first.one, first.other)
-    evaluation = any(body is not None and body.row.domain != "training" for body in bodies)
+    evaluation = any(body is not None and body.row.domain != "training" for *_, body in sides)
     return whole | {
         "meaning": MEANING.get(first.kind, ""),
         "chain": _chain(first, kept, evaluation),
         "evaluation": evaluation,
-        "sides": [
-            _side(run, first, index, value, body)
-            for run, index, value, body in zip((one, other), first.indices, values, bodies, strict=True)
-        ],
+        "sides": [_side(first, *side) for side in sides],
     }
 
 
@@ -164,7 +157,7 @@ def _chain(first: FirstDifference, kept: bool, evaluation: bool) -> list[dict[st
     return [{"what": what, "state": state(at)} for at, (_, what) in enumerate(links)]
 
 
-def _side(run: RunFolder, first: FirstDifference, index: int | None, value: Any, body: Told | None) -> dict[str, Any]:
+def _side(first: FirstDifference, run: RunFolder, index: int | None, value: Any, body: Told | None) -> dict[str, Any]:
     """One run's: the value, the tokens around it, what was said, and where the token page shows it."""
     side: dict[str, Any] = {"run": run.name, "value": value, "rollout": index, "tokens": None, "said": ""}
     if body is None:

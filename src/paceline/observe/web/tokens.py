@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config.model import QUICKSTART
 from paceline.data import Sample
-from paceline.observe.record import Query, RunFolder, Told, ToldTurn
-from paceline.observe.web.rollouts.group import TRAINS, fate
-from paceline.observe.web.tokens.credit import place_of
+from paceline.observe.record import Query, Row, RunFolder, Told, ToldTurn
+from paceline.observe.web.rollouts import TRAINS, fate
 
 LARGEST = 256 << 20
 """Bytes of a tokenizer.json that is read."""
@@ -64,7 +63,7 @@ class VocabularyIndex:
 
     def read(self, ids: Sequence[int]) -> TokenTexts:
         pieces = [self.bytes_of(number) for number in ids]
-        texts = [None if one is None else _whole(one) for one in pieces]
+        texts = [None if one is None else _text_or_none(one) for one in pieces]
         parts: dict[int, dict[str, str]] = {}
         for is_gap, places in groupby(enumerate(pieces), lambda item: texts[item[0]] is None):
             if is_gap:
@@ -89,16 +88,16 @@ class VocabularyIndex:
 
 def vocabulary_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
     """The vocabulary of the run's model, and where it was found or why it was not."""
-    looked = []
+    tried = []
     for path in _places(run):
-        looked.append(str(path))
+        tried.append(str(path))
         try:
             status = path.stat()
             if status.st_size <= LARGEST:
                 return _opened(path, status.st_mtime_ns, status.st_size), str(path)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
-    where = ", ".join(looked) or "nowhere, since config.toml names no model"
+    where = ", ".join(tried) or "nowhere, since config.toml names no model"
     return None, f"Token ids are shown, since no tokenizer.json that can be read was found (looked at {where})."
 
 
@@ -142,7 +141,7 @@ def _kinds(parts: Any) -> Iterator[str]:
         yield from _kinds(parts.get("pretokenizers"))
 
 
-def _whole(data: bytes) -> str | None:
+def _text_or_none(data: bytes) -> str | None:
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -169,20 +168,20 @@ class Strip:
     """The ranges that the policy sampled, turn by turn."""
     ended: str
     weights: dict[int, str] = field(default_factory=dict)
-    """The fingerprint of each version's weights, where the engine told it."""
+    """The fingerprint of each version's weights, where the engine reported it."""
     sample: Sample | None = None
 
 
-def strip_of(told: Told, sample: int | None, turn: int | None) -> Strip | None:
+def strip_of(rollout: Told, sample: int | None, turn: int | None) -> Strip | None:
     """The sequence that is asked for; where none is, the first sample, or else the first turn, if there is one."""
-    prints = {version: mark for one in told.turns for version, mark in one.weights.items()}
-    if turn is None and (told.samples or sample is not None):
-        number, one = _chosen(told.samples, sample, "sample")
+    prints = {version: mark for one in rollout.turns for version, mark in one.weights.items()}
+    if turn is None and (rollout.samples or sample is not None):
+        number, one = _chosen(rollout.samples, sample, "sample")
         streams = {name: stream for name, stream in one.streams().items() if name != "token_ids"}
         return Strip("sample", number, one.token_ids, streams, list(one.spans), one.ended, prints, one)
-    if not told.turns and turn is None:
+    if not rollout.turns and turn is None:
         return None
-    return _turn(*_chosen(told.turns, turn, "turn"), prints)
+    return _turn(*_chosen(rollout.turns, turn, "turn"), prints)
 
 
 def _chosen(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, Any]:
@@ -195,20 +194,20 @@ def _chosen(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, A
 
 def _turn(number: int, turn: ToldTurn, prints: dict[int, str]) -> Strip:
     start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+
+    def sampled(values: NDArray, before: float, dtype: type) -> NDArray:
+        return np.concatenate([np.full(start, before, dtype), np.asarray(values, dtype)])
+
     streams = {
         "loss_mask": np.arange(end) >= start,
-        "versions": _after(start, turn.versions, -1, np.int32),
-        "logprobs": _after(start, turn.logprobs, 0.0, np.float32),
+        "versions": sampled(turn.versions, -1, np.int32),
+        "logprobs": sampled(turn.logprobs, 0.0, np.float32),
         "temperatures": np.full(end, turn.temperature, np.float32),
     }
     if turn.log_z is not None:
-        streams["log_z"] = _after(start, turn.log_z, 0.0, np.float32)
-    whole = {name: stream for name, stream in streams.items() if len(stream) == end}
-    return Strip("turn", number, turn.full_ids, whole, [(start, end)], turn.finish, prints)
-
-
-def _after(start: int, values: NDArray, before: float, dtype: type) -> NDArray:
-    return np.concatenate([np.full(start, before, dtype), np.asarray(values, dtype)])
+        streams["log_z"] = sampled(turn.log_z, 0.0, np.float32)
+    aligned = {name: stream for name, stream in streams.items() if len(stream) == end}
+    return Strip("turn", number, turn.full_ids, aligned, [(start, end)], turn.finish, prints)
 
 
 def trained_by(strip: Strip) -> dict[str, NDArray]:
@@ -220,6 +219,21 @@ def trained_by(strip: Strip) -> dict[str, NDArray]:
     ce = nothing if sample.ce_weights is None else sample.ce_weights
     pull = nothing if sample.ref_kl_weights is None else np.where(sample.loss_mask, sample.ref_kl_weights, 0)
     return {"rl": sample.rl, "ce": ce, "ref_kl": pull}
+
+
+SHIPPED = ("trained", "replayed", "skipped")
+"""States of rollouts that were part of a batch."""
+
+
+def shipped_rows(run: RunFolder, step: int) -> list[Row]:
+    """The rollouts of a step's batch, in the order they shipped in."""
+    return run.rollouts.find(Query(step=(step, step), state=SHIPPED, sort="step", limit=None)).rows
+
+
+def place_of(run: RunFolder, rollout: Told, number: int) -> int | None:
+    """Which sample of its step's batch it is; None where it did not train."""
+    rows = shipped_rows(run, rollout.row.step) if rollout.row.state in SHIPPED else []
+    return sum(row.samples for row in rows if row.index < rollout.row.index) + number if rows else None
 
 
 def newest(run: RunFolder) -> int | None:
@@ -242,16 +256,16 @@ def settings_of(run: RunFolder) -> RunConfig | None:
         return None
 
 
-def page_of(run: RunFolder, told: Told, strip: Strip | None) -> dict[str, Any]:
+def page_of(run: RunFolder, rollout: Told, strip: Strip | None) -> dict[str, Any]:
     """Everything that the page shows before a token is chosen."""
-    row = told.row
+    row = rollout.row
     mates = [asdict(run.rollouts.row(index)) for index in run.rollouts.mates(row.index)]
     head = {
-        "rollout": asdict(row) | {"fate": fate(row.state), "error_text": told.error},
+        "rollout": asdict(row) | {"fate": fate(row.state), "error_text": rollout.error},
         "count": run.rollouts.count,
         "mates": [{key: one[key] for key in _MATE} for one in mates],
-        "samples": len(told.samples),
-        "turns": len(told.turns),
+        "samples": len(rollout.samples),
+        "turns": len(rollout.turns),
     }
     if strip is None:
         return head | {"nothing": BARE if run.rollouts.kept else READABLE}
@@ -270,7 +284,7 @@ def page_of(run: RunFolder, told: Told, strip: Strip | None) -> dict[str, Any]:
         "streams": strip.streams,
         "trained": trained_by(strip) if row.domain == "training" else {},
         "trains": row.state in TRAINS,
-        "place": place_of(run, told, strip.number) if strip.kind == "sample" else None,
+        "place": place_of(run, rollout, strip.number) if strip.kind == "sample" else None,
     }
 
 

@@ -1,1 +1,0 @@
-"""The page that trains a recorded batch once more."""

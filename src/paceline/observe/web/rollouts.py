@@ -1,0 +1,327 @@
+"""Routes of rollouts: a filtered page, one of them in full, its group side by side, its episode, and the league."""
+
+import json
+from dataclasses import asdict, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, HTTPException, Response
+from fastapi import Query as Asked
+from pydantic import BaseModel, Field
+
+from paceline.errors import PacelineError
+from paceline.observe.monitor.directory import RunDirectory
+from paceline.observe.monitor.text import one_line
+from paceline.observe.record import Gone, Query, Row, RunFolder, Told
+from paceline.observe.record.layout import DOMAINS
+from paceline.observe.record.rollouts import SORTS, Rollouts
+from paceline.observe.web.http import FiniteJsonResponse
+from paceline.observe.web.messages import conversations, episode_story, flat_text
+from paceline.observe.web.runs import OneRun
+from paceline.selfplay.payoff import Payoff
+
+STATE = "state.json"
+MOST_TRIES = 64
+"""Columns that a page can hold."""
+MOST_SAID = 20_000
+"""Characters of one message there; the rollout's own page has all of them."""
+
+RoleTexts = list[tuple[str, str]]
+"""Role and text of each message."""
+
+
+def compare_tries(rollouts: Rollouts, index: int) -> dict[str, Any]:
+    """The messages that all tries begin with, and those of each from there on."""
+    rows = tries(rollouts, index)
+    bodies = [get_or_none(rollouts, row.index) for row in rows[:MOST_TRIES]]
+    texts = [_role_texts(one) if one is not None else [] for one in bodies]
+    nonempty = [one for one in texts if one]
+    shared = _shared(nonempty)
+    first = nonempty[0] if nonempty else []
+    return {
+        "begin": [{"role": role, "text": text[:MOST_SAID]} for role, text in first[:shared]],
+        "tries": [
+            {
+                "row": row,
+                "metrics": one.metrics if one else {},
+                "error": one.error if one else None,
+                "first": words is first,
+                "pieces": split_from_first(first[shared:], words[shared:]),
+            }
+            for row, one, words in zip(rows, bodies, texts, strict=False)
+        ],
+        "total": len(rows),
+    }
+
+
+def tries(rollouts: Rollouts, index: int) -> list[Row]:
+    """The rollouts that one is compared with, itself included: of one actor in one kind of episode, not a
+    buyer with a seller. Where an episode has several of them, such as solvers of one question, those."""
+    mine = rollouts.row(index)
+    rows = [rollouts.row(at) for at in rollouts.mates(index)]
+    alike = [row for row in rows if (row.actor, row.kind) == (mine.actor, mine.kind)]
+    here = [row for row in alike if row.member == mine.member]
+    return here if len(here) > 1 else sorted(alike, key=lambda row: row.member)
+
+
+def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]:
+    """Messages in pieces: what is as in the first, and from where they part on what is not."""
+    together = True
+    pieces = []
+    for at, (role, text) in enumerate(other):
+        same = 0
+        if together and at < len(first) and first[at][0] == role:
+            same = common(first[at][1], text)
+        together = together and at < len(first) and first[at] == (role, text)
+        begin = text[:same] if same <= MOST_SAID else f"…{text[same - MOST_SAID : same]}"
+        rest, left_out = text[same : same + MOST_SAID], max(0, len(text) - same - MOST_SAID)
+        pieces.append({"role": role, "same": begin, "rest": rest, "left_out": left_out})
+    return pieces
+
+
+def common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def get_or_none(rollouts: Rollouts, index: int) -> Told | None:
+    """The rollout; None where it cannot be read, or the run went back since it was found."""
+    try:
+        return rollouts.get(index)
+    except Gone:
+        return None
+
+
+def _role_texts(rollout: Told) -> RoleTexts:
+    if rollout.turns and rollout.turns[-1].messages is None:
+        return [("assistant", turn.text) for turn in rollout.turns]
+    return [(str(m.get("role", "")) if isinstance(m, dict) else "", flat_text(m)) for m in rollout.messages]
+
+
+def _shared(texts: list[RoleTexts]) -> int:
+    """How many messages all begin with; the last one is always the tries' own."""
+    most = min((len(one) - 1 for one in texts), default=0)
+    alike = takewhile(lambda at: all(one[at] == texts[0][at] for one in texts), range(most))
+    return sum(1 for _ in alike)
+
+
+EXCERPT = 160
+"""Characters of what was said that a line of the table has room for."""
+Small = Annotated[int | None, Field(ge=-(2**31), lt=2**31)]
+Large = Annotated[int | None, Field(ge=-(2**62), lt=2**62)]
+Word = Annotated[str | None, Field(max_length=1000)]
+
+
+class RolloutFilters(BaseModel):
+    """The filters of a request; those that are left out do not matter. Ranges include both ends."""
+
+    env: list[str] | None = None
+    actor: Word = None
+    state: Word = None
+    finish: Word = None
+    error: Word = None
+    """`any`, `none` or a kind of failure."""
+    domain: Word = None
+    step_from: Small = None
+    step_to: Small = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    length_from: Small = None
+    length_to: Small = None
+    ticket: Large = None
+    row: Large = None
+    text: Annotated[str, Field(max_length=1000)] = ""
+    sort: str = "-step"
+    offset: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    limit: Annotated[int, Field(ge=0, le=200)] = 50
+
+
+def _query(filters: Annotated[RolloutFilters, Asked()]) -> Query:
+    given: dict[str, Any] = filters.model_dump()
+    sort, error = given["sort"], given["error"]
+    if sort.removeprefix("-") not in SORTS:
+        raise HTTPException(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
+    for name in ("step", "reward", "length"):
+        given[name] = given.pop(f"{name}_from"), given.pop(f"{name}_to")
+    return Query(**given | {"error": {"any": True, "none": False}.get(error, error)})
+
+
+OneQuery = Annotated[Query, Depends(_query)]
+
+
+def counts(run: RunFolder) -> dict[str, dict[str, int]]:
+    """How many rollouts of the run have each value of the columns that can be chosen from."""
+    view = run.rollouts.view()
+    found = {}
+    for column in ("env", "actor", "state", "finish", "error", "domain"):
+        names = DOMAINS if column == "domain" else view.names
+        many = zip(names, np.bincount(view.rows[column]), strict=False)
+        found[column] = {name: int(count) for name, count in many if count}
+    found["error"].pop("", None)
+    return found
+
+
+def table_line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
+    """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
+    rollout = get_or_none(run.rollouts, row.index) if row.whole else None
+    if rollout is None:
+        return asdict(row)
+    texts = [flat_text(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
+    return asdict(row) | {"excerpt": _excerpt([*texts, rollout.error or ""], text)}
+
+
+def _excerpt(texts: list[str], text: str) -> str:
+    wanted = text.casefold()
+    for words in texts if wanted else ():
+        if (at := words.casefold().find(wanted)) >= 0:
+            start = max(0, at - EXCERPT // 3)
+            return ("…" if start else "") + one_line(words[start : start + EXCERPT + len(text)])
+    last = next((words for words in reversed(texts) if words.strip()), "")
+    return one_line(last[: 4 * EXCERPT])[:EXCERPT]
+
+
+REASONS = {
+    "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",
+    "group_too_small": "fewer rollouts survived than the environment's min_group_size",
+    "stale": "its oldest trained token was more than `staleness` versions old when its batch was to ship",
+    "oversampled": "more groups were started than the batch needed, and the rest would be too old for the next one",
+    "shunned": "its draw broke a step in an earlier life of the run, so it was not played again",
+    "group_filter": "the function in filters.group did not keep it",
+    "failed": "the run ended while the group was being judged",
+    "environment": "the environment let this episode go: it answered with no outcome",
+    "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
+}
+STATES = {
+    "trained": "It trained.",
+    "replayed": "It trained once more: a replay under a ticket of its own.",
+    "skipped": "Its step was left out, since the gradient was bad.",
+    "evaluated": "Played to see how good the policy is; it never trains.",
+    "matched": "Played against the league to rate the policy; it never trains.",
+    "failed": "The episode failed, so it is outside the group's baseline and does not train.",
+}
+TRAINS = ("trained", "replayed")
+
+
+def fate(state: str) -> str:
+    """A rollout's state as a sentence."""
+    if state.startswith("dropped:"):
+        return f"Dropped, so it did not train: {why_dropped(state.removeprefix('dropped:'))}."
+    return STATES.get(state, state)
+
+
+def why_dropped(reason: str) -> str:
+    """A reason for a drop, in words."""
+    return REASONS.get(reason, reason)
+
+
+def has_league(run: RunFolder) -> bool:
+    """Whether anything says that versions of the policy meet in this run: its run file, or what it measured."""
+    envs = run.config().get("env")
+    asked = isinstance(envs, list) and any(isinstance(env, dict) and env.get("league") for env in envs)
+    return asked or any(name.startswith("league/") for name in run.metrics())
+
+
+def leagues(run: RunFolder) -> dict[str, Any]:
+    """Each environment's league, strongest player first, and the step of the checkpoint it is from."""
+    path = _newest(RunDirectory(run.path).checkpoints)
+    if path is None:
+        return {"step": None, "leagues": []}
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        saved = {name: state["environments"][name]["league"]["payoff"] for name in state.get("leagues", ())}
+        found = [_league(name, payoff) for name, payoff in saved.items()]
+    except FileNotFoundError:  # a newer checkpoint has just taken its place
+        raise PacelineError("the checkpoint was replaced while it was read: ask once more") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PacelineError(f"the league in {path / STATE} cannot be read: {error}") from error
+    return {"step": state.get("step"), "leagues": found}
+
+
+def _newest(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, or the newest whole one: a copied folder may have lost the link."""
+    whole = sorted(path for path in folder.glob("step-*") if (path / STATE).is_file())
+    latest = folder / "latest"
+    return latest if (latest / STATE).is_file() else whole[-1] if whole else None
+
+
+def _league(name: str, saved: Any) -> dict[str, Any]:
+    payoff = Payoff()
+    payoff.load(saved)
+    ratings = payoff.ratings()
+    players = [rating.player for rating in ratings]
+    return {
+        "env": name,
+        "ratings": ratings,
+        "scores": [[payoff.score(one, other) if one != other else None for other in players] for one in players],
+        "games": [[payoff.games(one, other) if one != other else 0 for other in players] for one in players],
+    }
+
+
+router = APIRouter(prefix="/rollouts")
+
+Index = Annotated[int, Asked(alias="id", ge=0, lt=2**62)]
+
+
+@router.get("")
+def rollouts(run: OneRun, query: OneQuery) -> Response:
+    """A page of what is asked for, how many there are, and what can be asked for. With a limit of 0 only counted."""
+    found = run.rollouts.find(query)
+    if not query.limit:
+        return FiniteJsonResponse({"total": found.total, "all": run.rollouts.count})
+    return FiniteJsonResponse(
+        {
+            "total": found.total,
+            "all": run.rollouts.count,
+            "rows": [table_line(run, row, query.text) for row in found.rows],
+            "counts": counts(run),
+            "kept": run.rollouts.kept,
+            "problems": run.rollouts.problems(),
+            "league": has_league(run),
+        }
+    )
+
+
+@router.get("/one")
+def one(run: OneRun, index: Index, query: OneQuery) -> Response:
+    """One rollout: its conversations, what it earned, and its neighbours among those that are asked for."""
+    rollout = run.rollouts.get(index)
+    beside = run.rollouts.beside(index, replace(query, offset=0, limit=None))
+    return FiniteJsonResponse(
+        {
+            "row": rollout.row,
+            "parent": rollout.parent,
+            "epoch": rollout.ticket.epoch,
+            "reward": rollout.reward,
+            "metrics": rollout.metrics,
+            "error": rollout.error,
+            "talks": conversations(rollout),
+            "beside": beside and asdict(beside),
+            "tries": len(tries(run.rollouts, index)),
+            "seats": len(run.rollouts.episode(index)),
+            "kept": run.rollouts.kept,
+        }
+    )
+
+
+@router.get("/group")
+def group(run: OneRun, index: Index) -> Response:
+    """All tries of its ticket, side by side."""
+    return FiniteJsonResponse(compare_tries(run.rollouts, index))
+
+
+@router.get("/episode")
+def episode(run: OneRun, index: Index) -> Response:
+    """All seats of its episode in one line of time."""
+    return FiniteJsonResponse(episode_story(run.rollouts, index))
+
+
+@router.get("/league")
+def league(run: OneRun) -> Response:
+    """The leagues of the run."""
+    return FiniteJsonResponse(leagues(run))
