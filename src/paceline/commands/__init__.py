@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn, get_args
 
-from paceline.commands.commands import Commands
-from paceline.commands.config import add_config, add_data, add_init
-from paceline.commands.eval import add_eval, add_export
-from paceline.commands.looking import add_diff, add_doctor, add_replay, add_report, add_top, add_ui
-from paceline.commands.playing import add_league, add_play, add_rollout
-from paceline.commands.runs import add_ab, add_check, add_schema, add_train
-from paceline.commands.serving import add_down, add_search, add_serve, add_status, add_up
+from paceline.commands import looking, policies, run_files, serving  # noqa: F401 - they register their commands
+from paceline.commands.commands import COMMANDS, Commands, build_parser
 from paceline.config import ConfigError
 from paceline.config.keys import key_spots
 from paceline.errors import PacelineError
@@ -47,33 +42,10 @@ examples:
 """
 
 IN_ORDER = (
-    add_init,
-    add_train,
-    add_ab,
-    add_check,
-    add_eval,
-    add_export,
-    add_serve,
-    add_rollout,
-    add_up,
-    add_status,
-    add_down,
-    add_play,
-    add_league,
-    add_replay,
-    add_doctor,
-    add_top,
-    add_report,
-    add_diff,
-    add_ui,
-    add_data,
-    add_search,
-    add_config,
-    add_schema,
+    *("init", "train", "ab", "check", "eval", "export", "serve", "rollout", "up", "status", "down", "play", "league"),
+    *("replay", "doctor", "top", "report", "diff", "ui", "data", "search-server", "config", "schema"),
 )
 """As `paceline --help` lists them."""
-WITH_KEYS = ("train", "ab", "eval", "check", "serve", "rollout", "play", "replay")
-"""Those whose other arguments are keys of the run file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and not given[0].startswith("-") and given[0] not in commands.parsers:
         print(f"paceline: there is no command `{given[0]}`; {_command_hint(given[0], commands)}", file=sys.stderr)
         return 2
-    if given and given[0] in WITH_KEYS:
+    if given and given[0] in COMMANDS and COMMANDS[given[0]].keys:
         given = _join_values(given, commands.parsers[given[0]])
     known, rest = commands.parser.parse_known_args(given)
     options = _options(commands.parsers[known.command])
-    if rest and known.command not in WITH_KEYS:
+    if rest and not COMMANDS[known.command].keys:
         word, near = _nearest_option(rest, options)
         hint = f"did you mean `{near}`?" if near else f"`paceline {known.command} --help` lists what it takes"
         print(f"paceline {known.command}: there is no option `{word}`; {hint}", file=sys.stderr)
@@ -122,10 +94,7 @@ def command() -> NoReturn:
 
 
 def the_commands() -> Commands:
-    commands = Commands(EXAMPLES)
-    for add in IN_ORDER:
-        add(commands)
-    return commands
+    return build_parser(IN_ORDER, EXAMPLES)
 
 
 def _command_hint(word: str, commands: Commands) -> str:

@@ -40,28 +40,20 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """The episodes to play, their number, and the model that plays them."""
+    """Flags of `paceline rollout`, whose help explains them."""
 
     count: int = 4
-    """Episodes."""
     env: str | None = None
-    """The environment's name, where the run file has several."""
     split: Split = "train"
     row: int | None = None
     """Play all episodes on this row, as a group; else each on its own, the ones a run would draw first."""
     endpoint: str | None = None
-    """Base URL of an OpenAI-compatible server; the run file's model in this process when left out."""
     endpoint_model: str | None = None
-    """The model's name there; the first it lists when left out."""
     api_key: str | None = field(default=None, repr=False)
     concurrency: int = 8
-    """Episodes played at once."""
     json: bool = False
-    """Print one JSON object a rollout and nothing else."""
     raw: bool = False
-    """Show each turn's prompt exactly as the model sees it, with special tokens."""
     ids: bool = False
-    """Add each turn's token ids and log probabilities to the JSON."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.concurrency < 1:
