@@ -5,27 +5,23 @@ from typing import Any
 from fastapi import Request, Response
 
 from paceline.clients.tools import ToolCall, ToolReader, for_template
-from paceline.server.answers import heading
+from paceline.engine.base import GenerateRequest
 from paceline.server.bodies import ChatBody
 from paceline.server.errors import bad
-from paceline.server.http import EventStream, FastJsonResponse, read_body, unless_gone
-from paceline.server.output_processor import ChoiceDelta, ResponseChoices, chat_logprobs, stream
+from paceline.server.http import unless_gone
+from paceline.server.output_processor import ChoiceDelta, ChoiceWriter, chat_logprobs
 from paceline.server.plan import forced_call, grammar_of, plan
-from paceline.server.service import Service, service_of
+from paceline.server.service import Service
 
 
-async def chat(request: Request) -> Response:
+async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     """Continue a conversation."""
-    service = service_of(request)
-    body = await read_body(request, ChatBody)
-    response = ChatResponse(service, body, await unless_gone(request.receive, plan_chat(service, body)))
-    if body.stream:
-        head = heading("chat.completion.chunk", "chatcmpl", body.model or service.models.name)
-        return await EventStream.begin(request, stream(response.reply, head, response.chunks))
-    return FastJsonResponse(await unless_gone(request.receive, response.answer()))
+    writer = ChatWriter(service, body, await unless_gone(request.receive, plan_chat(service, body)))
+    await unless_gone(request.receive, writer.prepare())
+    return await writer.respond(request)
 
 
-async def plan_chat(service: Service, body: ChatBody) -> ResponseChoices:
+async def plan_chat(service: Service, body: ChatBody) -> list[GenerateRequest]:
     """The choices to sample. Whatever can never be answered is refused here."""
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs `logprobs: true`", "top_logprobs")
@@ -37,10 +33,10 @@ async def plan_chat(service: Service, body: ChatBody) -> ResponseChoices:
         raise bad("give either a `response_format` or a `tool_choice` that demands a call", "tool_choice")
     messages = [for_template(message.model_dump()) for message in body.messages]
     # A model that must not call is not told of its tools.
-    told = body.tools if body.tools and body.tool_choice != "none" else None
-    tools = [tool.model_dump(exclude_none=True) for tool in told] if told else None
+    shown = body.tools if body.tools and body.tool_choice != "none" else None
+    tools = [tool.model_dump(exclude_none=True) for tool in shown] if shown else None
     prompt = await service.tokenizer.render(messages, tools, body.chat_template_kwargs or {})
-    requests = await plan(
+    return await plan(
         body,
         [prompt],
         service.models,
@@ -49,29 +45,22 @@ async def plan_chat(service: Service, body: ChatBody) -> ResponseChoices:
         top_logprobs=body.top_logprobs or 0,
         grammar=grammar or forced,
     )
-    return await ResponseChoices.plan(service, body, requests, offsets=False)
 
 
-class ChatResponse:
-    """Shapes a reply as chat messages: text, tool calls, log probabilities."""
+class ChatWriter(ChoiceWriter):
+    """Writes choices as chat messages: text, tool calls, log probabilities."""
 
-    def __init__(self, service: Service, body: ChatBody, reply: ResponseChoices) -> None:
-        self._service = service
-        self._body = body
-        self.reply = reply
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _body: ChatBody
+
+    def __init__(self, service: Service, body: ChatBody, requests: list[GenerateRequest]) -> None:
+        super().__init__(service, body, requests)
         names = [tool.function.name for tool in body.tools or [] if body.tool_choice != "none"]
-        self._readers = [ToolReader(names) if names else None for _ in reply.requests]
-        self._called = [0] * len(reply.requests)
-        self._begun: set[int] = set()
+        self._readers = [ToolReader(names) if names else None for _ in requests]
+        self._called = [0] * len(requests)
 
-    async def answer(self) -> dict[str, Any]:
-        deltas = await self.reply.whole()
-        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
-        head = heading("chat.completion", "chatcmpl", self._body.model or self._service.models.name)
-        return head | {"choices": choices, "usage": self.reply.usage()}
-
-    def chunks(self, index: int, delta: ChoiceDelta, ended: bool) -> list[dict[str, Any]]:
-        """The stream's choices for one step: what is said, then what is called, then how it ended."""
+    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
+        """What is said, what is called, and how it ended."""
         first = index not in self._begun
         text, calls = self._read(index, delta.text, ended)
         message: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
@@ -80,29 +69,22 @@ class ChatResponse:
                 {"index": self._called[index] + place, **call.as_dict()} for place, call in enumerate(calls)
             ]
             self._called[index] += len(calls)
-        extras = self.reply.extras(index, delta, first)
+        extras = self.extras(index, delta, first)
         finish = self._finish(index) if ended else None
         shown = extras or (self._body.logprobs and delta.token_ids)
         if not (first or text or calls or finish or shown):
-            return []
+            return None
         self._begun.add(index)
-        return [
-            {"index": index, "delta": message, "logprobs": self._logprobs(delta), "finish_reason": finish, **extras}
-        ]
+        return {"index": index, "delta": message, "logprobs": self._logprobs(delta), "finish_reason": finish, **extras}
 
-    def _choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+    def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         text, calls = self._read(index, delta.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_dict() for call in calls]
             self._called[index] = len(calls)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(delta),
-            "finish_reason": self._finish(index),
-            **self.reply.extras(index, delta),
-        }
+        ending = {"logprobs": self._logprobs(delta), "finish_reason": self._finish(index)}
+        return {"index": index, "message": message, **ending, **self.extras(index, delta)}
 
     def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
         reader = self._readers[index]
@@ -117,7 +99,7 @@ class ChatResponse:
         return said, calls
 
     def _finish(self, index: int) -> str | None:
-        return "tool_calls" if self._called[index] else self.reply.outputs[index].finish
+        return "tool_calls" if self._called[index] else self.outputs[index].finish
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -164,7 +164,3 @@ class Service:
     async def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""
         await self.engine.stats()
-
-
-def service_of(request: Request) -> Service:
-    return request.app.state.service
