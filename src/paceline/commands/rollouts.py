@@ -228,24 +228,17 @@ async def episode(
     except BaseException as failure:  # a user's code: shown with its place, so that it can be mended
         if is_ctrl_c(failure):
             raise
-        error = f"{type(failure).__name__}: {failure}{_place(failure)}"
+        frames = traceback.extract_tb(failure.__traceback__)
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        error = f"{type(failure).__name__}: {failure}{place}"
     finally:
         table.leave()
-    return Played(ticket, member, table, _sound(outcome), error, time.perf_counter() - began, house)
-
-
-def _sound(outcome: Outcome | None) -> Outcome | None:
-    """The part of an outcome that can be shown; the episode's error says what is wrong with the rest."""
     if not isinstance(outcome, Outcome):
-        return None
-    numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
-    return replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
-
-
-def _place(error: BaseException) -> str:
-    """The line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        outcome = None
+    else:  # what can be shown of it; the error says what is wrong with the rest
+        numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
+        outcome = replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
+    return Played(ticket, member, table, outcome, error, time.perf_counter() - began, house)
 
 
 # -- telling ----------------------------------------------------------------------------------------------------------
@@ -253,35 +246,31 @@ def _place(error: BaseException) -> str:
 
 def records(played: Played, *, raw: bool = False, ids: bool = False) -> list[Record]:
     """A record for each seat that spoke; with what each turn's prompt was, as text or as token ids, where asked."""
-    outcome = played.outcome
+    outcome, house = played.outcome, played.house
     spoke = {name: seat for name, seat in played.table.items() if seat.turns} or dict(list(played.table.items())[:1])
-    metrics = outcome.metrics if outcome else {}
-    last = list(spoke)[-1]
-    return [
-        _record(
-            Rollout(
-                ticket=played.ticket,
-                member=played.member,
-                actor=seat.actor,
-                kind=seat.kind,
-                parent=seat.parent,
-                turns=seat.turns,
-                reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
-                metrics=dict(metrics) if seat.trained else {},
-                error=played.error if name == last else None,
-            ),
-            seat,
-            played.house,
+    found = []
+    for name, seat in spoke.items():
+        rollout = Rollout(
+            ticket=played.ticket,
+            member=played.member,
+            actor=seat.actor,
+            kind=seat.kind,
+            parent=seat.parent,
+            turns=seat.turns,
+            reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
+            metrics=dict(outcome.metrics) if outcome and seat.trained else {},
+            error=played.error if name == list(spoke)[-1] else None,
         )
-        | {"seconds": played.seconds}
-        | ({"turns": [_turn(turn, played.house, raw, ids) for turn in seat.turns]} if raw or ids else {})
-        for name, seat in spoke.items()
-    ]
+        record = _record(rollout, seat, house) | {"seconds": played.seconds}
+        if raw or ids:
+            record["turns"] = [_turn(turn, house, raw, ids) for turn in seat.turns]
+        found.append(record)
+    return found
 
 
 def _record(rollout: Rollout, seat: Seat, house: EpisodeRuntime) -> Record:
     """A rollout as the run directory keeps it, with some more that is good to see."""
-    conversations = told(rollout.turns, house.spell)
+    conversations = conversations_of(rollout.turns, house.spell)
     last = conversations[-1] if conversations else {"messages": [], "sampled": []}
     record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}
     if tools := next((turn.tools for turn in reversed(rollout.turns) if turn.tools), None):
@@ -300,16 +289,15 @@ def _turn(turn: Turn, house: EpisodeRuntime, raw: bool, ids: bool) -> Record:
     return text | {"finish": turn.finish, "prompt_tokens": len(turn.prompt_ids)} | (tokens if ids else {})
 
 
-def told(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:
+def conversations_of(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:
     """The conversations of a seat, each once and whole, and the places in them that were sampled."""
-    whole = [[*_given(turn, spell), turn.message] for turn in turns]
+    whole: list[list[Message]] = []
+    for turn in turns:
+        given = [{"role": "tokens", "content": spell(turn.prompt_ids)}] if turn.messages is None else turn.messages
+        whole.append([*given, turn.message])
     keys = [tuple(map(meaning, messages)) for messages in whole]
     return [
         {"messages": messages, "sampled": sorted({len(k) - 1 for k in keys if key[: len(k)] == k})}
         for messages, key in zip(whole, keys, strict=True)
         if not any(len(k) > len(key) and k[: len(key)] == key for k in keys)
     ]
-
-
-def _given(turn: Turn, spell: Callable[[Sequence[int]], str]) -> list[Message]:
-    return turn.messages if turn.messages is not None else [{"role": "tokens", "content": spell(turn.prompt_ids)}]
