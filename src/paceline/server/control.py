@@ -179,7 +179,7 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     strange = [name for name in tensors if not name.endswith(ADAPTER_ENDINGS)]
     if strange:
         raise bad(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_ENDINGS)}", "weights")
-    scale = body.scale if body.scale is not None else scale_of(metadata(data))
+    scale = body.scale if body.scale is not None else scale_of(data)
     adapter = Adapter(body.name or "", scale)
     return WeightUpdate(body.version, tensors, adapter, body.fingerprint, canary_of(body.canary))
 
@@ -188,14 +188,10 @@ def canary_of(body: CanaryBody | None) -> Canary | None:
     return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
 
 
-def metadata(data: bytes) -> Mapping[str, str]:
-    """A safetensors file's own notes; the file was read before, so its header is sound."""
+def scale_of(data: bytes) -> float:
+    """alpha / rank, where the metadata of a safetensors file says so. The file was read before: its header is sound."""
     (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-
-
-def scale_of(notes: Mapping[str, str]) -> float:
-    """alpha / rank, where the file says so."""
+    notes = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     if "alpha" not in notes or "rank" not in notes:
         return 1.0
     try:

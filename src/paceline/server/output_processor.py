@@ -39,9 +39,6 @@ class StopMatcher:
         self._held = ""
         self.found = False
 
-    def copy(self) -> "StopMatcher":
-        return copy.copy(self)
-
     def feed(self, text: str) -> str:
         """The part of the text, and of text held back before, that is sure to belong to the answer."""
         if self.found:
@@ -53,7 +50,9 @@ class StopMatcher:
         if hits:
             self.found, self._held = True, ""
             return text[: min(hits)[1]]
-        keep = self._beginning(text)
+        # The longest end of the text with which some stop string begins.
+        longest = min(max(map(len, self.stops)) - 1, len(text))
+        keep = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -61,11 +60,6 @@ class StopMatcher:
         """The text is over: what was held back is no stop string after all."""
         text, self._held = self._held, ""
         return text
-
-    def _beginning(self, text: str) -> int:
-        """Length of the longest end of the text with which some stop string begins."""
-        longest = min(max(map(len, self.stops)) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
 
 
 @dataclass(slots=True)
@@ -111,14 +105,15 @@ class OutputProcessor:
         """Take newly sampled tokens. Once `finish` is set nothing more is said."""
         if self.finish:
             return ChoiceDelta()
-        before = (self._detokeniser.copy(), self._matcher.copy()) if self._matcher.stops else None
-        text = self._matcher.feed(self._detokeniser.feed(self._said(piece.token_ids)))
-        taken = len(piece.token_ids)
+        before = (self._detokeniser.copy(), copy.copy(self._matcher)) if self._matcher.stops else None
+        ids, taken = piece.token_ids, len(piece.token_ids)
+        # The token that only ends the answer is no part of its text; nothing comes after it.
+        text = self._matcher.feed(self._detokeniser.feed(ids[:-1] if ids and ids[-1] in self._ends else ids))
         if before and self._matcher.found:
             self.finish = "stop"
-            taken = self._until_found(piece.token_ids, *before)
+            taken = self._until_found(ids, *before)
         self.sampled += taken
-        delta = ChoiceDelta(text, piece.token_ids[:taken], piece.logprobs[:taken], piece.versions[:taken])
+        delta = ChoiceDelta(text, ids[:taken], piece.logprobs[:taken], piece.versions[:taken])
         delta.top = (piece.top or [])[:taken]
         if self._ruler is not None:
             delta.offsets = self._ruler.measure(delta.token_ids)
@@ -136,10 +131,6 @@ class OutputProcessor:
             delta.text += self._matcher.flush()
             self.finish = "stop" if self._matcher.found else completion.finish
         return delta
-
-    def _said(self, token_ids: list[int]) -> list[int]:
-        """Without the token that only ends the answer; nothing comes after it."""
-        return token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
 
     def _until_found(self, token_ids: list[int], detokeniser: Detokeniser, matcher: StopMatcher) -> int:
         """How many tokens it takes to complete the stop string."""

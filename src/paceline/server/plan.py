@@ -28,8 +28,17 @@ async def plan(
 ) -> list[GenerateRequest]:
     """One engine request per prompt and choice, prompt by prompt. Whatever can never be answered is refused here."""
     model = await models.resolve(body.model)
+    limits = models.limits
     for prompt in prompts:
-        check_prompt(prompt, models)
+        if not prompt:
+            raise bad("the prompt is empty: give at least one token", "prompt")
+        if len(prompt) >= limits.max_context:
+            raise bad(
+                f"the prompt has {len(prompt)} tokens, but the context holds {limits.max_context} with the answer",
+                "prompt",
+                "context_length_exceeded",
+            )
+        check_vocabulary(prompt, models, "prompt")
     copies = body.n or 1
     if len(prompts) * copies > MOST_CHOICES:
         raise bad(f"{len(prompts)} prompts times n = {copies} is more than {MOST_CHOICES} choices", "n")
@@ -40,33 +49,21 @@ async def plan(
     return [
         GenerateRequest(
             prompt_ids=prompt,
-            max_tokens=min(max_tokens or models.limits.max_context, models.limits.max_context),
+            max_tokens=min(max_tokens or limits.max_context, limits.max_context),
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=min(max(body.top_k or 0, 0), models.limits.vocabulary),
+            top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
             noise=_noise(body, first, index),
-            order=_priority(body.order, models),
+            # Before others only where every caller holds the key.
+            order=(body.order or 0) if models.has_key else max(body.order or 0, 0),
             turn=index,
             model=model,
-            top_logprobs=min(top_logprobs, models.limits.max_top_logprobs),
+            top_logprobs=min(top_logprobs, limits.max_top_logprobs),
             grammar=grammar,
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(copies))
     ]
-
-
-def check_prompt(prompt: Sequence[int], models: Models, param: str = "prompt") -> None:
-    limits = models.limits
-    if not prompt:
-        raise bad("the prompt is empty: give at least one token", param)
-    if len(prompt) >= limits.max_context:
-        raise bad(
-            f"the prompt has {len(prompt)} tokens, but the context holds {limits.max_context} with the answer",
-            param,
-            "context_length_exceeded",
-        )
-    check_vocabulary(prompt, models, param)
 
 
 def check_vocabulary(token_ids: Sequence[int], models: Models, param: str) -> None:
@@ -110,11 +107,6 @@ def forced_call(body: ChatBody) -> Grammar | None:
 def _call_schema(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
     properties = {"name": {"const": name}, "arguments": parameters or {"type": "object"}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-def _priority(asked: int | None, models: Models) -> int:
-    """The place in the queue that a request may take: before others only where every caller holds the key."""
-    return (asked or 0) if models.has_key else max(asked or 0, 0)
 
 
 def _noise(body: SamplingBody, seed: int, index: int) -> int:

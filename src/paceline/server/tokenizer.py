@@ -30,17 +30,11 @@ class TokenBytes:
     def spell(self, token: int) -> Spelling:
         spelling = self._known.get(token)
         if spelling is None:
-            spelling = self._known[token] = self._spell(token)
+            added = self._added.get(token)
+            written: Any = self._tokenizer.convert_ids_to_tokens(token) if added is None else None
+            data = self._raw_bytes(written or "") if added is None else added.encode()
+            spelling = self._known[token] = data.decode("utf-8", "replace"), list(data)
         return spelling
-
-    def _spell(self, token: int) -> Spelling:
-        piece = self._added.get(token)
-        if piece is None:
-            written: Any = self._tokenizer.convert_ids_to_tokens(token)
-            data = self._raw_bytes(written or "")
-        else:
-            data = piece.encode()
-        return data.decode("utf-8", "replace"), list(data)
 
 
 def _reader_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
