@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.engine.base import Engine
 from paceline.errors import EngineError, PacelineError
 from paceline.server import answers, bodies, control, responses
-from paceline.server.chat import chat
-from paceline.server.completions import complete
+from paceline.server.completions import chat, complete
 from paceline.server.errors import ErrorAnswer, install_error_handlers, name_ignored
 from paceline.server.generation import ThreadToLoopQueue
 from paceline.server.guard import Meter, ServerGuard

@@ -32,9 +32,9 @@ from paceline.server.bodies import (
     UpdateHead,
     WeightsBody,
 )
+from paceline.server.completions import check_vocabulary
 from paceline.server.errors import MISMATCH, OTHER_BASE, Refusal, bad, invalid_body
 from paceline.server.http import unless_gone
-from paceline.server.plan import check_vocabulary
 from paceline.server.service import Service
 from paceline.weights.tensors import unpacked
 from paceline.weights.transports import UPDATE_HEADER

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from paceline.engine.base import GenerateRequest
 from paceline.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, text_only
-from paceline.server.chat import ChatWriter, plan_chat
+from paceline.server.completions import ChatWriter, plan_chat
 from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, Refusal, invalid_body
 from paceline.server.http import unless_gone
 from paceline.server.service import Service
