@@ -53,12 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = the_commands()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and not given[0].startswith("-") and given[0] not in commands.parsers:
-        print(f"paceline: there is no command `{given[0]}`; {_command_hint(given[0], commands)}", file=sys.stderr)
+        near = get_close_matches(given[0], commands.parsers, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
+        print(f"paceline: there is no command `{given[0]}`; {hint}", file=sys.stderr)
         return 2
     if given and given[0] in COMMANDS and COMMANDS[given[0]].keys:
         given = _join_values(given, commands.parsers[given[0]])
     known, rest = commands.parser.parse_known_args(given)
-    options = _options(commands.parsers[known.command])
+    actions = [action for action in commands.parsers[known.command]._actions if action.help != argparse.SUPPRESS]
+    options = [option for action in actions for option in action.option_strings if option.startswith("--")]
     if rest and not COMMANDS[known.command].keys:
         word, near = _nearest_option(rest, options)
         hint = f"did you mean `{near}`?" if near else f"`paceline {known.command} --help` lists what it takes"
@@ -97,11 +100,6 @@ def the_commands() -> Commands:
     return build_parser(IN_ORDER, EXAMPLES)
 
 
-def _command_hint(word: str, commands: Commands) -> str:
-    near = get_close_matches(word, commands.parsers, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
-
-
 def _join_values(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """`--steps 5 quickstart` as `--steps=5 quickstart`: argparse, which knows no key, would take the 5 for the file."""
     joined: list[str] = []
@@ -119,12 +117,6 @@ def _needs_value(flag: str) -> bool:
     """Whether a key of the run file stands for nothing alone; one that may be true does."""
     spots = key_spots(flag.removeprefix("--")) if "=" not in flag else []
     return bool(spots) and not any(bool in (spot.annotation, *get_args(spot.annotation)) for spot in spots)
-
-
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a command beside keys of the run file."""
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
 
 def _nearest_option(rest: Sequence[str], options: Sequence[str]) -> tuple[str, str]:

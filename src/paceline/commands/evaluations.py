@@ -67,9 +67,6 @@ class Evaluation:
         }
 
 
-# -- what to evaluate -------------------------------------------------------------------------------------------------
-
-
 def find_targets(
     names: Sequence[str], overrides: Sequence[str], env: str | None = None, file: str | None = None
 ) -> list[EvalTarget]:
@@ -143,9 +140,6 @@ def _with_model(config: RunConfig, model: ModelConfig, name: str = "") -> RunCon
     """The config with this model; `name` is a whole one in its place: no adapter, and its own tokenizer and type."""
     whole = {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"} if name else {}
     return config.model_copy(update={"model": model.model_copy(update=whole)})
-
-
-# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Evaluation:

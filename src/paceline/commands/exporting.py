@@ -113,15 +113,10 @@ def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dt
     if form == "merged":
         for name in ("adapter", "adapter-mlx"):
             shutil.rmtree(folder / name, ignore_errors=True)
-    elif form == "adapter":
-        _keep_adapter(folder)
-
-
-def _keep_adapter(folder: Path) -> None:
-    """The adapter in peft's form at the top of the folder, beside the tokenizer."""
-    for file in [*folder.glob("model*.safetensors"), folder / "config.json", folder / "generation_config.json"]:
-        file.unlink(missing_ok=True)
-    for file in (folder / "adapter").iterdir():
-        file.replace(folder / file.name)
-    with contextlib.suppress(OSError):
-        (folder / "adapter").rmdir()
+    elif form == "adapter":  # in peft's form at the top of the folder, beside the tokenizer
+        for file in [*folder.glob("model*.safetensors"), folder / "config.json", folder / "generation_config.json"]:
+            file.unlink(missing_ok=True)
+        for file in (folder / "adapter").iterdir():
+            file.replace(folder / file.name)
+        with contextlib.suppress(OSError):
+            (folder / "adapter").rmdir()

@@ -58,7 +58,6 @@ class Person:
     def __init__(self, console: Console, read: Callable[[str], str] = typed) -> None:
         self._console, self._read = console, read
         self.turns = 0
-        """How often they spoke."""
         self.left, self.broken = False, ""
         if read is typed and sys.stdin is not None and sys.stdin.isatty():
             with suppress(ImportError):
@@ -216,7 +215,10 @@ def play(
     environment = build_environment(section)
     seat = pick_seat(section, environment.actors, options.seat)
     config, checkpoint = speaking(config, options)
-    _greet(console, section, environment.actors, seat, options.endpoint or checkpoint or config.model.name)
+    others = ", ".join(actor for actor in environment.actors if actor != seat)
+    opponent = f"; {others}: {options.endpoint or checkpoint or config.model.name}" if others else ""
+    console.print(Text(f"{section.name}, you are {seat}{opponent}", "bold"))
+    console.print(Text("A line that ends in \\ goes on in the next. Ctrl-D leaves.", "dim"))
     name = options.endpoint_model or options.model
     address = OpenAIServer(options.endpoint, name, options.api_key) if options.endpoint else None
     sampling = sampling_on(config, options.split)
@@ -232,7 +234,11 @@ def play(
             asyncio.run(play_games(section, options, house, environment, person, guests, seed=config.seed, tell=tell))
         except KeyboardInterrupt:  # while the others were speaking
             console.print()
-    _show_score(console, total, seat)
+    line = Text(f"score after {amount(total.games, 'game')}", "bold")
+    _append(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
+    if total.failed:
+        line.append(f"  {total.failed} failed", "red")
+    console.print(line, soft_wrap=True)
     return int(total.failed > 0)
 
 
@@ -289,16 +295,6 @@ def speaking(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path |
     return config.model_copy(update={"model": model}), None
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
-
-
-def _greet(console: Console, section: BaseEnvConfig, actors: Sequence[str], seat: str, opponent: object) -> None:
-    others = [actor for actor in actors if actor != seat]
-    played = f"; {', '.join(others)}: {opponent}" if others else ""
-    console.print(Text(f"{section.name}, you are {seat}{played}", "bold"))
-    console.print(Text("A line that ends in \\ goes on in the next. Ctrl-D leaves.", "dim"))
-
-
 def _show_game(console: Console, played: Played, number: int, seat: str, reveal: bool) -> None:
     for record in records(played) if reveal else ():
         if record["actor"] != seat:
@@ -312,14 +308,6 @@ def _show_game(console: Console, played: Played, number: int, seat: str, reveal:
         line.append(f"  {played.error}", "red")
     console.print(line, soft_wrap=True)
     console.print()
-
-
-def _show_score(console: Console, total: ScoreBoard, seat: str) -> None:
-    line = Text(f"score after {amount(total.games, 'game')}", "bold")
-    _append(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
-    if total.failed:
-        line.append(f"  {total.failed} failed", "red")
-    console.print(line, soft_wrap=True)
 
 
 def _actor(played: Played, name: str) -> str:

@@ -107,9 +107,6 @@ def pick_section(config: RunConfig, name: str | None) -> BaseEnvConfig:
     return found
 
 
-# -- playing ----------------------------------------------------------------------------------------------------------
-
-
 async def play_some(
     section: BaseEnvConfig,
     options: RolloutOptions,
@@ -239,9 +236,6 @@ async def episode(
         numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
         outcome = replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
     return Played(ticket, member, table, outcome, error, time.perf_counter() - began, house)
-
-
-# -- telling ----------------------------------------------------------------------------------------------------------
 
 
 def records(played: Played, *, raw: bool = False, ids: bool = False) -> list[Record]:

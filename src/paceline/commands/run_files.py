@@ -140,7 +140,17 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
       paceline check runs/quickstart                           what was planned, beside what was measured
     """
     if (Path(known.file) / "config.toml").is_file():
-        return _compare(known)
+        from rich.console import Console
+
+        from paceline.planner import compare
+        from paceline.planner.compare import comparison_report
+
+        comparison = compare(Path(known.file))
+        if known.json:
+            print(json.dumps(comparison.table(), indent=2))
+        else:
+            Console(highlight=False).print(comparison_report(comparison))
+        return 0
     loaded = load_target(known.file, overrides)
     if not known.json:
         print(dump(loaded.config, unset=True), end="", flush=True)
@@ -181,20 +191,6 @@ def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
         print(json.dumps(plan.table(), indent=2))
     else:
         Console(stderr=True, highlight=False).print(plan_report(plan))
-
-
-def _compare(known: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from paceline.planner import compare
-    from paceline.planner.compare import comparison_report
-
-    comparison = compare(Path(known.file))
-    if known.json:
-        print(json.dumps(comparison.table(), indent=2))
-    else:
-        Console(highlight=False).print(comparison_report(comparison))
-    return 0
 
 
 @subcommand(
@@ -275,13 +271,13 @@ def markdown(found: Iterable[ConfigTable]) -> str:
         if table.meaning:
             parts.append(table.meaning)
         if table.keys:
-            rows = [f"| `{k.name}` | {_cell(k.kind)} | {_value(k.default)} | {_cell(k.meaning)} |" for k in table.keys]
-            parts.append("\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows]))
+            rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+            for k in table.keys:
+                words = k.default in ("unset", "required", "its own defaults")
+                default = k.default if words else f"`{_cell(k.default)}`"
+                rows.append(f"| `{k.name}` | {_cell(k.kind)} | {default} | {_cell(k.meaning)} |")
+            parts.append("\n".join(rows))
     return "\n\n".join(parts)
-
-
-def _value(default: str) -> str:
-    return default if default in ("unset", "required", "its own defaults") else f"`{_cell(default)}`"
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the responses of the endpoints share, and their models for the OpenAPI document.
+"""Builds what responses share, and their models for the OpenAPI document.
 
 The server builds responses by hand, for speed, so the models are never instantiated.
 """
