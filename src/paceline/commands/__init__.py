@@ -11,6 +11,7 @@ from paceline.commands.commands import COMMANDS, Commands, build_parser
 from paceline.config import ConfigError
 from paceline.config.keys import key_spots
 from paceline.errors import PacelineError
+from paceline.observe.monitor.text import shown
 from paceline.util.gc_tuning import collect_rarely
 from paceline.util.process_exit import exit_process
 
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paceline {known.command}: there is no option `{word}`; {hint}", file=sys.stderr)
         return 2
     try:
-        return known.run(known, rest)
+        return known.run(known, rest) or 0
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         word, near = _nearest_option(rest, options)
@@ -76,8 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"paceline: did you mean the option `{near}` instead of `{word}`?", file=sys.stderr)
         return 2
     except PacelineError as error:
-        from paceline.observe.monitor.text import shown
-
         print(f"paceline: {shown(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

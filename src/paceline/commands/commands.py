@@ -23,8 +23,8 @@ COMMON_KEYS = (
     *("device", "placement", "deterministic"),
 )
 
-Run = Callable[[argparse.Namespace, list[str]], int]
-"""Gets the arguments that are known and all others, and answers with the exit code."""
+Run = Callable[[argparse.Namespace, list[str]], int | None]
+"""Gets the arguments that are known and all others, and answers with the exit code; None is 0."""
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 _PLAIN = argparse.RawDescriptionHelpFormatter
 

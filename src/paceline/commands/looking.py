@@ -6,14 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from paceline.commands.commands import OVERRIDES, RUN, arg, flag, old_spelling, subcommand
 from paceline.config import load
 from paceline.errors import PacelineError
-from paceline.observe.record.first_difference import Compared, FirstDifference
+from paceline.observe.record import open_run
+from paceline.observe.record.first_difference import Compared, FirstDifference, compare
 from paceline.util.process_exit import end_with_parent
 
 
@@ -25,7 +26,7 @@ from paceline.util.process_exit import end_with_parent
     keys=True,
     epilog=OVERRIDES,
 )
-def replay(known: argparse.Namespace, overrides: list[str]) -> int:
+def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     """Train a recorded batch once more on the CPU, beside what was recorded.
 
     The samples of a step are read from the record, or from batches/ where `record.batches` says how many are kept
@@ -44,8 +45,6 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> int:
     if not file.is_file():
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
     config = load(str(file), overrides).config
-    from rich.console import Console
-
     from paceline.commands.replay import replay, replay_dump, samples_table, table
 
     if (known.step is None) == (known.dump is None):
@@ -62,7 +61,7 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> int:
         result = replay(run, known.step, config, progress)
         progress("writing what the tokens said")
         sys.stdout.buffer.write(as_json(run, result, config) + b"\n")
-        return 0
+        return
     dumped = known.dump is not None
     result = replay_dump(run, known.dump, config) if dumped else replay(run, known.step, config)
     console = Console()
@@ -74,11 +73,10 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> int:
         print(remark)
     note = "" if result.exact else f"; they are not those step {result.step} began with, so the figures differ"
     print(f"weights: {result.weights}{note}")
-    return 0
 
 
 @subcommand(RUN)
-def doctor(known: argparse.Namespace, rest: list[str]) -> int:
+def doctor(known: argparse.Namespace, rest: list[str]) -> None:
     """Show how a run is: alive or dead, who waits for whom, how to go on.
 
     Reads the run directory alone, so it works beside a living run and after one was killed: does it live, when did
@@ -90,10 +88,7 @@ def doctor(known: argparse.Namespace, rest: list[str]) -> int:
       watch -n 2 paceline doctor runs/quickstart               and again every two seconds
       paceline doctor runs/quickstart > report.txt             plain text, to send to a colleague
     """
-    from rich.console import Console
-
     from paceline.observe.monitor.doctor import examine, report, resume_command
-    from paceline.observe.record import open_run
     from paceline.observe.record.advice.telling import advice
 
     # A pipe has no width: wide enough there that no path and no line of a stack is broken.
@@ -103,11 +98,10 @@ def doctor(known: argparse.Namespace, rest: list[str]) -> int:
     console.print(advice(open_run(known.directory)))
     if command := resume_command(found):
         print(f"to go on: {command}")  # to be copied: in one line, however long
-    return 0
 
 
 @subcommand(arg("directory", metavar="RUN", nargs="?", default="runs", help="run directory, or a folder of runs"))
-def top(known: argparse.Namespace, rest: list[str]) -> int:
+def top(known: argparse.Namespace, rest: list[str]) -> None:
     """Watch a run in a terminal: its reward, speed and warnings.
 
     Looks at the run directory each second, so it works beside a living run, over ssh, and after one was killed. Keys: q
@@ -121,7 +115,6 @@ def top(known: argparse.Namespace, rest: list[str]) -> int:
     from paceline.observe.terminal import watch
 
     watch(Path(known.directory))
-    return 0
 
 
 @subcommand(
@@ -129,7 +122,7 @@ def top(known: argparse.Namespace, rest: list[str]) -> int:
     arg("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)"),
     arg("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)"),
 )
-def report(known: argparse.Namespace, rest: list[str]) -> int:
+def report(known: argparse.Namespace, rest: list[str]) -> None:
     """Write one HTML file about a run, to send to a colleague.
 
     Writes one HTML file that needs nothing else: no network, no script. It holds what the run directory tells: how it
@@ -145,7 +138,6 @@ def report(known: argparse.Namespace, rest: list[str]) -> int:
 
     file = write_report(Path(known.directory), known.file and Path(known.file), known.rollouts)
     print(f"{file} ({file.stat().st_size / 1e6:.2f} MB)")
-    return 0
 
 
 @subcommand(
@@ -166,16 +158,11 @@ def diff(known: argparse.Namespace, rest: list[str]) -> int:
       paceline diff runs/a runs/b                              on one machine: equal to the last bit, or not
       paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
     """
-    from paceline.observe.record import open_run
-    from paceline.observe.record.first_difference import compare
-
     one, other = open_run(known.one), open_run(known.other)
     compared = compare(one, other, known.tolerance)
     if known.json:
         print(json.dumps(compared.as_json()))
     else:
-        from rich.console import Console
-
         Console().print(comparison_report(compared, one.name, other.name))
     return int(compared.first is not None)
 
@@ -187,7 +174,7 @@ def diff(known: argparse.Namespace, rest: list[str]) -> int:
     arg("--api-key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)"),
     old_spelling("--key", "--api-key"),
 )
-def ui(known: argparse.Namespace, rest: list[str]) -> int:
+def ui(known: argparse.Namespace, rest: list[str]) -> None:
     """Look at runs in a browser, live.
 
     Shows runs in a browser, live and after they ended or died; reads nothing but their directories. Opens no browser:
@@ -202,7 +189,6 @@ def ui(known: argparse.Namespace, rest: list[str]) -> int:
 
     key = known.api_key or os.environ.get(KEY_VARIABLE) or None
     serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
-    return 0
 
 
 MOST = 20

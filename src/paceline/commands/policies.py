@@ -8,9 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
 from paceline.commands.commands import FILE, OVERRIDES, arg, flag, old_spelling, subcommand
 from paceline.config.target import load_target
 from paceline.errors import PacelineError
+from paceline.observe.monitor.text import score
 
 if TYPE_CHECKING:
     from paceline.commands.evaluations import Estimate, Evaluation
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     arg("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights (the source's)"),
     flag("--overwrite", "replace a folder that holds files"),
 )
-def export(known: argparse.Namespace, rest: list[str]) -> int:
+def export(known: argparse.Namespace, rest: list[str]) -> None:
     """Write the policy of a run's checkpoint as a model folder.
 
     Writes the policy of a run's newest checkpoint, or of a step's, as a Hugging Face folder that transformers, peft,
@@ -51,7 +56,6 @@ def export(known: argparse.Namespace, rest: list[str]) -> int:
     form = "merged" if known.merged else "adapter" if known.adapter else "all"
     folder = export_run(target, folder, form, known.dtype, overwrite=known.overwrite)
     print(f"{folder}: step {target.step} of {target.root}")
-    return 0
 
 
 LABELS = {"truncated_ratio": "cut off", "length": "tokens a reply", "truncated": "replies cut off"}
@@ -72,7 +76,7 @@ LABELS = {"truncated_ratio": "cut off", "length": "tokens a reply", "truncated":
     keys=True,
     epilog=OVERRIDES,
 )
-def eval_(known: argparse.Namespace, overrides: list[str]) -> int:
+def eval_(known: argparse.Namespace, overrides: list[str]) -> None:
     """Evaluate models, runs or run files on held-out rows.
 
     Plays held-out rows as the evaluations of a run do, with the same noise: `paceline eval RUN` finds what the run's
@@ -101,7 +105,6 @@ def eval_(known: argparse.Namespace, overrides: list[str]) -> int:
         print(json.dumps({"targets": [evaluation.record() for evaluation in done]}))
     else:
         _show(done)
-    return 0
 
 
 def _progress(name: str) -> Callable[[str], None]:
@@ -119,10 +122,6 @@ def _progress(name: str) -> Callable[[str], None]:
 
 
 def _show(done: "list[Evaluation]") -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False)
     for name in dict.fromkeys(name for evaluation in done for name in evaluation.tables):
         tables = [evaluation.tables.get(name, {}) for evaluation in done]
@@ -138,8 +137,6 @@ def _show(done: "list[Evaluation]") -> None:
 
 
 def _cell(value: "Estimate | None") -> str:
-    from paceline.observe.monitor.text import score
-
     if value is None:
         return "-"
     if value.low is None or value.high is None:
@@ -226,15 +223,13 @@ def play(known: argparse.Namespace, overrides: list[str]) -> int:
 
 
 @subcommand(arg("directory", metavar="RUN", help="run directory, such as runs/tic-tac-toe"))
-def league(known: argparse.Namespace, rest: list[str]) -> int:
+def league(known: argparse.Namespace, rest: list[str]) -> None:
     """Show ratings and payoff matrix of a self-play run.
 
     examples:
       paceline train arenas/tic_tac_toe                        a run with a league: its past versions as opponents
       paceline league runs/tic-tac-toe                         who beats whom among them, as a table and a picture
     """
-    from rich.console import Console
-
     from paceline.runtime.league import leagues, picture
 
     run = Path(known.directory)
@@ -244,4 +239,3 @@ def league(known: argparse.Namespace, rest: list[str]) -> int:
     for name, payoff in found.items():
         Console().print(payoff.table(name))
         print(picture(run, name, payoff))
-    return 0

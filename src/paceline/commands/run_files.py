@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from paceline.commands import commands as cli
 from paceline.commands.commands import FILE, OVERRIDES, arg, flag, subcommand
 from paceline.config import LoadedConfig, dump, schema
@@ -29,7 +31,7 @@ from paceline.util.user_code import to_show
     arg("--to", metavar="FOLDER", default="", help="where to (here)"),
     flag("--force", "replace files that exist"),
 )
-def init(known: argparse.Namespace, rest: list[str]) -> int:
+def init(known: argparse.Namespace, rest: list[str]) -> None:
     """Write a run file, and the files it needs, to begin with.
 
     Writes a commented run file and, where one is needed, a Python file and rows, side by side. Change them and train.
@@ -44,7 +46,7 @@ def init(known: argparse.Namespace, rest: list[str]) -> int:
         for kind, (_, text) in KINDS.items():
             print(f"{kind:12} {text}")
         print("\n" + textwrap.fill(f"or any example: {', '.join(example_names())}", 100, break_on_hyphens=False))
-        return 0
+        return
     starter = write_starter(known.kind, Path(known.to), known.name, known.force)
     file = shlex.quote(os.fspath(starter.run_file))
     print("wrote", ", ".join(map(str, starter.files)))
@@ -52,7 +54,6 @@ def init(known: argparse.Namespace, rest: list[str]) -> int:
     print(f"  paceline rollout {file} -n 2     look at episodes before training")
     print(f"  paceline check {file}            every key, and whether it fits this machine")
     print(f"  paceline train {file}")
-    return 0
 
 
 @subcommand(
@@ -127,7 +128,7 @@ def ab(known: argparse.Namespace, overrides: list[str]) -> int:
     keys=True,
     epilog=OVERRIDES,
 )
-def check(known: argparse.Namespace, overrides: list[str]) -> int:
+def check(known: argparse.Namespace, overrides: list[str]) -> None:
     """Validate a run file, and say what it needs and how long a step takes.
 
     Prints the run file with every key (standard output), then a plan of memory and time (standard error), then whatever
@@ -140,8 +141,6 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
       paceline check runs/quickstart                           what was planned, beside what was measured
     """
     if (Path(known.file) / "config.toml").is_file():
-        from rich.console import Console
-
         from paceline.planner import compare
         from paceline.planner.compare import comparison_report
 
@@ -150,7 +149,7 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
             print(json.dumps(comparison.table(), indent=2))
         else:
             Console(highlight=False).print(comparison_report(comparison))
-        return 0
+        return
     loaded = load_target(known.file, overrides)
     if not known.json:
         print(dump(loaded.config, unset=True), end="", flush=True)
@@ -164,12 +163,9 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
     if found.problems:
         raise PreflightError(found.problems)
     print(f"paceline: {known.file} is valid", file=sys.stderr)
-    return 0
 
 
 def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from paceline import planner
     from paceline.config.hardware import UnknownShape
     from paceline.planner.compare import plan_report
@@ -201,7 +197,7 @@ def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
     arg("--field", action="append", default=[], metavar="THEIRS=OURS", help="rename a field; repeatable"),
     flag("--demonstrations", "rows must end in an assistant message"),
 )
-def data(known: argparse.Namespace, rest: list[str]) -> int:
+def data(known: argparse.Namespace, rest: list[str]) -> None:
     """Show dataset rows as the model will see them, with token counts.
 
     examples:
@@ -209,8 +205,6 @@ def data(known: argparse.Namespace, rest: list[str]) -> int:
       paceline data train.parquet --field question=prompt --field gt_answer=answer --model ./my-model
       paceline data demonstrations.jsonl --demonstrations      what would be trained, in green
     """
-    from rich.console import Console
-
     import paceline.envs  # noqa: F401 - they bring schemes of their own, such as `reasoning-gym:`
     from paceline.commands.show import show_rows
     from paceline.config.model import ModelConfig
@@ -225,7 +219,6 @@ def data(known: argparse.Namespace, rest: list[str]) -> int:
     show_rows(rows, load_tokenizer(ModelConfig(name=known.model)), known.count, Console())
     for bad in skipped(rows):
         print(f"paceline: {bad}", file=sys.stderr)
-    return 0
 
 
 INTRODUCTION = """# Every key of the run file
@@ -243,7 +236,7 @@ be left out; what that means stands beside them. `paceline config KEY` shows a p
     arg("key", nargs="?", default="", help="show this table or key alone, such as trainer.optimizer"),
     [flag("--json", "print the JSON schema of it"), flag("--markdown", "print it as docs/config.md has it")],
 )
-def config(known: argparse.Namespace, rest: list[str]) -> int:
+def config(known: argparse.Namespace, rest: list[str]) -> None:
     """List every key of the run file: default, type, meaning.
 
     examples:
@@ -256,11 +249,10 @@ def config(known: argparse.Namespace, rest: list[str]) -> int:
     """
     if known.json:
         print(json.dumps(key_schema(known.key), indent=2))
-        return 0
+        return
     found = find_tables(known.key) if known.key else tables()
     width = min(shutil.get_terminal_size().columns, 100)
     print(markdown(found) if known.markdown else "\n".join(_lines(found, width)))
-    return 0
 
 
 def markdown(found: Iterable[ConfigTable]) -> str:
@@ -295,7 +287,7 @@ def _lines(found: Iterable[ConfigTable], width: int) -> Iterator[str]:
 
 
 @subcommand()
-def schema_(known: argparse.Namespace, rest: list[str]) -> int:
+def schema_(known: argparse.Namespace, rest: list[str]) -> None:
     """Print the JSON schema of run files, for editors.
 
     examples:
@@ -305,4 +297,3 @@ def schema_(known: argparse.Namespace, rest: list[str]) -> int:
       #:schema ./paceline.schema.json
     """
     print(json.dumps(schema(), indent=2))
-    return 0

@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
     arg("--cpus", type=int, help="cores it may use here (all)"),
     arg("--gpus", type=int, help="GPUs it may use here (all)"),
 )
-def up(known: argparse.Namespace, rest: list[str]) -> int:
+def up(known: argparse.Namespace, rest: list[str]) -> None:
     """Make this machine a cluster, or a part of one.
 
     examples, on the first machine, then on each further one:
@@ -31,11 +31,10 @@ def up(known: argparse.Namespace, rest: list[str]) -> int:
     Where Ray asks for a token (it says so), copy ~/.ray/auth_token of the first machine to the others.
     """
     print(*_cluster().up(known.join, known.port, known.cpus, known.gpus), sep="\n")
-    return 0
 
 
 @subcommand(arg("address", nargs="?", default="auto", help="HOST:PORT (the cluster this machine is part of)"))
-def status(known: argparse.Namespace, rest: list[str]) -> int:
+def status(known: argparse.Namespace, rest: list[str]) -> None:
     """Show a cluster: its machines, and the parts of every run on it.
 
     examples:
@@ -43,18 +42,16 @@ def status(known: argparse.Namespace, rest: list[str]) -> int:
       paceline status HOST:6379                                another one, by the address that `up` printed
     """
     print(*_cluster().status(known.address), sep="\n")
-    return 0
 
 
 @subcommand()
-def down(known: argparse.Namespace, rest: list[str]) -> int:
+def down(known: argparse.Namespace, rest: list[str]) -> None:
     """Leave the cluster; what runs on this machine ends.
 
     examples:
       paceline down                                            on each machine that is to leave
     """
     print(*_cluster().down(), sep="\n")
-    return 0
 
 
 def _cluster() -> ModuleType:
@@ -135,7 +132,7 @@ def serve(known: argparse.Namespace, overrides: list[str]) -> int:
     arg("--embeddings-api-key", help="its key"),
     old_spelling("--embeddings-url", "--embeddings-endpoint"),
 )
-def search_server(known: argparse.Namespace, rest: list[str]) -> int:
+def search_server(known: argparse.Namespace, rest: list[str]) -> None:
     """Serve a corpus to retrieval environments.
 
     examples:
@@ -149,4 +146,3 @@ def search_server(known: argparse.Namespace, rest: list[str]) -> int:
     flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}
     flags["embeddings_url"] = known.embeddings_endpoint
     serve_search(load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)}))
-    return 0
