@@ -189,8 +189,7 @@ def _entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any
 
 def _ranked(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     named: dict[str, float] = {}
-    for token, logprob in ranked:
-        # Two tokens may be spelt alike; the more probable one comes first and stays.
+    for token, logprob in ranked:  # two may be spelt alike: the more probable one comes first and stays
         named.setdefault(token_bytes.spell(token)[0], max(logprob, LOWEST))
     return named
 

@@ -190,15 +190,11 @@ class ServerTokenizer:
         """The text of a reply, without the tokens that only mark its structure."""
         if self._quick_decode is not None:
             return self._quick_decode(token_ids)
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text with every token shown."""
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def detokeniser(self, before: Sequence[int] = ()) -> Detokeniser:
         """For a text that follows upon these tokens."""
