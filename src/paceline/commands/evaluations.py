@@ -115,7 +115,11 @@ def _own(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfi
 
 def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
     """`--sampling.*` is about these episodes: whatever the file evaluates with, changed by those keys."""
-    flags = _sampling_flags(overrides)
+    flags: list[int] = []  # places of `--sampling.*` and of the values that follow them
+    for index, argument in enumerate(overrides):
+        value = index - 1 in flags and not argument.startswith("--") and "=" not in overrides[index - 1]
+        if value or argument.startswith("--sampling."):
+            flags.append(index)
     others = [argument for index, argument in enumerate(overrides) if index not in flags]
     config = read(others)
     if not flags:
@@ -124,16 +128,6 @@ def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]
     whole = [f"--eval.sampling.{key}={json.dumps(value)}" for key, value in start.items()]
     asked = [overrides[index].replace("--sampling.", "--eval.sampling.", 1) for index in flags]
     return read([*others, *whole, *asked])
-
-
-def _sampling_flags(overrides: Sequence[str]) -> list[int]:
-    """Places of `--sampling.*` and of the values that follow them."""
-    found: list[int] = []
-    for index, argument in enumerate(overrides):
-        value = index - 1 in found and not argument.startswith("--") and "=" not in overrides[index - 1]
-        if value or argument.startswith("--sampling."):
-            found.append(index)
-    return found
 
 
 def _with_model(config: RunConfig, model: ModelConfig, name: str = "") -> RunConfig:

@@ -14,7 +14,7 @@ from paceline.commands.commands import OVERRIDES, RUN, arg, flag, old_spelling, 
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.record import open_run
-from paceline.observe.record.first_difference import Compared, FirstDifference, compare
+from paceline.observe.record.first_difference import Compared, compare
 from paceline.util.process_exit import end_with_parent
 
 
@@ -211,19 +211,12 @@ def comparison_report(compared: Compared, one: str, other: str) -> RenderableTyp
     if compared.first is None:
         parts.append(Text(f"the same in all that was recorded: {before}"))
     else:
-        parts += [
-            Text(f"first difference, after {before} that are the same:", "bold"),
-            _one(compared.first, one, other),
-        ]
+        first, table = compared.first, Table(show_header=False)
+        rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
+        if any(index is not None for index in first.indices):
+            rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
+        for name, value in rows:
+            table.add_row(Text(name), Text(value))
+        parts += [Text(f"first difference, after {before} that are the same:", "bold"), table]
     parts += [Text(remark, "yellow") for remark in compared.remarks]
     return Group(*parts)
-
-
-def _one(first: FirstDifference, one: str, other: str) -> Table:
-    table = Table(show_header=False)
-    rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
-    if any(index is not None for index in first.indices):
-        rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    return table

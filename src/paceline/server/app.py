@@ -296,7 +296,13 @@ async def serve(
         backlog=BACKLOG,
     )
     server = GracefulServer(config, ready)
-    watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
+
+    async def watch(lost: Callable[[], Awaitable[EngineError]]) -> EngineError:
+        cause = await lost()
+        server.should_exit = True
+        return cause
+
+    watching = asyncio.ensure_future(watch(lost)) if lost else None
     async with app.router.lifespan_context(app):
         doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
         await server.serve(sockets=doors)  # unbounded: serving is its job
@@ -304,9 +310,3 @@ async def serve(
         if watching.done():
             raise watching.result()  # bounded: it is done
         watching.cancel()
-
-
-async def _watch(server: uvicorn.Server, lost: Callable[[], Awaitable[EngineError]]) -> EngineError:
-    cause = await lost()
-    server.should_exit = True
-    return cause

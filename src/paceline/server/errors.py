@@ -105,13 +105,10 @@ def install_error_handlers(app: FastAPI) -> None:
     """One shape for whatever an endpoint raises; only a real bug is a 500."""
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refusal)
-        headers = {"Retry-After": RETRY_SECONDS} if error.status == 429 else None
-        return error_response(error.status, str(error), error.param, error.code, headers)
-
-    async def engine_failed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EngineError)
-        return await refused(request, refusal_of(error))
+        refusal = refusal_of(error) if isinstance(error, EngineError) else error
+        assert isinstance(refusal, Refusal)
+        headers = {"Retry-After": RETRY_SECONDS} if refusal.status == 429 else None
+        return error_response(refusal.status, str(refusal), refusal.param, refusal.code, headers)
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -129,7 +126,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(500, f"the server failed: {type(error).__name__}; its log has the cause")
 
     app.add_exception_handler(Refusal, refused)
-    app.add_exception_handler(EngineError, engine_failed)
+    app.add_exception_handler(EngineError, refused)
     app.add_exception_handler(HTTPException, not_routed)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)  # in the middle of its body
@@ -178,7 +175,7 @@ def take_unknown(body: BaseModel) -> list[str]:
 
     Refused is what the body's class calls `unsupported`, and a name that is nearly that of a known field.
     """
-    refused = getattr(type(body), "unsupported", {})
+    refused = getattr(type(body), "unsupported", ())
     found: dict[str, None] = {}
     count = 0
     for where, model in _models(body, ""):

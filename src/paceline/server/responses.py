@@ -21,25 +21,19 @@ from paceline.server.service import Service
 
 C = TypeVar("C", bound=ChatBody)
 MOST_ITEMS = 4096
-CHAT_FIELDS: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "function_call": (),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_tokens": (),
-    "messages": (),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "response_format": (),
-    "seed": (),
-    "stop": ([],),
-    "top_k": (0, -1),
-}
-"""Parameters of the Chat Completions API that have no effect here, each with the values that change nothing."""
-
-
+CHAT_FIELDS = (
+    *(
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+    ),
+    *("messages", "n", "presence_penalty", "response_format", "seed", "stop", "top_k"),
+)
+"""Parameters of the Chat Completions API that have no effect here."""
 TEXT_TYPES = ("input_text", "output_text", "text")
 
 
@@ -164,7 +158,7 @@ class ResponseStreamOptions(ClientBody):
 class ResponseBody(ClientBody):
     """Text, or items of a conversation, to respond to."""
 
-    unsupported = PROMPT_FIELDS | SAMPLING_FIELDS | CHAT_FIELDS
+    unsupported = (*PROMPT_FIELDS, *SAMPLING_FIELDS, *CHAT_FIELDS)
 
     model: str | None = None
     """The served model's name or an adapter's; the served model when left out."""
