@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from paceline import __version__
@@ -23,8 +24,6 @@ COMMON_KEYS = (
     *("device", "placement", "deterministic"),
 )
 
-Run = Callable[[argparse.Namespace, list[str]], int | None]
-"""Gets the arguments that are known and all others, and answers with the exit code; None is 0."""
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 _PLAIN = argparse.RawDescriptionHelpFormatter
 
@@ -54,7 +53,8 @@ RUN = arg("directory", metavar="RUN", help="run directory, such as runs/quicksta
 class CommandSpec(NamedTuple):
     """A function and the arguments it takes; a list of them exclude one another."""
 
-    run: Run
+    run: FunctionType
+    """Gets the arguments that are known and all others, and answers with the exit code; None is 0."""
     arguments: Sequence[Argument | list[Argument]]
     epilog: str
     keys: bool
@@ -64,10 +64,12 @@ class CommandSpec(NamedTuple):
 COMMANDS: dict[str, CommandSpec] = {}
 
 
-def subcommand(*arguments: Argument | list[Argument], keys: bool = False, epilog: str = "") -> Callable[[Run], Run]:
+def subcommand(
+    *arguments: Argument | list[Argument], keys: bool = False, epilog: str = ""
+) -> Callable[[FunctionType], FunctionType]:
     """Register a function as the command of its name. Its docstring is the help, and `epilog` goes below that."""
 
-    def register(run: Run) -> Run:
+    def register(run: FunctionType) -> FunctionType:
         COMMANDS[run.__name__.strip("_").replace("_", "-")] = CommandSpec(run, arguments, epilog, keys)
         return run
 

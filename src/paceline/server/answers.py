@@ -33,40 +33,53 @@ def _model(name: str, text: str, /, **fields: Any) -> type[BaseModel]:
     return create_model(name, __doc__=text, **fields)
 
 
+class ChatMessage(BaseModel):
+    """The assistant's text and tool calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat, with `prompt_token_ids`, `token_ids`, `versions`, `prompt_logprobs` where asked for."""
+
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class CompletionChoice(BaseModel):
+    """One completion: text, or with `flat` the arrays `token_ids`, `token_logprobs` and `versions` instead."""
+
+    index: int
+    finish_reason: Literal["stop", "length"]
+    text: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class ModelEntry(BaseModel):
+    """A name requests may use."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
 _counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), int)
 _usage = _model("Usage", "Tokens, counted.", **_counts, prompt_tokens_details=dict[str, int])
-_chat_message = _model(
-    "ChatMessage",
-    "The assistant's text and tool calls.",
-    role=Literal["assistant"],
-    content=str | None,
-    tool_calls=(list[dict[str, Any]] | None, None),
+
+
+def _completion(name: str, text: str, kind: Any, choices: Any) -> type[BaseModel]:
+    return _model(name, text, id=str, object=kind, created=int, model=str, choices=choices, usage=_usage)
+
+
+ChatAnswer = _completion("ChatAnswer", "A chat completion.", Literal["chat.completion"], list[ChatChoice])
+CompletionAnswer = _completion(
+    "CompletionAnswer", "A text completion.", Literal["text_completion"], list[CompletionChoice]
 )
-_chat_choice = _model(
-    "ChatChoice",
-    "One answer of a chat, with `prompt_token_ids`, `token_ids`, `versions`, `prompt_logprobs` where asked for.",
-    index=int,
-    message=_chat_message,
-    logprobs=dict[str, Any] | None,
-    finish_reason=Literal["stop", "length", "tool_calls"],
-)
-_completion_choice = _model(
-    "CompletionChoice",
-    "One completion: text, or with `flat` the arrays `token_ids`, `token_logprobs` and `versions` instead.",
-    index=int,
-    finish_reason=Literal["stop", "length"],
-    text=(str | None, None),
-    logprobs=(dict[str, Any] | None, None),
-)
-
-
-def _completion(name: str, text: str, kind: str, choice: type[BaseModel]) -> type[BaseModel]:
-    heading = {"id": str, "object": Literal[kind], "created": int, "model": str}
-    return _model(name, text, **heading, choices=list[choice], usage=_usage)
-
-
-ChatAnswer = _completion("ChatAnswer", "A chat completion.", "chat.completion", _chat_choice)
-CompletionAnswer = _completion("CompletionAnswer", "A text completion.", "text_completion", _completion_choice)
 ResponseAnswer = _model(
     "ResponseAnswer",
     "A response.",
@@ -80,9 +93,7 @@ ResponseAnswer = _model(
 )
 ScoreAnswer = _model("ScoreAnswer", "Log probabilities, sequence by sequence.", logprobs=list[list[float]])
 TokenizeAnswer = _model("TokenizeAnswer", "How the model reads a text.", tokens=list[int], count=int)
-_entry = {"id": str, "object": Literal["model"], "created": int, "owned_by": str}
-_models = list[_model("ModelEntry", "A name requests may use.", **_entry)]
-ModelList = _model("ModelList", "All names requests may use.", object=Literal["list"], data=_models)
+ModelList = _model("ModelList", "All names requests may use.", object=Literal["list"], data=list[ModelEntry])
 _policy = {"version": int, "fingerprint": str}
 PolicyAnswer = _model("PolicyAnswer", "Version and fingerprint of the weights really served.", **_policy)
 UpdateAnswer = _model("UpdateAnswer", "New weights, applied.", **_policy, pause_seconds=float)

@@ -164,11 +164,10 @@ async def plan_chat(service: Service, body: ChatBody) -> list[GenerateRequest]:
     )
 
 
-class ChatWriter(ChoiceWriter):
+class ChatWriter(ChoiceWriter[ChatBody]):
     """Writes choices as chat messages: text, tool calls, log probabilities."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    _body: ChatBody
 
     def __init__(self, service: Service, body: ChatBody, requests: list[GenerateRequest]) -> None:
         super().__init__(service, body, requests)
@@ -297,12 +296,11 @@ def _flat_choice(index: int, completion: Completion) -> dict[str, Any]:
     return choice
 
 
-class CompletionWriter(ChoiceWriter):
+class CompletionWriter(ChoiceWriter[CompletionBody]):
     """Writes choices as completions: text, arrays of log probabilities, the prompt before it if it is echoed."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
-    _body: CompletionBody
     _echoed: list[ChoiceDelta] | None = None
 
     async def prepare(self) -> None:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
@@ -23,6 +23,8 @@ from paceline.server.generation import Event, Generation
 from paceline.server.http import DONE, EventStream, FastJsonResponse, event, unless_gone
 from paceline.server.service import Service
 from paceline.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
+
+B = TypeVar("B", bound=SamplingBody)
 
 
 class StopMatcher:
@@ -194,7 +196,7 @@ def _ranked(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     return named
 
 
-class ChoiceWriter(ABC):
+class ChoiceWriter(ABC, Generic[B]):
     """Runs the choices of one request and writes them in a format of the API: whole, or as the events of a stream."""
 
     kind: ClassVar[str]
@@ -202,9 +204,7 @@ class ChoiceWriter(ABC):
     prefix: ClassVar[str]
     """Of the response's id."""
 
-    def __init__(
-        self, service: Service, body: SamplingBody, requests: list[GenerateRequest], *, offsets: bool = False
-    ) -> None:
+    def __init__(self, service: Service, body: B, requests: list[GenerateRequest], *, offsets: bool = False) -> None:
         self._service, self._body = service, body
         self.requests = requests
         self.outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
