@@ -98,7 +98,7 @@ def test_the_others_may_be_anybody_behind_an_endpoint():
     asked, out = [], io.StringIO()
     with listening(opponent(asked)) as url:
         # Three showdowns for two, then they leave in the middle of the fourth: that one does not count.
-        assert play(kuhn(), PlayOptions(url=url, seat="first"), out, script("1", "1", "1")) == 0
+        assert play(kuhn(), PlayOptions(endpoint=url, seat="first"), out, script("1", "1", "1")) == 0
     assert (len(asked), {body["model"] for body in asked}) == (3, {"caller"})
     rewards = re.findall(r"game \d  first \(you\) (-?\d)\.000  second (-?\d)\.000", out.getvalue())
     assert len(rewards) == 3
@@ -112,7 +112,7 @@ def test_the_others_may_speak_from_a_checkpoint(tmp_path):
     save_file({**weights, "rng": torch.get_rng_state()}, tmp_path / "trainer.safetensors")
     (tmp_path / "trainer.json").write_text('{"version": 7}')
     out = io.StringIO()
-    play(kuhn(), PlayOptions(model=str(tmp_path), games=1, reveal=True), out, script("1"))
+    play(kuhn(), PlayOptions(model=str(tmp_path), count=1, reveal=True), out, script("1"))
     assert "version 7" in out.getvalue()
 
 
@@ -140,14 +140,14 @@ def duel(options: PlayOptions, *lines: str) -> tuple[int, str]:
 
 
 def test_a_person_sits_wherever_their_actor_does_and_the_score_is_their_actors():
-    code, text = duel(PlayOptions(row=0, games=2, reveal=True), *"kept")
+    code, text = duel(PlayOptions(row=0, count=2, reveal=True), *"kept")
     assert (code, "for a\n" in text, "for a#2\n" in text) == (0, True, True)
     assert text.splitlines()[-1] == "score after 2 games  a (you) 2.000  b 2.000"
     assert text.count("duel · row 0") == text.count("assistant, sampled") == 2, "what `b` said, and nothing of `a`"
 
 
 def test_games_that_fail_are_told_and_games_without_the_person_come_to_an_end():
-    code, text = duel(PlayOptions(row=2, games=1))
+    code, text = duel(PlayOptions(row=2, count=1))
     assert (code, "KeyError: 'lamp'" in text, text.splitlines()[-1]) == (1, True, "score after 0 games  1 failed")
     with pytest.raises(PacelineError, match=f"{PATIENCE} games went by without a turn of `a`: take another seat"):
         duel(PlayOptions(row=1))

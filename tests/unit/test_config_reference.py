@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.commands import main
-from paceline.commands.config import markdown
+from paceline.commands.run_files import markdown
 from paceline.config import ConfigError, RunConfig, dump, load
 from paceline.config.base import Section
 from paceline.config.fields import dotted, places

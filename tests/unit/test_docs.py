@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import paceline
-from paceline.commands import WITH_KEYS, the_commands
+from paceline.commands import the_commands
+from paceline.commands.commands import COMMANDS
 from paceline.config import RunConfig
 from paceline.config.keys import key_spots
 
@@ -106,7 +107,7 @@ def test_commands_exist_and_take_these_arguments(block):
                 keys = [flag[2:] for flag in flags]
                 if known.command == "ab":
                     keys = [re.sub(r"^[ab]\.", "", key) for key in keys]
-                assert not flags or known.command in WITH_KEYS
+                assert not flags or COMMANDS[known.command].keys
                 assert [key for key in keys if not key_spots(key) and not key_spots(f"env.0.{key}")] == []
             case ["make", target, *_]:
                 assert target in targets

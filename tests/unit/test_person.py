@@ -125,7 +125,7 @@ def test_what_cannot_be_played_is_a_sentence():
     with pytest.raises(PacelineError, match="`duel` has no seat `y`: choose one of `x`, `o` with --seat"):
         pick_seat(section, ("x", "o"), "y")
     with pytest.raises(PacelineError, match="give -n >= 1"):
-        PlayOptions(games=0)
+        PlayOptions(count=0)
     with pytest.raises(PacelineError, match="give its base URL with --endpoint"):
         PlayOptions(api_key="secret")
 
@@ -134,7 +134,7 @@ def test_another_model_takes_the_runs_place_and_an_endpoints_name_does_not(tmp_p
     config = RunConfig(model=ModelConfig(lora=LoRAConfig(), dtype="bfloat16"))
     spoken, checkpoint = speaking(config, PlayOptions(model=str(tmp_path)))
     assert (spoken.model, checkpoint) == (ModelConfig(name=str(tmp_path), dtype="bfloat16"), None)
-    assert speaking(config, PlayOptions(model="theirs", url="http://127.0.0.1:1")) == (config, None)
+    assert speaking(config, PlayOptions(model="theirs", endpoint="http://127.0.0.1:1")) == (config, None)
     (tmp_path / "trainer.safetensors").touch()
     assert speaking(config, PlayOptions(model=str(tmp_path))) == (config, tmp_path)
 

@@ -24,10 +24,10 @@ from paceline.engine.schemas import MOST_STATES, prepare_schema, rewrite_pattern
 from paceline.errors import RequestError
 from paceline.server import http
 from paceline.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
+from paceline.server.completions import plan
 from paceline.server.errors import Refusal, install_error_handlers
 from paceline.server.guard import AT_ONCE, Meter, ServerGuard
 from paceline.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
-from paceline.server.plan import plan
 from paceline.server.service import Models
 from paceline.server.tokenizer import ServerTokenizer, characters_in
 from paceline.util import connections

@@ -242,7 +242,7 @@ def test_whatever_holds_a_key_does_not_show_it():
     holders = [
         OpenAIServer("http://host", api_key=KEY),
         RolloutOptions(endpoint="http://host", api_key=KEY),
-        PlayOptions(url="http://host", api_key=KEY),
+        PlayOptions(endpoint="http://host", api_key=KEY),
         ServeConfig(api_key=KEY),
         SearchOptions(api_key=KEY, embeddings_url="http://host", embeddings_model="m", embeddings_api_key=KEY),
     ]

@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn, get_args
 
-from paceline.commands.commands import Commands
-from paceline.commands.config import add_config, add_data, add_init
-from paceline.commands.eval import add_eval, add_export
-from paceline.commands.looking import add_diff, add_doctor, add_replay, add_report, add_top, add_ui
-from paceline.commands.playing import add_league, add_play, add_rollout
-from paceline.commands.runs import add_ab, add_check, add_schema, add_train
-from paceline.commands.serving import add_down, add_search, add_serve, add_status, add_up
+from paceline.commands import looking, policies, run_files, serving  # noqa: F401 - they register their commands
+from paceline.commands.commands import COMMANDS, Commands, build_parser
 from paceline.config import ConfigError
 from paceline.config.keys import key_spots
 from paceline.errors import PacelineError
+from paceline.observe.monitor.text import shown
 from paceline.util.gc_tuning import collect_rarely
 from paceline.util.process_exit import exit_process
 
@@ -47,33 +43,10 @@ examples:
 """
 
 IN_ORDER = (
-    add_init,
-    add_train,
-    add_ab,
-    add_check,
-    add_eval,
-    add_export,
-    add_serve,
-    add_rollout,
-    add_up,
-    add_status,
-    add_down,
-    add_play,
-    add_league,
-    add_replay,
-    add_doctor,
-    add_top,
-    add_report,
-    add_diff,
-    add_ui,
-    add_data,
-    add_search,
-    add_config,
-    add_schema,
+    *("init", "train", "ab", "check", "eval", "export", "serve", "rollout", "up", "status", "down", "play", "league"),
+    *("replay", "doctor", "top", "report", "diff", "ui", "data", "search-server", "config", "schema"),
 )
 """As `paceline --help` lists them."""
-WITH_KEYS = ("train", "ab", "eval", "check", "serve", "rollout", "play", "replay")
-"""Those whose other arguments are keys of the run file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,19 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = the_commands()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and not given[0].startswith("-") and given[0] not in commands.parsers:
-        print(f"paceline: there is no command `{given[0]}`; {_command_hint(given[0], commands)}", file=sys.stderr)
+        near = get_close_matches(given[0], commands.parsers, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
+        print(f"paceline: there is no command `{given[0]}`; {hint}", file=sys.stderr)
         return 2
-    if given and given[0] in WITH_KEYS:
+    if given and given[0] in COMMANDS and COMMANDS[given[0]].keys:
         given = _join_values(given, commands.parsers[given[0]])
     known, rest = commands.parser.parse_known_args(given)
-    options = _options(commands.parsers[known.command])
-    if rest and known.command not in WITH_KEYS:
+    actions = [action for action in commands.parsers[known.command]._actions if action.help != argparse.SUPPRESS]
+    options = [option for action in actions for option in action.option_strings if option.startswith("--")]
+    if rest and not COMMANDS[known.command].keys:
         word, near = _nearest_option(rest, options)
         hint = f"did you mean `{near}`?" if near else f"`paceline {known.command} --help` lists what it takes"
         print(f"paceline {known.command}: there is no option `{word}`; {hint}", file=sys.stderr)
         return 2
     try:
-        return known.run(known, rest)
+        return known.run(known, rest) or 0
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         word, near = _nearest_option(rest, options)
@@ -101,8 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"paceline: did you mean the option `{near}` instead of `{word}`?", file=sys.stderr)
         return 2
     except PacelineError as error:
-        from paceline.observe.monitor.text import shown
-
         print(f"paceline: {shown(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -122,15 +96,7 @@ def command() -> NoReturn:
 
 
 def the_commands() -> Commands:
-    commands = Commands(EXAMPLES)
-    for add in IN_ORDER:
-        add(commands)
-    return commands
-
-
-def _command_hint(word: str, commands: Commands) -> str:
-    near = get_close_matches(word, commands.parsers, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
+    return build_parser(IN_ORDER, EXAMPLES)
 
 
 def _join_values(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -150,12 +116,6 @@ def _needs_value(flag: str) -> bool:
     """Whether a key of the run file stands for nothing alone; one that may be true does."""
     spots = key_spots(flag.removeprefix("--")) if "=" not in flag else []
     return bool(spots) and not any(bool in (spot.annotation, *get_args(spot.annotation)) for spot in spots)
-
-
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a command beside keys of the run file."""
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
 
 def _nearest_option(rest: Sequence[str], options: Sequence[str]) -> tuple[str, str]:

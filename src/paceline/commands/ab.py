@@ -4,17 +4,13 @@ import dataclasses
 import re
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TextIO, cast
 
-from transformers import PreTrainedTokenizerBase
-
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, Engine, GenerateRequest, Listener
-from paceline.engine.engine import DecodingEngine
 from paceline.errors import EngineError, PacelineError
 from paceline.model import load_tokenizer, quick_handover
 from paceline.observe.monitor import Monitor, RunOutcome
@@ -23,7 +19,7 @@ from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.league_checkpoints import members
 from paceline.runtime.local import Placed, share_cores, with_sections, with_trainer
-from paceline.runtime.model_backends import ModelBackend, load_backend, with_settled_dtype
+from paceline.runtime.model_backends import load_backend, with_settled_dtype
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.session import Given, Placement, RunSession, run_sessions
 from paceline.runtime.signals import USER, Signals
@@ -77,53 +73,47 @@ REWARD = re.compile("reward/[^/]+/mean")
 REAL = "the difference is real"
 
 
-class Duel:
+class ArmComparison:
     """Prints the comparison whenever both arms have taken one more step."""
 
     def __init__(self, arms: Mapping[str, Path], screen: TextIO | None, signals: Signals | None) -> None:
         self._arms, self._screen, self._signals = arms, screen, signals
         self._steps = dict.fromkeys(arms, 0)
         self._rewards: dict[str, dict[int, float]] = {arm: {} for arm in arms}
-        self._told = 0
-        self._noted = ""
+        self._printed_step, self._last_note = 0, ""
 
-    def corner(self, arm: str) -> Monitor:
-        """The monitor of one arm."""
-        return _Corner(self, arm)
-
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self._screen is not None:
             print(text, file=self._screen, flush=True)
 
     def note(self, arm: str, text: str) -> None:
         """Print a note; one that both arms get is printed once."""
-        if text != self._noted:
-            self.say(f"{arm}: {text}")
-        self._noted = text
+        if text != self._last_note:
+            self.print(f"{arm}: {text}")
+        self._last_note = text
 
     def step(self, arm: str, step: int, reward: float | None) -> None:
         self._steps[arm] = step
         if reward is not None:
             self._rewards[arm][step] = reward
         common = min(self._steps.values())
-        if common <= self._told:
+        if common <= self._printed_step:
             return
-        self._told = common
-        known = self.verdict()
-        rewards = "  ".join(f"{one} {told.get(common, float('nan')):.3f}" for one, told in self._rewards.items())
-        band = "" if known is None else known.band + (" (real)" if known.real else "")
-        self.say(f"step {common}  reward  {rewards}  {band}")
-        if known is not None and known.real is not None and self._signals is not None:
-            self._signals.stop(REAL, f"{known.sentence}: stopping after this step")
+        self._printed_step = common
+        found = self.verdict()
+        rewards = "  ".join(f"{one} {by_step.get(common, float('nan')):.3f}" for one, by_step in self._rewards.items())
+        band = "" if found is None else found.band + (" (real)" if found.real else "")
+        self.print(f"step {common}  reward  {rewards}  {band}")
+        if found is not None and found.real is not None and self._signals is not None:
+            self._signals.stop(REAL, f"{found.sentence}: stopping after this step")
 
     def conclude(self) -> None:
         """Both are over."""
-        known = self.verdict()
-        if known is None:
+        if (found := self.verdict()) is None:
             return
-        self.say(known.sentence)
-        if known.pairs.strangers:
-            self.say(f"{known.pairs.strangers} draws were left out: the arms drew other rows there")
+        self.print(found.sentence)
+        if found.pairs.strangers:
+            self.print(f"{found.pairs.strangers} draws were left out: the arms drew other rows there")
 
     def verdict(self) -> Verdict | None:
         """The records' verdict so far; None while there is none."""
@@ -134,22 +124,22 @@ class Duel:
             return None
 
 
-class _Corner(Monitor):
-    """One of the two runs, as its monitors hear it."""
+class ArmMonitor(Monitor):
+    """Passes on what happens in one of the two runs."""
 
-    def __init__(self, duel: Duel, arm: str) -> None:
-        self._duel, self._arm = duel, arm
+    def __init__(self, comparison: ArmComparison, arm: str) -> None:
+        self._comparison, self._arm = comparison, arm
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         rewards = [value for name, value in metrics.items() if REWARD.fullmatch(name)]
-        self._duel.step(self._arm, step, fmean(rewards) if rewards else None)
+        self._comparison.step(self._arm, step, fmean(rewards) if rewards else None)
 
     def note(self, text: str) -> None:
-        self._duel.note(self._arm, text)
+        self._comparison.note(self._arm, text)
 
     def end(self, outcome: RunOutcome) -> None:
         why = f": {outcome.message}" if outcome.message else ""
-        self._duel.say(f"{self._arm}: {outcome.status} at step {outcome.step}{why}")
+        self._comparison.print(f"{self._arm}: {outcome.status} at step {outcome.step}{why}")
 
 
 SHARED = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")
@@ -166,11 +156,12 @@ def compare(
         refuse_unready(config)
     arms = {arm: with_settled_dtype(config) for arm, config in arms.items()}
     signals = Signals()
-    duel = Duel({arm: Path(c.runs) / c.name for arm, c in arms.items()}, screen, signals if until_real else None)
-    with _shared(arms) as house:
-        sessions = [RunSession(c, house.placement(arm), [duel.corner(arm)]) for arm, c in arms.items()]
+    runs = {arm: Path(config.runs) / config.name for arm, config in arms.items()}
+    comparison = ArmComparison(runs, screen, signals if until_real else None)
+    with _shared_engine(arms) as placement:
+        sessions = [RunSession(c, placement(arm), [ArmMonitor(comparison, arm)]) for arm, c in arms.items()]
         results = run_sessions(sessions, overwrite=overwrite, signals=signals)
-    duel.conclude()
+    comparison.conclude()
     ends = {result.outcome.status for result in results}
     return 1 if "failed" in ends else 130 if any(result.outcome.message == USER for result in results) else 0
 
@@ -191,42 +182,36 @@ def check(arms: Mapping[str, RunConfig]) -> None:
         raise PacelineError("both arms are the same: say what differs, such as --b.env.0.algo.type max_rl")
 
 
-@dataclass(frozen=True, slots=True)
-class _House:
-    """The model, tokenizer and engine that both arms share."""
-
-    backend: ModelBackend
-    tokenizer: PreTrainedTokenizerBase
-    engine: DecodingEngine
-
-    def placement(self, arm: str) -> Placement:
-        @asynccontextmanager
-        async def place(
-            config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
-        ) -> AsyncGenerator[Placed]:
-            phase("preparing environments")
-            courses = lay_out(config, given)
-            if members(courses):
-                raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
-            config = share_cores(config, self.backend.parameters)
-            view = cast(Engine, AdapterView(self.engine, arm))  # attributes that are bound methods are methods too
-            with with_trainer(self.backend, self.tokenizer, config, dumps, courses, Pool([view])) as parts:
-                yield parts
-
-        return place
-
-
 @contextmanager
-def _shared(arms: Mapping[str, RunConfig]) -> Generator[_House]:
+def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], Placement]]:
+    """Loads the model, tokenizer and engine that both arms share; yields a function that places an arm on them."""
     config = next(iter(arms.values()))
     assert config.model.lora is not None
     backend = load_backend(config)
     rank = max(config.model.lora.rank, config.engine.adapter_rank)
     config = with_sections(config, engine={"adapters": max(len(arms), config.engine.adapters), "adapter_rank": rank})
     engine = backend.engine(share_cores(config, backend.parameters))
+
+    def placement(arm: str) -> Placement:
+        @asynccontextmanager
+        async def place(
+            config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+        ) -> AsyncGenerator[Placed]:
+            phase("preparing environments")
+            envs = lay_out(config, given)
+            if members(envs):
+                raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
+            config = share_cores(config, backend.parameters)
+            view = cast(Engine, AdapterView(engine, arm))  # attributes that are bound methods are methods too
+            with with_trainer(backend, tokenizer, config, dumps, envs, Pool([view])) as parts:
+                yield parts
+
+        return place
+
     try:
         engine.start()
         with backend.at_work(), quick_handover(backend.device):
-            yield _House(backend, load_tokenizer(config.model), engine)
+            tokenizer = load_tokenizer(config.model)
+            yield placement
     finally:
         engine.close()

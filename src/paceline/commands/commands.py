@@ -1,9 +1,13 @@
-"""Defines the `paceline` parser and what its commands share."""
+"""Registers the commands of `paceline`, builds its parser, and holds what its commands share."""
 
 import argparse
+import inspect
+import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from paceline import __version__
 from paceline.config import LoadedConfig
@@ -15,58 +19,101 @@ any key of the run file can be set on the command line, by its dotted path:
 `paceline check FILE` prints every key with its value, `paceline config KEY` what a key means.
 """
 COMMON_KEYS = (
-    "resume",
-    "name",
-    "runs",
-    "steps",
-    "seed",
-    "batch_size",
-    "group_size",
-    "staleness",
-    "model.name",
-    "sampling.max_tokens",
-    "trainer.optimizer.lr",
-    "eval.every",
-    "checkpoint.every",
-    "device",
-    "placement",
-    "deterministic",
+    *("resume", "name", "runs", "steps", "seed", "batch_size", "group_size", "staleness", "model.name"),
+    *("sampling.max_tokens", "trainer.optimizer.lr", "eval.every", "checkpoint.every"),
+    *("device", "placement", "deterministic"),
 )
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+_PLAIN = argparse.RawDescriptionHelpFormatter
+
+
+def arg(*names: str, **options: Any) -> Argument:
+    """An argument of a command, as `add_argument` takes it."""
+    return names, options
+
+
+def flag(name: str, text: str) -> Argument:
+    return arg(name, action="store_true", help=text)
+
+
+def old_spelling(old: str, new: str, kind: Callable[[str], object] = str) -> Argument:
+    """An option's former name, which still works and is not shown."""
+    dest = new.removeprefix("--").replace("-", "_")
+    return arg(old, dest=dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
 FILE = (
     "run file (TOML), run directory, example of the package (quickstart, algorithms/gae, ...) or environment type "
     "(reverse-text, gsm8k, ...)"
 )
-
-Run = Callable[[argparse.Namespace, list[str]], int]
-"""Gets the arguments that are known and all others, and answers with the exit code."""
-_PLAIN = argparse.RawDescriptionHelpFormatter
+RUN = arg("directory", metavar="RUN", help="run directory, such as runs/quickstart")
 
 
-class Commands:
-    """The `paceline` parser, command by command."""
+class CommandSpec(NamedTuple):
+    """A function and the arguments it takes; a list of them exclude one another."""
 
-    def __init__(self, epilog: str) -> None:
-        self.parser = argparse.ArgumentParser(
-            prog="paceline",
-            description="Reinforcement learning for language models, on a laptop as on a cluster.",
-            epilog=epilog,
-            formatter_class=_PLAIN,
-            allow_abbrev=False,
+    run: FunctionType
+    """Gets the arguments that are known and all others, and answers with the exit code; None is 0."""
+    arguments: Sequence[Argument | list[Argument]]
+    epilog: str
+    keys: bool
+    """Whether other arguments are keys of the run file."""
+
+
+COMMANDS: dict[str, CommandSpec] = {}
+
+
+def subcommand(
+    *arguments: Argument | list[Argument], keys: bool = False, epilog: str = ""
+) -> Callable[[FunctionType], FunctionType]:
+    """Register a function as the command of its name. Its docstring is the help, and `epilog` goes below that."""
+
+    def register(run: FunctionType) -> FunctionType:
+        COMMANDS[run.__name__.strip("_").replace("_", "-")] = CommandSpec(run, arguments, epilog, keys)
+        return run
+
+    return register
+
+
+class Commands(NamedTuple):
+    """The `paceline` parser, and each command's own by the command's name."""
+
+    parser: argparse.ArgumentParser
+    parsers: dict[str, argparse.ArgumentParser]
+
+
+def build_parser(names: Sequence[str], epilog: str) -> Commands:
+    """A parser of these commands, in the order of the help."""
+    parser = argparse.ArgumentParser(
+        prog="paceline",
+        description="Reinforcement learning for language models, on a laptop as on a cluster.",
+        epilog=epilog,
+        formatter_class=_PLAIN,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in names:
+        spec = COMMANDS[name]
+        text, _, more = inspect.cleandoc(spec.run.__doc__ or "").partition("\n")
+        more = f"{_fill(more)}\n{spec.epilog}"
+        sub = subparsers.add_parser(
+            name, help=text, description=text, epilog=more, formatter_class=_PLAIN, allow_abbrev=False
         )
-        self.parser.add_argument("--version", action="version", version=f"paceline {__version__}")
-        self._all = self.parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+        sub.set_defaults(run=spec.run)
+        for argument in spec.arguments:
+            several = isinstance(argument, list)
+            group = sub.add_mutually_exclusive_group() if several else sub
+            for flags, options in argument if several else [argument]:
+                group.add_argument(*flags, **options)
+    return Commands(parser, dict(subparsers.choices))
 
-    @property
-    def parsers(self) -> dict[str, argparse.ArgumentParser]:
-        """Each command's own parser, by the command's name."""
-        return dict(self._all.choices)
 
-    def add(self, name: str, run: Run, text: str, epilog: str = "") -> argparse.ArgumentParser:
-        sub = self._all.add_parser(
-            name, help=text, description=text, epilog=epilog, formatter_class=_PLAIN, allow_abbrev=False
-        )
-        sub.set_defaults(run=run)
-        return sub
+def _fill(text: str) -> str:
+    """A docstring with its paragraphs filled to 120 columns, which indentation keeps it from; examples as they are."""
+    paragraph = re.compile(r"^\S.*(?:\n\S.*)+", re.MULTILINE)
+    return paragraph.sub(lambda found: textwrap.fill(found[0], 120, break_on_hyphens=False), text)
 
 
 def common_keys() -> str:
@@ -75,16 +122,10 @@ def common_keys() -> str:
     flags = {key: f"--{key.replace('_', '-')}" for key in COMMON_KEYS}
     width = max(map(len, flags.values()))
     lines = []
-    for key, flag in flags.items():
+    for key, name in flags.items():
         meaning = " ".join(spots[key].help.split()).partition(". ")[0].rstrip(".")
-        lines += textwrap.wrap(meaning, 110, initial_indent=f"  {flag:{width}}  ", subsequent_indent=" " * (width + 4))
+        lines += textwrap.wrap(meaning, 110, initial_indent=f"  {name:{width}}  ", subsequent_indent=" " * (width + 4))
     return "\nkeys of the run file, most often set:\n" + "\n".join(lines) + "\n"
-
-
-def old_spelling(parser: argparse.ArgumentParser, old: str, new: str, kind: Callable[[str], object] = str) -> None:
-    """An option's former name, which still works and is not shown."""
-    dest = new.removeprefix("--").replace("-", "_")
-    parser.add_argument(old, dest=dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def show_warnings(loaded: LoadedConfig) -> None:

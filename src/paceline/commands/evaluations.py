@@ -1,7 +1,7 @@
 """`paceline eval`: a model, a run's policy or several side by side, on held-out rows."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +13,7 @@ from paceline.config import RunConfig, load
 from paceline.config.model import ModelConfig
 from paceline.config.target import load_target, names_environment, names_run_file, nearest_target
 from paceline.errors import PacelineError
-from paceline.orchestrator import RealClock, TrainEnv, lay_out
+from paceline.orchestrator import RealClock, lay_out
 from paceline.orchestrator.episodes import EVAL, RolloutRunner
 from paceline.orchestrator.evaluation import by_actor, evaluate, intervals, summarise
 from paceline.rollout import Rollout
@@ -39,6 +39,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def as_json(self) -> Any:
+        if self.low is None:
+            return int(self.mean) if float(self.mean).is_integer() else self.mean
+        return {"mean": self.mean, "low": self.low, "high": self.high}
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -57,12 +62,9 @@ class Evaluation:
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "seconds": round(self.seconds, 3),
             "environments": {
-                name: {key: _plain(value) for key, value in table.items()} for name, table in self.tables.items()
+                name: {key: value.as_json() for key, value in table.items()} for name, table in self.tables.items()
             },
         }
-
-
-# -- what to evaluate -------------------------------------------------------------------------------------------------
 
 
 def find_targets(
@@ -108,14 +110,16 @@ def _brings_rows(name: str, run: RunTarget | None) -> bool:
 
 def _own(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig:
     """The config a target brings, with the command line's keys."""
-    if run is None:
-        return _loaded(lambda more: load_target(name, more).config, overrides)
-    return _loaded(lambda more: load(run.root, more).config, overrides)
+    return _loaded(lambda more: (load_target(name, more) if run is None else load(run.root, more)).config, overrides)
 
 
 def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
     """`--sampling.*` is about these episodes: whatever the file evaluates with, changed by those keys."""
-    flags = _sampling_flags(overrides)
+    flags: list[int] = []  # places of `--sampling.*` and of the values that follow them
+    for index, argument in enumerate(overrides):
+        value = index - 1 in flags and not argument.startswith("--") and "=" not in overrides[index - 1]
+        if value or argument.startswith("--sampling."):
+            flags.append(index)
     others = [argument for index, argument in enumerate(overrides) if index not in flags]
     config = read(others)
     if not flags:
@@ -126,23 +130,10 @@ def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]
     return read([*others, *whole, *asked])
 
 
-def _sampling_flags(overrides: Sequence[str]) -> list[int]:
-    """Places of `--sampling.*` and of the values that follow them."""
-    found: list[int] = []
-    for index, argument in enumerate(overrides):
-        value = index - 1 in found and not argument.startswith("--") and "=" not in overrides[index - 1]
-        if value or argument.startswith("--sampling."):
-            found.append(index)
-    return found
-
-
 def _with_model(config: RunConfig, model: ModelConfig, name: str = "") -> RunConfig:
     """The config with this model; `name` is a whole one in its place: no adapter, and its own tokenizer and type."""
     whole = {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"} if name else {}
     return config.model_copy(update={"model": model.model_copy(update=whole)})
-
-
-# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Evaluation:
@@ -166,17 +157,12 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
             return played
 
         rollouts = run_to_the_end(play())
-    tables = dict(_tables(envs, rollouts, config.eval.samples))
+    tables = {
+        name: _table(played, config.eval.samples)
+        for env in envs.values()
+        for name, played in by_actor(env, [rollout for rollout in rollouts if rollout.env == env.name]).items()
+    }
     return Evaluation(target, tables, perf_counter() - began)
-
-
-def _tables(
-    envs: dict[str, TrainEnv], rollouts: Sequence[Rollout], samples: int
-) -> Iterator[tuple[str, dict[str, Estimate]]]:
-    for env in envs.values():
-        own = [rollout for rollout in rollouts if rollout.env == env.name]
-        for name, played in by_actor(env, own).items():
-            yield name, _table(played, samples)
 
 
 def _table(rollouts: Sequence[Rollout], samples: int) -> dict[str, Estimate]:
@@ -188,9 +174,3 @@ def _table(rollouts: Sequence[Rollout], samples: int) -> dict[str, Estimate]:
         "truncated": Estimate(sum(rollout.truncated for rollout in rollouts)),
         "tokens": Estimate(sum(rollout.completion_length for rollout in rollouts)),
     }
-
-
-def _plain(value: Estimate) -> Any:
-    if value.low is None:
-        return int(value.mean) if float(value.mean).is_integer() else value.mean
-    return {"mean": value.mean, "low": value.low, "high": value.high}

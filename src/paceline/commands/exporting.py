@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,6 @@ from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.planner.hardware import with_dtype
 from paceline.runtime.model_backends import with_settled_dtype
-from paceline.trainer import Trainer
 from paceline.util.private_folder import PrivateFolder
 from paceline.weights.manifest import write_manifest
 
@@ -29,33 +27,33 @@ MODEL_FILES = ("model*.safetensors", "model*.index.json", "adapter_*", "adapter/
 """Files that would mix with those of another export."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """Folder, form and type of an export."""
+def export_run(
+    target: RunTarget, folder: Path | None = None, form: Form = "all", dtype: Dtype | None = None, *, overwrite: bool
+) -> Path:
+    """Write the model folder of a checkpoint and answer with it. A new one appears whole or not at all.
 
-    folder: Path | None = None
-    """`export` in the run directory when left out; `export-STEP` where a step was asked for."""
-    form: Form = "all"
-    dtype: Dtype | None = None
-    """The type of the weights; the source checkpoint's when left out."""
-    overwrite: bool = False
-
-
-def export_run(target: RunTarget, options: ExportOptions) -> Path:
-    """Write the model folder of a checkpoint and answer with it. A new one appears whole or not at all."""
+    Without a `folder` it is `export` in the run directory, or `export-STEP` where a step was asked for; without a
+    `dtype` the weights keep that of the source checkpoint.
+    """
     if target.checkpoint is None:
         raise PacelineError(f"{target.root} has no whole checkpoint to export: train it, or go on with --resume latest")
-    if options.form == "adapter" and target.config.model.lora is None:
+    if form == "adapter" and target.config.model.lora is None:
         raise PacelineError(f"{target.root} trained all weights (no [model.lora]): leave --adapter out")
-    folder = options.folder or _default_folder(target, options)
+    given = folder is not None
+    if folder is None:
+        newest = Checkpoints(RunDirectory(target.root).checkpoints, keep=1).all()[-1]
+        step = "" if target.checkpoint == newest else f"-{target.step}"
+        folder = target.root / f"export{step}{'-adapter' if form == 'adapter' else ''}"
     replaces = folder.is_dir() and any(folder.iterdir())
-    if replaces and options.folder is not None and not options.overwrite:
+    if replaces and given and not overwrite:
         raise PacelineError(f"{folder} already holds files: name another folder with -o, or add --overwrite")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with PrivateFolder(folder.parent) as private:
         draft = private / "draft"
         draft.mkdir()
-        write_checkpoint(target.config, target.checkpoint, draft, options.form, options.dtype)
+        config = with_settled_dtype(target.config, target.checkpoint)
+        write = _write_mlx if on_mlx(config.backend) else _write_torch
+        write(config, target.checkpoint, draft, form, dtype)
         write_manifest(draft)  # of the form that was asked for
         if replaces:
             _replace(folder, draft)
@@ -73,15 +71,6 @@ def _replace(folder: Path, draft: Path) -> None:
         place = folder / file.relative_to(draft)
         place.parent.mkdir(parents=True, exist_ok=True)
         file.replace(place)
-
-
-def write_checkpoint(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
-    """The weights of a checkpoint in a folder of their own, by the library the run trains with."""
-    config = with_settled_dtype(config, checkpoint)
-    if on_mlx(config.backend):
-        _write_mlx(config, checkpoint, folder, form, dtype)
-    else:
-        _write_torch(config, checkpoint, folder, form, dtype)
 
 
 def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
@@ -112,33 +101,22 @@ def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dt
     if dtype is not None:
         raise PacelineError('--dtype needs backend = "torch": with mlx an export keeps the checkpoint\'s type')
     trainer = MlxBackend(config).trainer(config, folder)
+
+    async def load_and_export() -> None:
+        await trainer.load(checkpoint)
+        await trainer.export(folder, load_tokenizer(config.model))
+
     try:
-        asyncio.run(_load_and_export(trainer, checkpoint, folder, config))
+        asyncio.run(load_and_export())
     finally:
         trainer.close()
     if form == "merged":
         for name in ("adapter", "adapter-mlx"):
             shutil.rmtree(folder / name, ignore_errors=True)
-    elif form == "adapter":
-        _keep_adapter(folder)
-
-
-async def _load_and_export(trainer: Trainer, checkpoint: Path, folder: Path, config: RunConfig) -> None:
-    await trainer.load(checkpoint)
-    await trainer.export(folder, load_tokenizer(config.model))
-
-
-def _keep_adapter(folder: Path) -> None:
-    """The adapter in peft's form at the top of the folder, beside the tokenizer."""
-    for file in [*folder.glob("model*.safetensors"), folder / "config.json", folder / "generation_config.json"]:
-        file.unlink(missing_ok=True)
-    for file in (folder / "adapter").iterdir():
-        file.replace(folder / file.name)
-    with contextlib.suppress(OSError):
-        (folder / "adapter").rmdir()
-
-
-def _default_folder(target: RunTarget, options: ExportOptions) -> Path:
-    newest = Checkpoints(RunDirectory(target.root).checkpoints, keep=1).all()[-1]
-    step = "" if target.checkpoint == newest else f"-{target.step}"
-    return target.root / f"export{step}{'-adapter' if options.form == 'adapter' else ''}"
+    elif form == "adapter":  # in peft's form at the top of the folder, beside the tokenizer
+        for file in [*folder.glob("model*.safetensors"), folder / "config.json", folder / "generation_config.json"]:
+            file.unlink(missing_ok=True)
+        for file in (folder / "adapter").iterdir():
+            file.replace(folder / file.name)
+        with contextlib.suppress(OSError):
+            (folder / "adapter").rmdir()

@@ -6,59 +6,64 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.commands.commands import OVERRIDES, Commands, old_spelling
-from paceline.config import LoadedConfig, load
+from paceline.commands.commands import OVERRIDES, RUN, arg, flag, old_spelling, subcommand
+from paceline.config import load
 from paceline.errors import PacelineError
-from paceline.observe.record.first_difference import Compared, FirstDifference
+from paceline.observe.record import open_run
+from paceline.observe.record.first_difference import Compared, compare
 from paceline.util.process_exit import end_with_parent
 
-REPLAY = (
-    """
-The samples of a step are read from the record, or from batches/ where `record.batches` says how many are kept there.
-Replaying takes the weights of the newest checkpoint from before the step; with `checkpoint.every = 1` these are the
-very weights it began with.
 
-examples:
-  paceline replay runs/quickstart 40                       every component of the loss, recorded and replayed
-  paceline replay runs/quickstart 40 --trainer.loss.type ppo     what another loss would have said
-  paceline replay runs/quickstart 40 --json                the same, and what each token contributes
-  paceline replay runs/quickstart --dump 12                a batch whose step was left out, sample by sample
-"""
-    + OVERRIDES
+@subcommand(
+    RUN,
+    arg("step", type=int, metavar="STEP", nargs="?", help="which of its batches"),
+    arg("--dump", metavar="STEP", help="a batch kept because its step was bad: step or path"),
+    flag("--json", "one JSON object with every token's share of the loss"),
+    keys=True,
+    epilog=OVERRIDES,
 )
+def replay(known: argparse.Namespace, overrides: list[str]) -> None:
+    """Train a recorded batch once more on the CPU, beside what was recorded.
 
+    The samples of a step are read from the record, or from batches/ where `record.batches` says how many are kept
+    there. Replaying takes the weights of the newest checkpoint from before the step; with `checkpoint.every = 1` these
+    are the very weights it began with.
 
-def add_replay(commands: Commands) -> None:
-    replay = commands.add(
-        "replay", _replay, "Train a recorded batch once more on the CPU, beside what was recorded.", REPLAY
-    )
-    replay.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
-    replay.add_argument("step", type=int, metavar="STEP", nargs="?", help="which of its batches")
-    replay.add_argument("--dump", metavar="STEP", help="a batch kept because its step was bad: step or path")
-    replay.add_argument("--json", action="store_true", help="one JSON object with every token's share of the loss")
-
-
-def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
+    examples:
+      paceline replay runs/quickstart 40                       every component of the loss, recorded and replayed
+      paceline replay runs/quickstart 40 --trainer.loss.type ppo     what another loss would have said
+      paceline replay runs/quickstart 40 --json                the same, and what each token contributes
+      paceline replay runs/quickstart --dump 12                a batch whose step was left out, sample by sample
+    """
     end_with_parent()
     run = Path(known.directory)
     file = run / "config.toml"
     if not file.is_file():
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
-    loaded = load(str(file), overrides)
-    from rich.console import Console
-
+    config = load(str(file), overrides).config
     from paceline.commands.replay import replay, replay_dump, samples_table, table
 
     if (known.step is None) == (known.dump is None):
         raise PacelineError("name one batch: a STEP whose batch was recorded, or --dump with one whose step was bad")
     if known.json:
-        return _replay_json(run, known, loaded)
+        from paceline.commands.replay_json import as_json
+
+        if known.dump is not None:
+            raise PacelineError("--json tells of a STEP: leave --dump out")
+
+        def progress(sentence: str) -> None:
+            print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
+        result = replay(run, known.step, config, progress)
+        progress("writing what the tokens said")
+        sys.stdout.buffer.write(as_json(run, result, config) + b"\n")
+        return
     dumped = known.dump is not None
-    result = replay_dump(run, known.dump, loaded.config) if dumped else replay(run, known.step, loaded.config)
+    result = replay_dump(run, known.dump, config) if dumped else replay(run, known.step, config)
     console = Console()
     console.print(table(result))
     if dumped:
@@ -68,90 +73,22 @@ def _replay(known: argparse.Namespace, overrides: list[str]) -> int:
         print(remark)
     note = "" if result.exact else f"; they are not those step {result.step} began with, so the figures differ"
     print(f"weights: {result.weights}{note}")
-    return 0
 
 
-def _replay_json(run: Path, known: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from paceline.commands.replay import replay
-    from paceline.commands.replay_json import as_json
+@subcommand(RUN)
+def doctor(known: argparse.Namespace, rest: list[str]) -> None:
+    """Show how a run is: alive or dead, who waits for whom, how to go on.
 
-    if known.dump is not None:
-        raise PacelineError("--json tells of a STEP: leave --dump out")
+    Reads the run directory alone, so it works beside a living run and after one was killed: does it live, when did
+    something last move, who waits for whom since when and at which line, the last events, the newest whole checkpoint
+    and the command that goes on from it.
 
-    def progress(sentence: str) -> None:
-        print(f"paceline: {sentence}", file=sys.stderr, flush=True)
-
-    result = replay(run, known.step, loaded.config, progress)
-    progress("writing what the tokens said")
-    sys.stdout.buffer.write(as_json(run, result, loaded.config) + b"\n")
-    return 0
-
-
-DOCTOR = """
-Reads the run directory alone, so it works beside a living run and after one was killed: does it live, when did
-something last move, who waits for whom since when and at which line, the last events, the newest whole checkpoint and
-the command that goes on from it.
-
-examples:
-  paceline doctor runs/quickstart                          how is it?
-  watch -n 2 paceline doctor runs/quickstart               and again every two seconds
-  paceline doctor runs/quickstart > report.txt             plain text, to send to a colleague
-"""
-
-WATCHING = """
-Looks at the run directory each second, so it works beside a living run, over ssh, and after one was killed. Keys: q
-leaves, j and k go from run to run, t changes the theme, ? explains. Into a pipe it prints one plain picture.
-
-examples:
-  paceline top runs/quickstart                             one run
-  paceline top runs                                        all runs of a folder, the newest first
-  paceline top runs/quickstart | mail -s "how it is" me    one picture, as text
-"""
-
-REPORTING = """
-Writes one HTML file that needs nothing else: no network, no script. It holds what the run directory tells: how it went,
-the curves, what the run file changed, what speaks against it, and a few rollouts as conversations. Every reader of the
-file sees these conversations and settings.
-
-examples:
-  paceline report runs/quickstart                          quickstart-report.html, here
-  paceline report runs/quickstart -o /tmp/for-anna.html --rollouts 5
-  paceline report runs/quickstart --rollouts 0             no conversations
-"""
-
-DIFFERING = """
-Walks through both runs in the order in which one thing leads to the next and stops where they part: a setting, a row of
-the data, a prompt, weights, a sampled token, a reward, credit, the loss, the gradient. Times are not compared. Exits
-with 1 if there is a difference. Runs that are to be the same need `deterministic = true` and `staleness = 0`.
-
-examples:
-  paceline diff runs/a runs/b                              on one machine: equal to the last bit, or not
-  paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
-"""
-
-SHOWING = """
-Shows runs in a browser, live and after they ended or died; reads nothing but their directories. Opens no browser: it
-prints the address. Other machines may look only where a key is set.
-
-examples:
-  paceline ui                                              the folder `runs`, at http://127.0.0.1:8200/
-  paceline ui runs/quickstart --port 0                     one run, at a free port
-  PACELINE_UI_KEY=KEY paceline ui --host 0.0.0.0           for other machines; the page asks for the key
-"""
-
-
-def add_doctor(commands: Commands) -> None:
-    doctor = commands.add(
-        "doctor", _doctor, "Show how a run is: alive or dead, who waits for whom, how to go on.", DOCTOR
-    )
-    doctor.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
-
-
-def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
-    from rich.console import Console
-
+    examples:
+      paceline doctor runs/quickstart                          how is it?
+      watch -n 2 paceline doctor runs/quickstart               and again every two seconds
+      paceline doctor runs/quickstart > report.txt             plain text, to send to a colleague
+    """
     from paceline.observe.monitor.doctor import examine, report, resume_command
-    from paceline.observe.record import open_run
     from paceline.observe.record.advice.telling import advice
 
     # A pipe has no width: wide enough there that no path and no line of a stack is broken.
@@ -161,74 +98,97 @@ def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
     console.print(advice(open_run(known.directory)))
     if command := resume_command(found):
         print(f"to go on: {command}")  # to be copied: in one line, however long
-    return 0
 
 
-def add_top(commands: Commands) -> None:
-    top = commands.add("top", _top, "Watch a run in a terminal: its reward, speed and warnings.", WATCHING)
-    top.add_argument("directory", metavar="RUN", nargs="?", default="runs", help="run directory, or a folder of runs")
+@subcommand(arg("directory", metavar="RUN", nargs="?", default="runs", help="run directory, or a folder of runs"))
+def top(known: argparse.Namespace, rest: list[str]) -> None:
+    """Watch a run in a terminal: its reward, speed and warnings.
 
+    Looks at the run directory each second, so it works beside a living run, over ssh, and after one was killed. Keys: q
+    leaves, j and k go from run to run, t changes the theme, ? explains. Into a pipe it prints one plain picture.
 
-def _top(known: argparse.Namespace, rest: list[str]) -> int:
+    examples:
+      paceline top runs/quickstart                             one run
+      paceline top runs                                        all runs of a folder, the newest first
+      paceline top runs/quickstart | mail -s "how it is" me    one picture, as text
+    """
     from paceline.observe.terminal import watch
 
     watch(Path(known.directory))
-    return 0
 
 
-def add_report(commands: Commands) -> None:
-    report = commands.add("report", _report, "Write one HTML file about a run, to send to a colleague.", REPORTING)
-    report.add_argument("directory", metavar="RUN", help="run directory, such as runs/quickstart")
-    report.add_argument("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)")
-    report.add_argument("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)")
+@subcommand(
+    RUN,
+    arg("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)"),
+    arg("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)"),
+)
+def report(known: argparse.Namespace, rest: list[str]) -> None:
+    """Write one HTML file about a run, to send to a colleague.
 
+    Writes one HTML file that needs nothing else: no network, no script. It holds what the run directory tells: how it
+    went, the curves, what the run file changed, what speaks against it, and a few rollouts as conversations. Every
+    reader of the file sees these conversations and settings.
 
-def _report(known: argparse.Namespace, rest: list[str]) -> int:
+    examples:
+      paceline report runs/quickstart                          quickstart-report.html, here
+      paceline report runs/quickstart -o /tmp/for-anna.html --rollouts 5
+      paceline report runs/quickstart --rollouts 0             no conversations
+    """
     from paceline.observe.report import write_report
 
     file = write_report(Path(known.directory), known.file and Path(known.file), known.rollouts)
     print(f"{file} ({file.stat().st_size / 1e6:.2f} MB)")
-    return 0
 
 
-def add_diff(commands: Commands) -> None:
-    diff = commands.add("diff", _diff, "Name the first thing in which two runs differ.", DIFFERING)
-    diff.add_argument("one", metavar="A", help="a run directory")
-    diff.add_argument("other", metavar="B", help="another")
-    diff.add_argument("--tolerance", type=float, default=0.0, help="numbers this far apart count as the same (0)")
-    diff.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+@subcommand(
+    arg("one", metavar="A", help="a run directory"),
+    arg("other", metavar="B", help="another"),
+    arg("--tolerance", type=float, default=0.0, help="numbers this far apart count as the same (0)"),
+    flag("--json", "one JSON object instead of tables"),
+)
+def diff(known: argparse.Namespace, rest: list[str]) -> int:
+    """Name the first thing in which two runs differ.
 
+    Walks through both runs in the order in which one thing leads to the next and stops where they part: a setting, a
+    row of the data, a prompt, weights, a sampled token, a reward, credit, the loss, the gradient. Times are not
+    compared. Exits with 1 if there is a difference. Runs that are to be the same need `deterministic = true` and
+    `staleness = 0`.
 
-def _diff(known: argparse.Namespace, rest: list[str]) -> int:
-    from paceline.observe.record import open_run
-    from paceline.observe.record.first_difference import compare
-
+    examples:
+      paceline diff runs/a runs/b                              on one machine: equal to the last bit, or not
+      paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
+    """
     one, other = open_run(known.one), open_run(known.other)
     compared = compare(one, other, known.tolerance)
     if known.json:
         print(json.dumps(compared.as_json()))
     else:
-        from rich.console import Console
-
         Console().print(comparison_report(compared, one.name, other.name))
     return int(compared.first is not None)
 
 
-def add_ui(commands: Commands) -> None:
-    ui = commands.add("ui", _ui, "Look at runs in a browser, live.", SHOWING)
-    ui.add_argument("runs", metavar="RUNS", nargs="?", help="folder of run directories, or one of them (runs)")
-    ui.add_argument("--host", help="address to listen on (127.0.0.1)")
-    ui.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8200)")
-    ui.add_argument("--api-key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)")
-    old_spelling(ui, "--key", "--api-key")
+@subcommand(
+    arg("runs", metavar="RUNS", nargs="?", help="folder of run directories, or one of them (runs)"),
+    arg("--host", help="address to listen on (127.0.0.1)"),
+    arg("--port", type=int, help="port; 0 picks a free one and prints it (8200)"),
+    arg("--api-key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)"),
+    old_spelling("--key", "--api-key"),
+)
+def ui(known: argparse.Namespace, rest: list[str]) -> None:
+    """Look at runs in a browser, live.
 
+    Shows runs in a browser, live and after they ended or died; reads nothing but their directories. Opens no browser:
+    it prints the address. Other machines may look only where a key is set.
 
-def _ui(known: argparse.Namespace, rest: list[str]) -> int:
+    examples:
+      paceline ui                                              the folder `runs`, at http://127.0.0.1:8200/
+      paceline ui runs/quickstart --port 0                     one run, at a free port
+      PACELINE_UI_KEY=KEY paceline ui --host 0.0.0.0           for other machines; the page asks for the key
+    """
     from paceline.observe.web import KEY_VARIABLE, load_options, serve_ui
 
     key = known.api_key or os.environ.get(KEY_VARIABLE) or None
     serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
-    return 0
 
 
 MOST = 20
@@ -251,19 +211,12 @@ def comparison_report(compared: Compared, one: str, other: str) -> RenderableTyp
     if compared.first is None:
         parts.append(Text(f"the same in all that was recorded: {before}"))
     else:
-        parts += [
-            Text(f"first difference, after {before} that are the same:", "bold"),
-            _one(compared.first, one, other),
-        ]
+        first, table = compared.first, Table(show_header=False)
+        rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
+        if any(index is not None for index in first.indices):
+            rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
+        for name, value in rows:
+            table.add_row(Text(name), Text(value))
+        parts += [Text(f"first difference, after {before} that are the same:", "bold"), table]
     parts += [Text(remark, "yellow") for remark in compared.remarks]
     return Group(*parts)
-
-
-def _one(first: FirstDifference, one: str, other: str) -> Table:
-    table = Table(show_header=False)
-    rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
-    if any(index is not None for index in first.indices):
-        rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    return table

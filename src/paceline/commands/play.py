@@ -58,7 +58,6 @@ class Person:
     def __init__(self, console: Console, read: Callable[[str], str] = typed) -> None:
         self._console, self._read = console, read
         self.turns = 0
-        """How often they spoke."""
         self.left, self.broken = False, ""
         if read is typed and sys.stdin is not None and sys.stdin.isatty():
             with suppress(ImportError):
@@ -165,29 +164,26 @@ PATIENCE = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayOptions:
-    """The seat to play, and the model that plays the others."""
+    """Flags of `paceline play`, whose help explains them."""
 
     env: str | None = None
-    """The environment's name, where the run file has several."""
     seat: str | None = None
-    """The actor the person plays; the first when left out."""
-    games: int | None = None
-    """How many; until the person leaves when left out."""
+    count: int | None = None
     split: Split = "train"
     row: int | None = None
-    """Play every game on this row."""
-    url: str | None = None
-    """Base URL of an OpenAI-compatible server that plays the others; the model in this process when left out."""
+    endpoint: str | None = None
+    endpoint_model: str | None = None
     model: str | None = None
-    """Its name there; or, in this process, a folder, a hub name or a checkpoint in place of the run's own model."""
+    """In this process a folder, a hub name or a checkpoint in place of the run's own model; else its name there."""
     api_key: str | None = field(default=None, repr=False)
     reveal: bool = False
-    """After each game, show what the others heard and said."""
 
     def __post_init__(self) -> None:
-        if self.games is not None and self.games < 1:
+        if self.endpoint_model and self.model:
+            raise PacelineError("--endpoint-model names a model of the endpoint, --model one to load: give one of them")
+        if self.count is not None and self.count < 1:
             raise PacelineError("there is nothing to play: give -n >= 1, or leave it out to play until you leave")
-        if self.api_key and self.url is None:
+        if self.api_key and self.endpoint is None:
             raise PacelineError("--api-key is about an endpoint: give its base URL with --endpoint")
 
 
@@ -219,8 +215,12 @@ def play(
     environment = build_environment(section)
     seat = pick_seat(section, environment.actors, options.seat)
     config, checkpoint = speaking(config, options)
-    _greet(console, section, environment.actors, seat, options.url or checkpoint or config.model.name)
-    address = OpenAIServer(options.url, options.model, options.api_key) if options.url else None
+    others = ", ".join(actor for actor in environment.actors if actor != seat)
+    opponent = f"; {others}: {options.endpoint or checkpoint or config.model.name}" if others else ""
+    console.print(Text(f"{section.name}, you are {seat}{opponent}", "bold"))
+    console.print(Text("A line that ends in \\ goes on in the next. Ctrl-D leaves.", "dim"))
+    name = options.endpoint_model or options.model
+    address = OpenAIServer(options.endpoint, name, options.api_key) if options.endpoint else None
     sampling = sampling_on(config, options.split)
     person, total = Person(console, read), ScoreBoard()
 
@@ -234,7 +234,11 @@ def play(
             asyncio.run(play_games(section, options, house, environment, person, guests, seed=config.seed, tell=tell))
         except KeyboardInterrupt:  # while the others were speaking
             console.print()
-    _show_score(console, total, seat)
+    line = Text(f"score after {amount(total.games, 'game')}", "bold")
+    _append(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
+    if total.failed:
+        line.append(f"  {total.failed} failed", "red")
+    console.print(line, soft_wrap=True)
     return int(total.failed > 0)
 
 
@@ -261,7 +265,7 @@ async def play_games(
     patient = section.model_copy(update={"timeout": math.inf})  # people may think
     silent = 0
     try:
-        for ticket, member in islice(draws(section, options.split, options.row, rows, seed), options.games):
+        for ticket, member in islice(draws(section, options.split, options.row, rows, seed), options.count):
             spoken = person.turns
             row = asyncio.ensure_future(ready(environment, options.split, rows[ticket.row], ticket, seed))
             played = await episode(patient, environment, house, row, ticket, member, seed, guests)
@@ -281,23 +285,14 @@ async def play_games(
 
 def speaking(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:
     """The config of the model that plays the others in this process, and the run's checkpoint that it loads."""
-    if options.model is None or options.url is not None:
+    name = options.endpoint_model or options.model
+    if name is None or options.endpoint is not None:
         return config, None
-    if is_checkpoint(Path(options.model)):
-        return config, Path(options.model)
+    if is_checkpoint(Path(name)):
+        return config, Path(name)
     # What a run exports is merged, so there is no adapter beside it.
-    model = config.model.model_copy(update={"name": options.model, "lora": None})
+    model = config.model.model_copy(update={"name": name, "lora": None})
     return config.model_copy(update={"model": model}), None
-
-
-# -- telling ----------------------------------------------------------------------------------------------------------
-
-
-def _greet(console: Console, section: BaseEnvConfig, actors: Sequence[str], seat: str, opponent: object) -> None:
-    others = [actor for actor in actors if actor != seat]
-    played = f"; {', '.join(others)}: {opponent}" if others else ""
-    console.print(Text(f"{section.name}, you are {seat}{played}", "bold"))
-    console.print(Text("A line that ends in \\ goes on in the next. Ctrl-D leaves.", "dim"))
 
 
 def _show_game(console: Console, played: Played, number: int, seat: str, reveal: bool) -> None:
@@ -313,14 +308,6 @@ def _show_game(console: Console, played: Played, number: int, seat: str, reveal:
         line.append(f"  {played.error}", "red")
     console.print(line, soft_wrap=True)
     console.print()
-
-
-def _show_score(console: Console, total: ScoreBoard, seat: str) -> None:
-    line = Text(f"score after {amount(total.games, 'game')}", "bold")
-    _append(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
-    if total.failed:
-        line.append(f"  {total.failed} failed", "red")
-    console.print(line, soft_wrap=True)
 
 
 def _actor(played: Played, name: str) -> str:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from torch import Tensor
 
+from paceline.commands.targets import step_of
 from paceline.config import RunConfig
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, WireError, decode, minibatches
@@ -234,7 +235,11 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
     for the samples that made it so."""
     directory = RunDirectory(run)
     path = _dump(directory, dump)
-    step, samples = _number(path), _read(path)
+    step = _number(path)
+    try:
+        samples = decode(path.read_bytes())
+    except (OSError, WireError) as error:
+        raise PacelineError(f"{path} cannot be read: {error}") from error
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
         short = [cut(sample, trainer.max_tokens) for sample in samples]
@@ -254,7 +259,8 @@ def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator
     # A bad step is what is being looked at: it must not end the looking.
     trainer = torch_trainer(with_sections(config, trainer={"on_bad_step": "skip", "max_bad_steps": 1 << 30}), model)
     try:
-        checkpoint = _before(directory, step)
+        earlier = [path for path in Checkpoints(directory.checkpoints, keep=1).all() if step_of(path) < step]
+        checkpoint = earlier[-1] if earlier else None
         if checkpoint is not None:
             check_files(checkpoint)
             asyncio.run(trainer.load(checkpoint))
@@ -318,13 +324,6 @@ def _number(path: Path) -> int:
         raise PacelineError(f"{path} is not named like a bad batch: {DUMP}NNNNNN.msgpack") from None
 
 
-def _read(path: Path) -> list[Sample]:
-    try:
-        return decode(path.read_bytes())
-    except (OSError, WireError) as error:
-        raise PacelineError(f"{path} cannot be read: {error}") from error
-
-
 def _batch(folder: RunFolder, directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
     """A step's samples as they shipped, where they were found, and what is missing of them."""
     try:
@@ -351,12 +350,6 @@ def _missing(folder: RunFolder, step: int) -> list[str]:
     if not bare:
         return []
     return [f"{bare} of the step's {len(rows)} rollouts were kept without their tokens: this is the loss of the others"]
-
-
-def _before(directory: RunDirectory, step: int) -> Path | None:
-    """The newest checkpoint from before the step."""
-    earlier = [p for p in Checkpoints(directory.checkpoints, keep=1).all() if int(p.name.removeprefix("step-")) < step]
-    return earlier[-1] if earlier else None
 
 
 def _recorded(folder: RunFolder, step: int) -> dict[str, float]:

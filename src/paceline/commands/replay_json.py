@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from paceline.commands.replay import RecordedTokens, ReplayedStep
 from paceline.config import RunConfig
@@ -68,15 +67,11 @@ def _sample(sample: Sample, tokens: RecordedTokens | None, steps: int, piece: Pi
             "ratio": tokens.ratio,
             "advantage": tokens.advantages,
             "entropy": tokens.entropy,
-            "share": {name: _whole(values / steps) for name, values in tokens.shares.items()},
+            "share": {name: np.ascontiguousarray(values / steps, np.float32) for name, values in tokens.shares.items()},
             "held_back": [{"token": at, "component": name, "rule": rule} for at, name, rule in tokens.left],
             "skipped": tokens.skipped,
         }
     }
-
-
-def _whole(values: NDArray) -> NDArray:
-    return np.ascontiguousarray(values, np.float32)
 
 
 def _sums(result: ReplayedStep, components: list[str]) -> list[str]:

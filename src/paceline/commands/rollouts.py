@@ -40,28 +40,20 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """The episodes to play, their number, and the model that plays them."""
+    """Flags of `paceline rollout`, whose help explains them."""
 
     count: int = 4
-    """Episodes."""
     env: str | None = None
-    """The environment's name, where the run file has several."""
     split: Split = "train"
     row: int | None = None
     """Play all episodes on this row, as a group; else each on its own, the ones a run would draw first."""
     endpoint: str | None = None
-    """Base URL of an OpenAI-compatible server; the run file's model in this process when left out."""
     endpoint_model: str | None = None
-    """The model's name there; the first it lists when left out."""
     api_key: str | None = field(default=None, repr=False)
     concurrency: int = 8
-    """Episodes played at once."""
     json: bool = False
-    """Print one JSON object a rollout and nothing else."""
     raw: bool = False
-    """Show each turn's prompt exactly as the model sees it, with special tokens."""
     ids: bool = False
-    """Add each turn's token ids and log probabilities to the JSON."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.concurrency < 1:
@@ -113,9 +105,6 @@ def pick_section(config: RunConfig, name: str | None) -> BaseEnvConfig:
         said = f"there is no environment `{name}`" if name else "the run file has several environments"
         raise PacelineError(f"{said}: choose one of {known} with --env")
     return found
-
-
-# -- playing ----------------------------------------------------------------------------------------------------------
 
 
 async def play_some(
@@ -236,60 +225,46 @@ async def episode(
     except BaseException as failure:  # a user's code: shown with its place, so that it can be mended
         if is_ctrl_c(failure):
             raise
-        error = f"{type(failure).__name__}: {failure}{_place(failure)}"
+        frames = traceback.extract_tb(failure.__traceback__)
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        error = f"{type(failure).__name__}: {failure}{place}"
     finally:
         table.leave()
-    return Played(ticket, member, table, _sound(outcome), error, time.perf_counter() - began, house)
-
-
-def _sound(outcome: Outcome | None) -> Outcome | None:
-    """The part of an outcome that can be shown; the episode's error says what is wrong with the rest."""
     if not isinstance(outcome, Outcome):
-        return None
-    numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
-    return replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
-
-
-def _place(error: BaseException) -> str:
-    """The line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-# -- telling ----------------------------------------------------------------------------------------------------------
+        outcome = None
+    else:  # what can be shown of it; the error says what is wrong with the rest
+        numbers = {key: metric_of(value) for key, value in outcome.metrics.items()}
+        outcome = replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
+    return Played(ticket, member, table, outcome, error, time.perf_counter() - began, house)
 
 
 def records(played: Played, *, raw: bool = False, ids: bool = False) -> list[Record]:
     """A record for each seat that spoke; with what each turn's prompt was, as text or as token ids, where asked."""
-    outcome = played.outcome
+    outcome, house = played.outcome, played.house
     spoke = {name: seat for name, seat in played.table.items() if seat.turns} or dict(list(played.table.items())[:1])
-    metrics = outcome.metrics if outcome else {}
-    last = list(spoke)[-1]
-    return [
-        _record(
-            Rollout(
-                ticket=played.ticket,
-                member=played.member,
-                actor=seat.actor,
-                kind=seat.kind,
-                parent=seat.parent,
-                turns=seat.turns,
-                reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
-                metrics=dict(metrics) if seat.trained else {},
-                error=played.error if name == last else None,
-            ),
-            seat,
-            played.house,
+    found = []
+    for name, seat in spoke.items():
+        rollout = Rollout(
+            ticket=played.ticket,
+            member=played.member,
+            actor=seat.actor,
+            kind=seat.kind,
+            parent=seat.parent,
+            turns=seat.turns,
+            reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
+            metrics=dict(outcome.metrics) if outcome and seat.trained else {},
+            error=played.error if name == list(spoke)[-1] else None,
         )
-        | {"seconds": played.seconds}
-        | ({"turns": [_turn(turn, played.house, raw, ids) for turn in seat.turns]} if raw or ids else {})
-        for name, seat in spoke.items()
-    ]
+        record = _record(rollout, seat, house) | {"seconds": played.seconds}
+        if raw or ids:
+            record["turns"] = [_turn(turn, house, raw, ids) for turn in seat.turns]
+        found.append(record)
+    return found
 
 
 def _record(rollout: Rollout, seat: Seat, house: EpisodeRuntime) -> Record:
     """A rollout as the run directory keeps it, with some more that is good to see."""
-    conversations = told(rollout.turns, house.spell)
+    conversations = conversations_of(rollout.turns, house.spell)
     last = conversations[-1] if conversations else {"messages": [], "sampled": []}
     record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}
     if tools := next((turn.tools for turn in reversed(rollout.turns) if turn.tools), None):
@@ -308,16 +283,15 @@ def _turn(turn: Turn, house: EpisodeRuntime, raw: bool, ids: bool) -> Record:
     return text | {"finish": turn.finish, "prompt_tokens": len(turn.prompt_ids)} | (tokens if ids else {})
 
 
-def told(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:
+def conversations_of(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:
     """The conversations of a seat, each once and whole, and the places in them that were sampled."""
-    whole = [[*_given(turn, spell), turn.message] for turn in turns]
+    whole: list[list[Message]] = []
+    for turn in turns:
+        given = [{"role": "tokens", "content": spell(turn.prompt_ids)}] if turn.messages is None else turn.messages
+        whole.append([*given, turn.message])
     keys = [tuple(map(meaning, messages)) for messages in whole]
     return [
         {"messages": messages, "sampled": sorted({len(k) - 1 for k in keys if key[: len(k)] == k})}
         for messages, key in zip(whole, keys, strict=True)
         if not any(len(k) > len(key) and k[: len(key)] == key for k in keys)
     ]
-
-
-def _given(turn: Turn, spell: Callable[[Sequence[int]], str]) -> list[Message]:
-    return turn.messages if turn.messages is not None else [{"role": "tokens", "content": spell(turn.prompt_ids)}]

@@ -5,63 +5,53 @@ import os
 import sys
 from types import ModuleType
 
-from paceline.commands.commands import Commands, old_spelling
+from paceline.commands.commands import arg, old_spelling, subcommand
 from paceline.config.errors import from_flags
 from paceline.errors import PacelineError
 
-CLUSTER = """
-examples, on the first machine, then on each further one:
-  paceline up
-  paceline up --join HOST:6379                             the address that `up` printed
 
-then, on any of them:
-  paceline train my-run.toml --placement ray --cluster.address HOST:6379 --cluster.engines 6
-  paceline status                                          machines, runs, engines and their versions
+@subcommand(
+    arg("--join", metavar="ADDRESS", help="the cluster to be part of, HOST:PORT"),
+    arg("--port", type=int, default=6379, help="where a new cluster is reached (6379)"),
+    arg("--cpus", type=int, help="cores it may use here (all)"),
+    arg("--gpus", type=int, help="GPUs it may use here (all)"),
+)
+def up(known: argparse.Namespace, rest: list[str]) -> None:
+    """Make this machine a cluster, or a part of one.
 
-All machines must see the run directory and the model under the same path, and have the same versions installed. Where
-Ray asks for a token (it says so), copy ~/.ray/auth_token of the first machine to the others.
-"""
+    examples, on the first machine, then on each further one:
+      paceline up
+      paceline up --join HOST:6379                             the address that `up` printed
 
+    then, on any of them:
+      paceline train my-run.toml --placement ray --cluster.address HOST:6379 --cluster.engines 6
+      paceline status                                          machines, runs, engines and their versions
 
-STATUS = """
-examples:
-  paceline status                                          the cluster this machine is part of
-  paceline status HOST:6379                                another one, by the address that `up` printed
-"""
-
-DOWN = """
-examples:
-  paceline down                                            on each machine that is to leave
-"""
+    All machines must see the run directory and the model under the same path, and have the same versions installed.
+    Where Ray asks for a token (it says so), copy ~/.ray/auth_token of the first machine to the others.
+    """
+    print(*_cluster().up(known.join, known.port, known.cpus, known.gpus), sep="\n")
 
 
-def add_up(commands: Commands) -> None:
-    up = commands.add("up", _up, "Make this machine a cluster, or a part of one.", CLUSTER)
-    up.add_argument("--join", metavar="ADDRESS", help="the cluster to be part of, HOST:PORT")
-    up.add_argument("--port", type=int, default=6379, help="where a new cluster is reached (6379)")
-    up.add_argument("--cpus", type=int, help="cores it may use here (all)")
-    up.add_argument("--gpus", type=int, help="GPUs it may use here (all)")
+@subcommand(arg("address", nargs="?", default="auto", help="HOST:PORT (the cluster this machine is part of)"))
+def status(known: argparse.Namespace, rest: list[str]) -> None:
+    """Show a cluster: its machines, and the parts of every run on it.
+
+    examples:
+      paceline status                                          the cluster this machine is part of
+      paceline status HOST:6379                                another one, by the address that `up` printed
+    """
+    print(*_cluster().status(known.address), sep="\n")
 
 
-def _up(known: argparse.Namespace, _: list[str]) -> int:
-    return _tell(_cluster().up(known.join, known.port, known.cpus, known.gpus))
+@subcommand()
+def down(known: argparse.Namespace, rest: list[str]) -> None:
+    """Leave the cluster; what runs on this machine ends.
 
-
-def add_status(commands: Commands) -> None:
-    status = commands.add("status", _status, "Show a cluster: its machines, and the parts of every run on it.", STATUS)
-    status.add_argument("address", nargs="?", default="auto", help="HOST:PORT (the cluster this machine is part of)")
-
-
-def _status(known: argparse.Namespace, _: list[str]) -> int:
-    return _tell(_cluster().status(known.address))
-
-
-def add_down(commands: Commands) -> None:
-    commands.add("down", _down, "Leave the cluster; what runs on this machine ends.", DOWN)
-
-
-def _down(known: argparse.Namespace, _: list[str]) -> int:
-    return _tell(_cluster().down())
+    examples:
+      paceline down                                            on each machine that is to leave
+    """
+    print(*_cluster().down(), sep="\n")
 
 
 def _cluster() -> ModuleType:
@@ -74,60 +64,43 @@ def _cluster() -> ModuleType:
     return commands
 
 
-def _tell(lines: list[str]) -> int:
-    print(*lines, sep="\n")
-    return 0
-
-
-SERVING = """
-examples:
-  paceline serve paceline:quickstart                       the tiny model of the package, at http://127.0.0.1:8000/v1
-  paceline serve ./my-model --name mine --port 9000        a Hugging Face folder, under a name of your choice
-  paceline serve runs/quickstart                           what that run exported
-  paceline serve runs/quickstart/config.toml --engine.max_running 64
-  paceline serve ./my-model --host 0.0.0.0 --api-key KEY   for other machines; the key may stand in PACELINE_API_KEY
-  paceline serve ./my-model --allow runs                   POST /weights/load may read below runs/
-
-then any OpenAI client works:
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"messages": [{"role": "user", "content": "reverse: paceline"}]}'
-
-the model and engine sections of a run file can be set by their dotted path:
-  --model.dtype bfloat16   --engine.max_context 4096   --deterministic
-"""
-
-
-def add_serve(commands: Commands) -> None:
-    serve = commands.add("serve", _serve, "Serve a model with the OpenAI API.", SERVING)
-    serve.add_argument(
+@subcommand(
+    arg(
         "model",
         help="Hugging Face folder or hub name, paceline:quickstart, a run directory, a run file (TOML) or an example",
-    )
-    serve.add_argument("--host", help="address to listen on (127.0.0.1)")
-    serve.add_argument("--port", type=int, help="port; 0 picks a free one and prints it (8000)")
-    serve.add_argument("--api-key", help="what clients must send; needed off loopback (env PACELINE_API_KEY)")
-    serve.add_argument("--name", help="the model's name for clients (the name it is loaded by)")
-    serve.add_argument("--allow", action="append", metavar="FOLDER", help="folder /weights/load may read; repeatable")
-    serve.add_argument(
-        "--peer",
-        action="append",
-        metavar="ADDRESS",
-        help="where /weights/group may connect to (127.0.0.1); repeatable",
-    )
-    serve.add_argument("--grace", type=float, help="seconds that requests get to finish after a signal (10)")
-    serve.add_argument("--max-body-bytes", type=int, help="longest request body (4 MiB)")
-    serve.add_argument(
-        "--isolate",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="run the engine in its own process (on a GPU)",
-    )
-    serve.add_argument(
-        "--scores-only", action="store_true", default=None, help="score given tokens, never sample: for teachers"
-    )
+    ),
+    arg("--host", help="address to listen on (127.0.0.1)"),
+    arg("--port", type=int, help="port; 0 picks a free one and prints it (8000)"),
+    arg("--api-key", help="what clients must send; needed off loopback (env PACELINE_API_KEY)"),
+    arg("--name", help="the model's name for clients (the name it is loaded by)"),
+    arg("--allow", action="append", metavar="FOLDER", help="folder /weights/load may read; repeatable"),
+    arg(
+        "--peer", action="append", metavar="ADDRESS", help="where /weights/group may connect to (127.0.0.1); repeatable"
+    ),
+    arg("--grace", type=float, help="seconds that requests get to finish after a signal (10)"),
+    arg("--max-body-bytes", type=int, help="longest request body (4 MiB)"),
+    arg("--isolate", action=argparse.BooleanOptionalAction, help="run the engine in its own process (on a GPU)"),
+    arg("--scores-only", action="store_true", default=None, help="score given tokens, never sample: for teachers"),
+    keys=True,
+)
+def serve(known: argparse.Namespace, overrides: list[str]) -> int:
+    """Serve a model with the OpenAI API.
 
+    examples:
+      paceline serve paceline:quickstart                       the tiny model of the package, at http://127.0.0.1:8000/v1
+      paceline serve ./my-model --name mine --port 9000        a Hugging Face folder, under a name of your choice
+      paceline serve runs/quickstart                           what that run exported
+      paceline serve runs/quickstart/config.toml --engine.max_running 64
+      paceline serve ./my-model --host 0.0.0.0 --api-key KEY   for other machines; the key may stand in PACELINE_API_KEY
+      paceline serve ./my-model --allow runs                   POST /weights/load may read below runs/
 
-def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
+    then any OpenAI client works:
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "reverse: paceline"}]}'
+
+    the model and engine sections of a run file can be set by their dotted path:
+      --model.dtype bfloat16   --engine.max_context 4096   --deterministic
+    """
     from paceline.config.serve import ServeConfig, load_served
 
     flags = {name: getattr(known, name, None) for name in ServeConfig.model_fields}
@@ -147,36 +120,29 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-SEARCHING = """
-examples:
-  paceline search-server                                   the small corpus of the package, at http://127.0.0.1:8100
-  paceline search-server --corpus documents.jsonl --index index --top-k 3
-  paceline train my-run.toml --env.0.url http://127.0.0.1:8100         a retrieval environment that asks it
-"""
+@subcommand(
+    arg("--corpus", help="documents, .jsonl with `id`, `text` and perhaps `title` (those of the package)"),
+    arg("--index", help="folder to keep the index in"),
+    arg("--top-k", type=int, help="results for a query that does not say (5)"),
+    arg("--host", help="address to listen on (127.0.0.1)"),
+    arg("--port", type=int, help="port; 0 picks a free one (8100)"),
+    arg("--api-key", help="what clients must send; needed off loopback (env PACELINE_SEARCH_API_KEY)"),
+    arg("--embeddings-endpoint", help="base URL of an OpenAI-compatible endpoint, to search by meaning"),
+    arg("--embeddings-model", help="its model"),
+    arg("--embeddings-api-key", help="its key"),
+    old_spelling("--embeddings-url", "--embeddings-endpoint"),
+)
+def search_server(known: argparse.Namespace, rest: list[str]) -> None:
+    """Serve a corpus to retrieval environments.
 
-
-def add_search(commands: Commands) -> None:
-    search = commands.add("search-server", _search, "Serve a corpus to retrieval environments.", SEARCHING)
-    for flag, kind, text in (
-        ("--corpus", str, "documents, .jsonl with `id`, `text` and perhaps `title` (those of the package)"),
-        ("--index", str, "folder to keep the index in"),
-        ("--top-k", int, "results for a query that does not say (5)"),
-        ("--host", str, "address to listen on (127.0.0.1)"),
-        ("--port", int, "port; 0 picks a free one (8100)"),
-        ("--api-key", str, "what clients must send; needed off loopback (env PACELINE_SEARCH_API_KEY)"),
-        ("--embeddings-endpoint", str, "base URL of an OpenAI-compatible endpoint, to search by meaning"),
-        ("--embeddings-model", str, "its model"),
-        ("--embeddings-api-key", str, "its key"),
-    ):
-        search.add_argument(flag, type=kind, help=text)
-    old_spelling(search, "--embeddings-url", "--embeddings-endpoint")
-
-
-def _search(known: argparse.Namespace, overrides: list[str]) -> int:
+    examples:
+      paceline search-server                                   the small corpus of the package, at http://127.0.0.1:8100
+      paceline search-server --corpus documents.jsonl --index index --top-k 3
+      paceline train my-run.toml --env.0.url http://127.0.0.1:8100         a retrieval environment that asks it
+    """
     from paceline.config.env import SEARCH_KEY_VARIABLE
     from paceline.envs.search.server import SearchOptions, load_options, serve_search
 
     flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}
     flags["embeddings_url"] = known.embeddings_endpoint
     serve_search(load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)}))
-    return 0

@@ -57,7 +57,12 @@ def show_rows(
             raise RenderError(f"row {number}: {error}") from error
         printer.show(console, number, row, shown[-1])
     console.rule(style="dim")
-    console.print(_summary(shown, len(rows)))
+    counts = [one.tokens for one in shown] or [0]
+    mean = sum(counts) / len(counts)
+    text = Text(f"{len(shown)} of {len(rows):,} rows, {min(counts)} to {max(counts)} tokens, {mean:.0f} on average   ")
+    if any(one.trained for one in shown):
+        text.append("trained", TRAINED).append("  ")
+    console.print(text.append("context", CONTEXT).append("  ").append("template", TEMPLATE))
     return shown
 
 
@@ -161,12 +166,3 @@ class RowPrinter:
 def _common(one: str, other: str) -> int:
     """The length of the common beginning of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-def _summary(shown: Sequence[RenderedRow], rows: int) -> Text:
-    counts = [one.tokens for one in shown] or [0]
-    mean = sum(counts) / len(counts)
-    text = Text(f"{len(shown)} of {rows:,} rows, {min(counts)} to {max(counts)} tokens, {mean:.0f} on average   ")
-    if any(one.trained for one in shown):
-        text.append("trained", TRAINED).append("  ")
-    return text.append("context", CONTEXT).append("  ").append("template", TEMPLATE)

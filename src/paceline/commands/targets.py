@@ -10,6 +10,10 @@ from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import LATEST, Checkpoints
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 @dataclass(frozen=True, slots=True)
 class RunTarget:
     """A run directory, and the checkpoint of it that is meant."""
@@ -22,7 +26,7 @@ class RunTarget:
 
     @property
     def step(self) -> int | None:
-        return None if self.checkpoint is None else int(self.checkpoint.name.removeprefix("step-"))
+        return None if self.checkpoint is None else step_of(self.checkpoint)
 
     @property
     def export(self) -> Path | None:
@@ -40,7 +44,14 @@ def find_run(text: str, overrides: Sequence[str] = ()) -> RunTarget | None:
     if root is None:
         return None
     whole = Checkpoints(RunDirectory(root).checkpoints, keep=1).all()
-    checkpoint = next(reversed(whole), None) if step is None else _at(whole, step, root)
+    if step is None:
+        checkpoint = next(reversed(whole), None)
+    else:
+        number = step.removeprefix("step-")
+        checkpoint = next((path for path in whole if number.isdecimal() and step_of(path) == int(number)), None)
+        if checkpoint is None:
+            known = ", ".join(f"@{step_of(path)}" for path in whole) or "none"
+            raise PacelineError(f"{root} has no whole checkpoint of step {step}: it has {known} (checkpoint.keep)")
     return RunTarget(root, load(RunDirectory(root).config_file, overrides).config, checkpoint)
 
 
@@ -77,12 +88,3 @@ def _parts(text: str) -> tuple[Path | None, str | None]:
     if path.parent.name == "checkpoints" and is_run(path.parent.parent):
         return path.parent.parent, None if path.name == LATEST else path.name
     return None, None
-
-
-def _at(whole: Sequence[Path], step: str, root: Path) -> Path:
-    number = step.removeprefix("step-")
-    found = [path for path in whole if number.isdecimal() and int(path.name.removeprefix("step-")) == int(number)]
-    if not found:
-        known = ", ".join(f"@{int(path.name.removeprefix('step-'))}" for path in whole) or "none"
-        raise PacelineError(f"{root} has no whole checkpoint of step {step}: it has {known} (checkpoint.keep)")
-    return found[0]

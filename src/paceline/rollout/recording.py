@@ -25,7 +25,7 @@ from paceline.server.app import allow_many_connections
 from paceline.server.bodies import ChatBody
 from paceline.server.errors import PROMPT_FIELDS, Refusal, bad, error_response, ignored_fields, install_error_handlers
 from paceline.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
-from paceline.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
+from paceline.server.responses import ResponseBody, ResponseWriter, as_chat
 from paceline.util.connections import listen, server_config, why_foreign
 
 MAX_BODY_BYTES = 16 << 20
@@ -85,7 +85,7 @@ class AgentBody(ChatBody):
 class AgentResponseBody(ResponseBody):
     """The same in the form of the Responses API."""
 
-    unsupported = {name: CHAT_FIELDS[name] for name in ("messages", "functions", "function_call")} | PROMPT_FIELDS
+    unsupported = ("messages", "functions", "function_call", *PROMPT_FIELDS)
 
     top_logprobs: int | None = None
 

@@ -1,11 +1,14 @@
-"""Response models for the OpenAPI document. The server builds responses by hand, for speed."""
+"""Builds what responses share, and their models for the OpenAPI document.
+
+The server builds responses by hand, for speed, so the models are never instantiated.
+"""
 
 import time
 import uuid
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 
 from paceline.engine.base import GenerateRequest
 
@@ -25,13 +28,9 @@ def heading(kind: str, prefix: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-class Usage(BaseModel):
-    """Tokens, counted."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
+def _model(name: str, text: str, /, **fields: Any) -> type[BaseModel]:
+    """A model with these fields; a pair is a type and a default."""
+    return create_model(name, __doc__=text, **fields)
 
 
 class ChatMessage(BaseModel):
@@ -51,17 +50,6 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatAnswer(BaseModel):
-    """A chat completion."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
 class CompletionChoice(BaseModel):
     """One completion: text, or with `flat` the arrays `token_ids`, `token_logprobs` and `versions` instead."""
 
@@ -69,30 +57,6 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
     text: str | None = None
     logprobs: dict[str, Any] | None = None
-
-
-class CompletionAnswer(BaseModel):
-    """A text completion."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ScoreAnswer(BaseModel):
-    """Log probabilities, sequence by sequence."""
-
-    logprobs: list[list[float]]
-
-
-class TokenizeAnswer(BaseModel):
-    """How the model reads a text."""
-
-    tokens: list[int]
-    count: int
 
 
 class ModelEntry(BaseModel):
@@ -104,55 +68,39 @@ class ModelEntry(BaseModel):
     owned_by: str
 
 
-class ModelList(BaseModel):
-    """All names requests may use."""
-
-    object: Literal["list"]
-    data: list[ModelEntry]
+_counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), int)
+_usage = _model("Usage", "Tokens, counted.", **_counts, prompt_tokens_details=dict[str, int])
 
 
-class PolicyAnswer(BaseModel):
-    """Version and fingerprint of the weights really served."""
-
-    version: int
-    fingerprint: str
+def _completion(name: str, text: str, kind: Any, choices: Any) -> type[BaseModel]:
+    return _model(name, text, id=str, object=kind, created=int, model=str, choices=choices, usage=_usage)
 
 
-class UpdateAnswer(BaseModel):
-    """New weights, applied."""
-
-    version: int
-    fingerprint: str
-    pause_seconds: float
-
-
-class AdapterVersions(BaseModel):
-    """The policy's version, and each adapter's."""
-
-    version: int
-    adapters: dict[str, int]
-
-
-class LimitsAnswer(BaseModel):
-    """The engine's limits."""
-
-    max_context: int
-    vocabulary: int
-    max_top_logprobs: int
-    adapters: dict[str, int]
-    model: str
-
-
-class StatsAnswer(BaseModel):
-    """Vital signs."""
-
-    running: int
-    waiting: int
-    capacity: int
-    tokens: int
-
-
-class StatusAnswer(BaseModel):
-    """Done."""
-
-    status: Literal["ok"]
+ChatAnswer = _completion("ChatAnswer", "A chat completion.", Literal["chat.completion"], list[ChatChoice])
+CompletionAnswer = _completion(
+    "CompletionAnswer", "A text completion.", Literal["text_completion"], list[CompletionChoice]
+)
+ResponseAnswer = _model(
+    "ResponseAnswer",
+    "A response.",
+    id=str,
+    object=Literal["response"],
+    created_at=int,
+    status=Literal["completed", "incomplete"],
+    model=str,
+    output=list[dict[str, Any]],
+    usage=dict[str, Any],
+)
+ScoreAnswer = _model("ScoreAnswer", "Log probabilities, sequence by sequence.", logprobs=list[list[float]])
+TokenizeAnswer = _model("TokenizeAnswer", "How the model reads a text.", tokens=list[int], count=int)
+ModelList = _model("ModelList", "All names requests may use.", object=Literal["list"], data=list[ModelEntry])
+_policy = {"version": int, "fingerprint": str}
+PolicyAnswer = _model("PolicyAnswer", "Version and fingerprint of the weights really served.", **_policy)
+UpdateAnswer = _model("UpdateAnswer", "New weights, applied.", **_policy, pause_seconds=float)
+_adapters = {"adapters": dict[str, int]}
+AdapterVersions = _model("AdapterVersions", "The policy's version, and each adapter's.", version=int, **_adapters)
+_bounds = dict.fromkeys(("max_context", "vocabulary", "max_top_logprobs"), int)
+LimitsAnswer = _model("LimitsAnswer", "The engine's limits.", **_bounds, **_adapters, model=str)
+_signs = dict.fromkeys(("running", "waiting", "capacity", "tokens"), int)
+StatsAnswer = _model("StatsAnswer", "Vital signs.", **_signs)
+StatusAnswer = _model("StatusAnswer", "Done.", status=Literal["ok"])

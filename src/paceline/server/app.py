@@ -19,18 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from paceline.engine.base import Engine
 from paceline.errors import EngineError
 from paceline.server import answers, bodies, control, responses
-from paceline.server.chat import chat
-from paceline.server.completions import complete
+from paceline.server.completions import chat, complete
 from paceline.server.errors import ErrorAnswer, install_error_handlers, name_ignored
 from paceline.server.generation import ThreadToLoopQueue
 from paceline.server.guard import Meter, ServerGuard
+from paceline.server.http import CONTROL_BYTES, FastJsonResponse, read_body
 from paceline.server.responses import respond
 from paceline.server.service import Models, Service
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.connections import GracefulServer, server_config
 from paceline.weights.transports import UPDATE_HEADER
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Service, Any, Request], Awaitable[Response | dict[str, Any]]]
+"""Gets the body that was read, None for a route without one, and answers with JSON data or a response of its own."""
 SCHEMAS = "#/components/schemas/"
 SERVER_SENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 """One event of a stream: JSON text, or [DONE]."""
@@ -48,6 +49,8 @@ class Route:
     method: str = "GET"
     refusals: tuple[int, ...] = (401, 403, 503)
     streams: bool = False
+    limit: int | None = None
+    """Longest body; the server's own limit when left out."""
     raw: bool = False
     """Bytes are the body; what `body` describes is in the header `Paceline-Update`."""
     control: bool = False
@@ -67,7 +70,7 @@ _upload = partial(_update, body=bodies.UpdateHead, refusals=(*POST_REFUSALS, 409
 ROUTES = (
     _post("/v1/chat/completions", chat, answers.ChatAnswer, bodies.ChatBody, streams=True),
     _post("/v1/completions", complete, answers.CompletionAnswer, bodies.CompletionBody, streams=True),
-    _post("/v1/responses", respond, responses.ResponseAnswer, responses.ResponseBody, streams=True),
+    _post("/v1/responses", respond, answers.ResponseAnswer, responses.ResponseBody, streams=True),
     _post("/v1/score", control.score, answers.ScoreAnswer, bodies.ScoreBody),
     _post("/tokenize", control.tokenize, answers.TokenizeAnswer, bodies.TokenizeBody),
     Route("/v1/models", control.models, answers.ModelList),
@@ -77,16 +80,16 @@ ROUTES = (
     Route("/limits", control.limits, answers.LimitsAnswer),
     Route("/stats", control.stats, answers.StatsAnswer),
     Route("/adapters/version", control.adapter_versions, answers.AdapterVersions),
-    _update("/adapters/load", control.load_adapter, body=bodies.AdapterBody),
+    _update("/adapters/load", control.load_adapter, body=bodies.AdapterBody, limit=CONTROL_BYTES),
     _update("/weights/load", control.load_weights, body=bodies.WeightsBody),
     _upload("/weights/upload", control.upload),
     _upload("/weights/delta", control.delta),
     _control("/weights/group", control.join, answers.StatusAnswer, bodies.GroupBody),
     _update("/weights/receive", control.receive, body=bodies.ReceiveBody),
-    _command("/pause", control.engine_command(lambda e: e.pause(), "Stop between two steps; requests wait.")),
-    _command("/resume", control.engine_command(lambda e: e.resume(), "Go on after a pause.")),
-    _command("/sleep", control.engine_command(lambda e: e.sleep(), "Pause and give memory back.")),
-    _command("/wake", control.engine_command(lambda e: e.wake(), "Go on after sleep.")),
+    _command("/pause", control.engine_command("pause", "Stop between two steps; requests wait.")),
+    _command("/resume", control.engine_command("resume", "Go on after a pause.")),
+    _command("/sleep", control.engine_command("sleep", "Pause and give memory back.")),
+    _command("/wake", control.engine_command("wake", "Go on after sleep.")),
 )
 MEANINGS = {
     400: "The request is wrong.",
@@ -162,7 +165,7 @@ def _add(app: FastAPI, route: Route) -> None:
         responses[200]["content"] = {"text/event-stream": {"schema": SERVER_SENT}}
     app.add_api_route(
         route.path,
-        _naming_ignored(route.endpoint),
+        _handler(route),
         methods=[route.method],
         responses=responses,
         response_class=Response,
@@ -172,9 +175,15 @@ def _add(app: FastAPI, route: Route) -> None:
     )
 
 
-def _naming_ignored(endpoint: Endpoint) -> Endpoint:
+def _handler(route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return name_ignored(request, await endpoint(request))
+        given = None
+        if route.raw:
+            given = control.head_of(request)
+        elif route.body is not None:
+            given = await read_body(request, route.body, route.limit)
+        result = await route.endpoint(request.app.state.service, given, request)
+        return name_ignored(request, result if isinstance(result, Response) else FastJsonResponse(result))
 
     return answer
 
@@ -244,7 +253,13 @@ async def serve(
     allow_many_connections()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = GracefulServer(server_config(app, max(0, round(grace)), timeout_keep_alive=60), ready)
-    watching = asyncio.ensure_future(_watch(server, lost)) if lost else None
+
+    async def watch(lost: Callable[[], Awaitable[EngineError]]) -> EngineError:
+        cause = await lost()
+        server.should_exit = True
+        return cause
+
+    watching = asyncio.ensure_future(watch(lost)) if lost else None
     async with app.router.lifespan_context(app):
         doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
         await server.serve(sockets=doors)  # unbounded: serving is its job
@@ -252,9 +267,3 @@ async def serve(
         if watching.done():
             raise watching.result()  # bounded: it is done
         watching.cancel()
-
-
-async def _watch(server: uvicorn.Server, lost: Callable[[], Awaitable[EngineError]]) -> EngineError:
-    cause = await lost()
-    server.should_exit = True
-    return cause

@@ -1,7 +1,7 @@
 """Request bodies that clients may send. A field this server does not honour must have its neutral value."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -62,7 +62,7 @@ class ClientBody(RequestBody):
 
     model_config = ConfigDict(extra="allow")
 
-    unsupported: ClassVar[Mapping[str, Any]] = {}
+    unsupported: ClassVar[Collection[str]] = ()
     """Fields of other servers that are refused, since the client relies on them."""
 
 
@@ -80,7 +80,7 @@ class StreamOptions(ClientBody):
 class SamplingBody(ClientBody):
     """Fields that chats and completions share."""
 
-    unsupported = PROMPT_FIELDS | SAMPLING_FIELDS
+    unsupported = (*PROMPT_FIELDS, *SAMPLING_FIELDS)
     model: str | None = None
     """The served model's name or an adapter's; the served model when left out."""
     n: Annotated[int, Field(ge=1, le=128)] | None = None

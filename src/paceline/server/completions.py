@@ -1,39 +1,283 @@
-"""POST /v1/completions."""
+"""POST /v1/chat/completions and POST /v1/completions: bodies as engine requests, completions as answers."""
 
 import asyncio
+import json
+import secrets
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 from fastapi import Request, Response
 
-from paceline.engine.base import Completion, GenerateRequest
+from paceline.clients.tools import ToolCall, ToolReader, for_template
+from paceline.engine.base import Completion, GenerateRequest, Grammar
 from paceline.server.answers import heading, usage
-from paceline.server.bodies import CompletionBody
+from paceline.server.bodies import ChatBody, CompletionBody, NamedTool, ResponseFormat, SamplingBody
 from paceline.server.errors import bad
 from paceline.server.generation import Generation
-from paceline.server.http import EventStream, FastJsonResponse, read_body, unless_gone
-from paceline.server.output_processor import ChoiceDelta, ResponseChoices, completion_logprobs, score_prompts, stream
-from paceline.server.plan import grammar_of, plan
-from paceline.server.service import Service, service_of
+from paceline.server.http import unless_gone
+from paceline.server.output_processor import (
+    ChoiceDelta,
+    ChoiceWriter,
+    chat_logprobs,
+    completion_logprobs,
+    score_prompts,
+)
+from paceline.server.service import Models, Service
+from paceline.server.tokenizer import ServerTokenizer
+from paceline.weights.update import noise_key
+
+MOST_CHOICES = 4096
+MOST_STOPS = 64
+DEFAULT_MAX_TOKENS = 16
+
+
+async def plan(
+    body: SamplingBody,
+    prompts: Sequence[tuple[int, ...]],
+    models: Models,
+    tokenizer: ServerTokenizer,
+    *,
+    max_tokens: int | None,
+    top_logprobs: int,
+    grammar: Grammar | None,
+) -> list[GenerateRequest]:
+    """One engine request per prompt and choice, prompt by prompt. Whatever can never be answered is refused here."""
+    model = await models.resolve(body.model)
+    limits = models.limits
+    for prompt in prompts:
+        if not prompt:
+            raise bad("the prompt is empty: give at least one token", "prompt")
+        if len(prompt) >= limits.max_context:
+            raise bad(
+                f"the prompt has {len(prompt)} tokens, but the context holds {limits.max_context} with the answer",
+                "prompt",
+                "context_length_exceeded",
+            )
+        check_vocabulary(prompt, models, "prompt")
+    copies = body.n or 1
+    if len(prompts) * copies > MOST_CHOICES:
+        raise bad(f"{len(prompts)} prompts times n = {copies} is more than {MOST_CHOICES} choices", "n")
+    if len(body.stops) > MOST_STOPS:
+        raise bad(f"{len(body.stops)} stop strings are more than {MOST_STOPS}", "stop")
+    ends = frozenset() if body.ignore_eos else tokenizer.end_tokens
+    first = secrets.randbits(64) if body.seed is None else body.seed
+    return [
+        GenerateRequest(
+            prompt_ids=prompt,
+            max_tokens=min(max_tokens or limits.max_context, limits.max_context),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
+            stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
+            noise=_noise(body, first, index),
+            # Before others only where every caller holds the key.
+            order=(body.order or 0) if models.has_key else max(body.order or 0, 0),
+            turn=index,
+            model=model,
+            top_logprobs=min(top_logprobs, limits.max_top_logprobs),
+            grammar=grammar,
+        )
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(copies))
+    ]
+
+
+def check_vocabulary(token_ids: Sequence[int], models: Models, param: str) -> None:
+    size = models.limits.vocabulary
+    if token_ids and max(token_ids) >= size:
+        raise bad(f"token {max(token_ids)} does not exist: the vocabulary has {size}", param)
+
+
+def grammar_of(form: ResponseFormat | None, regex: str | None) -> Grammar | None:
+    """The grammar the answer must follow, if any."""
+    kind = form.type if form else "text"
+    if regex is not None:
+        if kind != "text":
+            raise bad("give either `regex` or `response_format`, not both", "regex")
+        return Grammar("regex", regex)
+    if kind == "json_object":
+        return Grammar("json")
+    if kind == "json_schema":
+        if form is None or form.json_schema is None:
+            raise bad("response_format of type json_schema needs `json_schema`", "response_format.json_schema")
+        return Grammar("json_schema", json.dumps(form.json_schema.schema_))
+    return None
+
+
+def forced_call(body: ChatBody) -> Grammar | None:
+    """The grammar of a call the client demands: an object that names a tool and gives the arguments it takes."""
+    if body.tool_choice in (None, "none", "auto"):
+        return None
+    tools = body.tools or []
+    if isinstance(body.tool_choice, NamedTool):
+        wanted = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == wanted]
+        if not tools:
+            raise bad(f"tool_choice names `{wanted}`, which is not among the tools", "tool_choice")
+    if not tools:
+        raise bad("tool_choice demands a call, but there are no tools", "tool_choice")
+    schemas = []
+    for tool in tools:
+        fields = {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
+        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        schemas.append(schema)
+    return Grammar("json_schema", json.dumps({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
+
+
+def _noise(body: SamplingBody, seed: int, index: int) -> int:
+    """An exact key is the first choice's own; further choices need streams of their own."""
+    if body.noise is not None:
+        return body.noise if index == 0 else noise_key(body.noise, index)
+    return noise_key(seed, index)
+
+
+async def chat(service: Service, body: ChatBody, request: Request) -> Response:
+    """Continue a conversation."""
+    writer = ChatWriter(service, body, await unless_gone(request.receive, plan_chat(service, body)))
+    await unless_gone(request.receive, writer.prepare())
+    return await writer.respond(request)
+
+
+async def plan_chat(service: Service, body: ChatBody) -> list[GenerateRequest]:
+    """The choices to sample. Whatever can never be answered is refused here."""
+    if body.top_logprobs and not body.logprobs:
+        raise bad("top_logprobs needs `logprobs: true`", "top_logprobs")
+    if body.stream_options and not body.stream:
+        raise bad("stream_options needs `stream: true`", "stream_options")
+    grammar = grammar_of(body.response_format, body.regex)
+    forced = forced_call(body)
+    if grammar and forced:
+        raise bad("give either a `response_format` or a `tool_choice` that demands a call", "tool_choice")
+    messages = [for_template(message.model_dump()) for message in body.messages]
+    # A model that must not call is not told of its tools.
+    shown = body.tools if body.tools and body.tool_choice != "none" else None
+    tools = [tool.model_dump(exclude_none=True) for tool in shown] if shown else None
+    prompt = await service.tokenizer.render(messages, tools, body.chat_template_kwargs or {})
+    return await plan(
+        body,
+        [prompt],
+        service.models,
+        service.tokenizer,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        top_logprobs=body.top_logprobs or 0,
+        grammar=grammar or forced,
+    )
+
+
+class ChatWriter(ChoiceWriter[ChatBody]):
+    """Writes choices as chat messages: text, tool calls, log probabilities."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, service: Service, body: ChatBody, requests: list[GenerateRequest]) -> None:
+        super().__init__(service, body, requests)
+        names = [tool.function.name for tool in body.tools or [] if body.tool_choice != "none"]
+        self._readers = [ToolReader(names) if names else None for _ in requests]
+        self._called = [0] * len(requests)
+
+    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
+        """What is said, what is called, and how it ended."""
+        first = index not in self._begun
+        text, calls = self._read(index, delta.text, ended)
+        message: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+        if calls:
+            message["tool_calls"] = [
+                {"index": self._called[index] + place, **call.as_dict()} for place, call in enumerate(calls)
+            ]
+            self._called[index] += len(calls)
+        extras = self.extras(index, delta, first)
+        finish = self._finish(index) if ended else None
+        shown = extras or (self._body.logprobs and delta.token_ids)
+        if not (first or text or calls or finish or shown):
+            return None
+        self._begun.add(index)
+        return {"index": index, "delta": message, "logprobs": self._logprobs(delta), "finish_reason": finish, **extras}
+
+    def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        text, calls = self._read(index, delta.text, ended=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_dict() for call in calls]
+            self._called[index] = len(calls)
+        ending = {"logprobs": self._logprobs(delta), "finish_reason": self._finish(index)}
+        return {"index": index, "message": message, **ending, **self.extras(index, delta)}
+
+    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
+        reader = self._readers[index]
+        if reader is None:
+            return text, []
+        said, calls = reader.feed(text)
+        if ended:
+            rest, more = reader.flush()
+            said, calls = said + rest, calls + more
+        if self._body.parallel_tool_calls is False:
+            calls = calls[: 0 if self._called[index] else 1]
+        return said, calls
+
+    def _finish(self, index: int) -> str | None:
+        return "tool_calls" if self._called[index] else self.outputs[index].finish
+
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(delta, self._service.tokenizer.token_bytes, self._body.top_logprobs or 0)
+
+
+async def complete(service: Service, body: CompletionBody, request: Request) -> Response | dict[str, Any]:
+    """Continue text or exact tokens."""
+    requests = await _plan(service, body)
+    if body.flat:
+        return await unless_gone(request.receive, flat_answer(service, body, requests))
+    writer = CompletionWriter(service, body, requests, offsets=body.logprobs is not None)
+    await unless_gone(request.receive, writer.prepare())
+    return await writer.respond(request)
+
+
+async def _plan(service: Service, body: CompletionBody) -> list[GenerateRequest]:
+    if body.flat and (body.stream or body.echo or body.stops):
+        raise bad("flat answers hold no text: `stream`, `echo` and `stop` do not go with `flat`", "flat")
+    if body.max_tokens == 0 and (body.flat or not body.echo):
+        raise bad("max_tokens = 0 asks for nothing but the prompt: set `echo`", "max_tokens")
+    if body.max_tokens == 0 and body.stream:
+        raise bad("max_tokens = 0 leaves nothing to stream", "stream")
+    if body.stream_options and not body.stream:
+        raise bad("stream_options needs `stream: true`", "stream_options")
+    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if given and isinstance(given[0], int):
+        given = [given]
+    if isinstance(given[0], str):
+        prompts = await service.tokenizer.encode_all(given, special=True)
+    else:
+        prompts = [tuple(prompt) for prompt in given]
+    return await plan(
+        body,
+        prompts,
+        service.models,
+        service.tokenizer,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        top_logprobs=body.logprobs or 0,
+        grammar=grammar_of(body.response_format, body.regex),
+    )
 
 
 async def flat_answer(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> dict[str, Any]:
+    """Choices as flat arrays, without text."""
     scores = await score_prompts(service, requests) if body.prompt_logprobs else None
     async with Generation(service.engine, service.queue, requests, listen=False) as generation:
         completions = await generation.completions()
-    choices = [_choice(index, completion) for index, completion in enumerate(completions)]
-    if scores is not None:
-        choices = [choice | {"prompt_logprobs": score} for choice, score in zip(choices, scores, strict=True)]
-    if body.return_token_ids:
-        # Not by default: a client that sends token ids has them already.
-        choices = [c | {"prompt_token_ids": r.prompt_ids} for c, r in zip(choices, requests, strict=True)]
+    choices = [_flat_choice(index, completion) for index, completion in enumerate(completions)]
+    for index, choice in enumerate(choices):
+        if scores is not None:
+            choice["prompt_logprobs"] = scores[index]
+        if body.return_token_ids:  # not by default: a client that sends token ids has them already
+            choice["prompt_token_ids"] = requests[index].prompt_ids
     sampled = sum(len(completion.token_ids) for completion in completions)
     cached = sum(completion.cached for completion in completions[:: body.n or 1])
     head = heading("text_completion", "cmpl", body.model or service.models.name)
     return head | {"choices": choices, "usage": usage(requests, body.n or 1, sampled, cached)}
 
 
-def _choice(index: int, completion: Completion) -> dict[str, Any]:
+def _flat_choice(index: int, completion: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "finish_reason": completion.finish,
@@ -52,129 +296,61 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
     return choice
 
 
-DEFAULT_MAX_TOKENS = 16
+class CompletionWriter(ChoiceWriter[CompletionBody]):
+    """Writes choices as completions: text, arrays of log probabilities, the prompt before it if it is echoed."""
 
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    _echoed: list[ChoiceDelta] | None = None
 
-async def complete(request: Request) -> Response:
-    """Continue text or exact tokens."""
-    service = service_of(request)
-    body = await read_body(request, CompletionBody)
-    requests = await _plan(service, body)
-    if body.flat:
-        return FastJsonResponse(await unless_gone(request.receive, flat_answer(service, body, requests)))
-    text = await unless_gone(request.receive, Continuation.plan(service, body, requests))
-    if body.stream:
-        head = heading("text_completion", "cmpl", body.model or service.models.name)
-        return await EventStream.begin(request, stream(text.reply, head, text.chunks))
-    return FastJsonResponse(await unless_gone(request.receive, text.answer()))
+    async def prepare(self) -> None:
+        await asyncio.gather(super().prepare(), self._echo())
 
+    async def _echo(self) -> None:
+        """Take each prompt as if it had been said, with its log probabilities if those are wanted."""
+        if not self._body.echo:
+            return
+        tokenizer, deltas = self._service.tokenizer, []
+        scores = await score_prompts(self._service, self.requests) if self._body.logprobs is not None else None
+        for place, request in enumerate(self.requests):
+            delta = ChoiceDelta(tokenizer.decode_all(request.prompt_ids), list(request.prompt_ids))
+            if scores:
+                # The first token has no log probability; `_logprobs` writes null for it.
+                delta.logprobs = [score or 0.0 for score in scores[place]]
+                lengths = [len(tokenizer.token_bytes.spell(token)[0]) for token in request.prompt_ids]
+                delta.offsets = list(accumulate(lengths[:-1], initial=0))
+            deltas.append(delta)
+        self._echoed = deltas
 
-async def _plan(service: Service, body: CompletionBody) -> list[GenerateRequest]:
-    if body.flat and (body.stream or body.echo or body.stops):
-        raise bad("flat answers hold no text: `stream`, `echo` and `stop` do not go with `flat`", "flat")
-    if body.max_tokens == 0 and (body.flat or not body.echo):
-        raise bad("max_tokens = 0 asks for nothing but the prompt: set `echo`", "max_tokens")
-    if body.max_tokens == 0 and body.stream:
-        raise bad("max_tokens = 0 leaves nothing to stream", "stream")
-    if body.stream_options and not body.stream:
-        raise bad("stream_options needs `stream: true`", "stream_options")
-    return await plan(
-        body,
-        await _prompts(service, body),
-        service.models,
-        service.tokenizer,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        top_logprobs=body.logprobs or 0,
-        grammar=grammar_of(body.response_format, body.regex),
-    )
+    async def _whole(self) -> list[ChoiceDelta]:
+        return [ChoiceDelta() for _ in self.requests] if self._body.max_tokens == 0 else await super()._whole()
 
-
-async def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ...]]:
-    """One or several prompts, as text or tokens."""
-    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if given and isinstance(given[0], int):
-        given = [given]
-    if isinstance(given[0], str):
-        return await service.tokenizer.encode_all(given, special=True)
-    return [tuple(prompt) for prompt in given]
-
-
-class Continuation:
-    """Shapes a reply as completions: text, arrays of log probabilities, the prompt before it if it is echoed."""
-
-    def __init__(
-        self, service: Service, body: CompletionBody, reply: ResponseChoices, echoed: list[ChoiceDelta] | None
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._echoed = echoed
-        self.reply = reply
-        self._begun: set[int] = set()
-
-    @classmethod
-    async def plan(cls, service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> "Continuation":
-        reply, echoed = await asyncio.gather(
-            ResponseChoices.plan(service, body, requests, offsets=body.logprobs is not None),
-            _echo(service, body, requests) if body.echo else _nothing(),
-        )
-        return cls(service, body, reply, echoed)
-
-    async def answer(self) -> dict[str, Any]:
-        nothing = self._body.max_tokens == 0
-        deltas = [ChoiceDelta() for _ in self.reply.requests] if nothing else await self.reply.whole()
-        choices = [
-            self._choice(index, delta, "length" if nothing else self.reply.outputs[index].finish, first=True)
-            for index, delta in enumerate(deltas)
-        ]
-        head = heading("text_completion", "cmpl", self._body.model or self._service.models.name)
-        return head | {"choices": choices, "usage": self.reply.usage()}
-
-    def chunks(self, index: int, delta: ChoiceDelta, ended: bool) -> list[dict[str, Any]]:
-        first = index not in self._begun
-        finish = self.reply.outputs[index].finish if ended else None
-        choice = self._choice(index, delta, finish, first)
+    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
+        finish = self.outputs[index].finish if ended else None
+        choice = self._choice(index, delta, finish, index not in self._begun)
         shown = self._body.logprobs is not None or self._body.return_token_ids or self._body.return_versions
         if not (choice["text"] or finish or (shown and delta.token_ids)):
-            return []
+            return None
         self._begun.add(index)
-        return [choice]
+        return choice
+
+    def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        return self._choice(index, delta, self.outputs[index].finish or "length", first=True)
 
     def _choice(self, index: int, delta: ChoiceDelta, finish: str | None, first: bool) -> dict[str, Any]:
         prompt = self._echoed[index] if self._echoed else None
         text = prompt.text + delta.text if prompt and first else delta.text
         logprobs = self._logprobs(delta, prompt, first) if self._body.logprobs is not None else None
-        extras = self.reply.extras(index, delta, first)
+        extras = self.extras(index, delta, first)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **extras}
 
     def _logprobs(self, delta: ChoiceDelta, prompt: ChoiceDelta | None, first: bool) -> dict[str, Any]:
         token_bytes = self._service.tokenizer.token_bytes
-        start = len(prompt.text) if prompt else 0
-        said = completion_logprobs(delta, token_bytes, self._body.logprobs or 0, start)
-        return _joined(completion_logprobs(prompt, token_bytes, 0), said) if prompt and first else said
-
-
-async def _nothing() -> None:
-    return None
-
-
-async def _echo(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> list[ChoiceDelta]:
-    """Each prompt as if it had been said, with its log probabilities if those are wanted."""
-    deltas = []
-    scores = await score_prompts(service, requests) if body.logprobs is not None else None
-    for place, request in enumerate(requests):
-        delta = ChoiceDelta(service.tokenizer.decode_all(request.prompt_ids), list(request.prompt_ids))
-        if scores:
-            # The first token has no log probability; `_joined` writes null for it.
-            delta.logprobs = [score or 0.0 for score in scores[place]]
-            lengths = [len(service.tokenizer.token_bytes.spell(token)[0]) for token in request.prompt_ids]
-            delta.offsets = list(accumulate(lengths[:-1], initial=0))
-        deltas.append(delta)
-    return deltas
-
-
-def _joined(prompt: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """Log probabilities of prompt and completion as one."""
-    both = {key: prompt[key] + said[key] for key in ("tokens", "token_logprobs", "text_offset")}
-    both["token_logprobs"][0] = None
-    ranked = said["top_logprobs"]
-    return both | {"top_logprobs": [None] * len(prompt["tokens"]) + ranked if ranked is not None else None}
+        said = completion_logprobs(delta, token_bytes, self._body.logprobs or 0, len(prompt.text) if prompt else 0)
+        if not prompt or not first:
+            return said
+        echoed = completion_logprobs(prompt, token_bytes, 0)
+        both = {key: echoed[key] + said[key] for key in ("tokens", "token_logprobs", "text_offset")}
+        both["token_logprobs"][0] = None
+        ranked = said["top_logprobs"]
+        return both | {"top_logprobs": [None] * len(echoed["tokens"]) + ranked if ranked is not None else None}

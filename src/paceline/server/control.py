@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from paceline.clients.link import EngineLink
-from paceline.engine.base import Engine
 from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError
 from paceline.model.adapter_names import canonical
 from paceline.server.bodies import (
@@ -33,94 +32,84 @@ from paceline.server.bodies import (
     UpdateHead,
     WeightsBody,
 )
+from paceline.server.completions import check_vocabulary
 from paceline.server.errors import MISMATCH, OTHER_BASE, Refusal, bad, invalid_body
-from paceline.server.http import CONTROL_BYTES, FastJsonResponse, read_body, unless_gone
-from paceline.server.plan import check_vocabulary
-from paceline.server.service import Service, service_of
+from paceline.server.http import unless_gone
+from paceline.server.service import Service
 from paceline.weights.tensors import unpacked
 from paceline.weights.transports import UPDATE_HEADER
 from paceline.weights.update import Adapter, Canary, WeightUpdate
 from paceline.weights.weight_store import StoredTensors, read_delta
 
 
-async def score(request: Request) -> Response:
+async def score(service: Service, body: ScoreBody, request: Request) -> dict[str, Any]:
     """Log probability of every token given those before it; 0.0 for the first."""
-    service = service_of(request)
-    body = await read_body(request, ScoreBody)
     model = await service.models.resolve(body.model)
     for sequence in body.token_ids:
         if len(sequence) > service.models.limits.max_context:
             raise bad(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
         check_vocabulary(sequence, service.models, "token_ids")
-    logprobs = await unless_gone(request.receive, service.engine.score(body.token_ids, body.temperature, model))
-    return FastJsonResponse({"logprobs": logprobs})
+    return {
+        "logprobs": await unless_gone(request.receive, service.engine.score(body.token_ids, body.temperature, model))
+    }
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(service: Service, body: TokenizeBody, _: Request) -> dict[str, Any]:
     """How the model splits a text, its special tokens included."""
-    service = service_of(request)
-    body = await read_body(request, TokenizeBody)
     tokens = list(await service.tokenizer.encode(body.prompt, special=True))
-    return FastJsonResponse({"tokens": tokens, "count": len(tokens)})
+    return {"tokens": tokens, "count": len(tokens)}
 
 
-async def models(request: Request) -> Response:
+async def models(service: Service, *_: object) -> dict[str, Any]:
     """The served model and its adapters."""
-    service = service_of(request)
     await service.models.refresh()
-    return FastJsonResponse({"object": "list", "data": [_model(service, name) for name in service.models.names()]})
+    shared = {"object": "model", "created": service.started, "owned_by": "paceline"}
+    return {"object": "list", "data": [{"id": name, **shared} for name in service.models.names()]}
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": service.started, "owned_by": "paceline"}
-
-
-async def health(request: Request) -> Response:
+async def health(service: Service, *_: object) -> dict[str, Any]:
     """200 while the engine lives."""
-    await service_of(request).check_alive()
-    return FastJsonResponse({"status": "ok"})
+    await service.check_alive()
+    return {"status": "ok"}
 
 
-async def metrics(request: Request) -> Response:
+async def metrics(service: Service, *_: object) -> Response:
     """Prometheus text."""
-    service = service_of(request)
     text = service.meter.exposition(await service.engine.stats())
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
-async def policy(request: Request) -> Response:
+async def policy(service: Service, *_: object) -> dict[str, Any]:
     """Version and fingerprint of the weights really served."""
-    return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.policy()))
+    return dataclasses.asdict(await service.engine.policy())
 
 
-async def adapter_versions(request: Request) -> Response:
+async def adapter_versions(service: Service, *_: object) -> dict[str, Any]:
     """The policy's version, and each adapter's."""
-    service = service_of(request)
     await service.models.refresh()
     served = await service.engine.policy()
-    return FastJsonResponse({"version": served.version, "adapters": dict(service.models.limits.adapters)})
+    return {"version": served.version, "adapters": dict(service.models.limits.adapters)}
 
 
-async def limits(request: Request) -> Response:
+async def limits(service: Service, *_: object) -> dict[str, Any]:
     """The engine's limits."""
-    service = service_of(request)
     await service.models.refresh()
     known = service.models.limits
     shown = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
-    return FastJsonResponse(shown | {"adapters": dict(known.adapters), "model": service.models.name})
+    return shown | {"adapters": dict(known.adapters), "model": service.models.name}
 
 
-async def stats(request: Request) -> Response:
+async def stats(service: Service, *_: object) -> dict[str, Any]:
     """Vital signs, for routing."""
-    return FastJsonResponse(dataclasses.asdict(await service_of(request).engine.stats()))
+    return dataclasses.asdict(await service.engine.stats())
 
 
-def engine_command(run: Callable[[Engine], Awaitable[None]], text: str) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that does one thing to the engine."""
+def engine_command(name: str, text: str) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """An endpoint that calls one method of the engine."""
 
-    async def endpoint(request: Request) -> Response:
-        await run(service_of(request).engine)
-        return FastJsonResponse({"status": "ok"})
+    async def endpoint(service: Service, *_: object) -> dict[str, Any]:
+        await getattr(service.engine, name)()
+        return {"status": "ok"}
 
     endpoint.__doc__ = text
     return endpoint
@@ -129,30 +118,24 @@ def engine_command(run: Callable[[Engine], Awaitable[None]], text: str) -> Calla
 ADAPTER_ENDINGS = ("lora_A.weight", "lora_B.weight")
 
 
-async def load_adapter(request: Request) -> Response:
+async def load_adapter(service: Service, body: AdapterBody, _: Request) -> dict[str, Any]:
     """Serve a LoRA adapter; answers once it is applied."""
-    service = service_of(request)
-    body = await read_body(request, AdapterBody, CONTROL_BYTES)
-    update = await asyncio.to_thread(adapter_update, body)
-    answer = await apply(service, update)
+    answer = await apply(service, await asyncio.to_thread(adapter_update, body))
     await service.models.refresh()
-    return FastJsonResponse(answer)
+    return answer
 
 
-async def load_weights(request: Request) -> Response:
+async def load_weights(service: Service, body: WeightsBody, _: Request) -> dict[str, Any]:
     """Serve weights from this machine's disk; answers once they are applied."""
-    service = service_of(request)
-    body = await read_body(request, WeightsBody)
-    tensors = await opened(service, find_files(body.path, service.allowed))
-    return await _apply_update(service, body, tensors)
+    return await _apply_update(service, body, await opened(service, find_files(body.path, service.allowed)))
 
 
 async def _apply_update(
     service: Service, head: UpdateHead | WeightsBody, tensors: Mapping[str, Any], delta: Any = None
-) -> Response:
+) -> dict[str, Any]:
     canary = canary_of(head.canary)
     update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary, delta=delta)
-    return FastJsonResponse(await apply(service, update))
+    return await apply(service, update)
 
 
 async def opened(service: Service, files: Sequence[Path]) -> StoredTensors:
@@ -196,7 +179,7 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     strange = [name for name in tensors if not name.endswith(ADAPTER_ENDINGS)]
     if strange:
         raise bad(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_ENDINGS)}", "weights")
-    scale = body.scale if body.scale is not None else scale_of(metadata(data))
+    scale = body.scale if body.scale is not None else scale_of(data)
     adapter = Adapter(body.name or "", scale)
     return WeightUpdate(body.version, tensors, adapter, body.fingerprint, canary_of(body.canary))
 
@@ -205,14 +188,10 @@ def canary_of(body: CanaryBody | None) -> Canary | None:
     return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
 
 
-def metadata(data: bytes) -> Mapping[str, str]:
-    """A safetensors file's own notes; the file was read before, so its header is sound."""
+def scale_of(data: bytes) -> float:
+    """alpha / rank, where the metadata of a safetensors file says so. The file was read before: its header is sound."""
     (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-
-
-def scale_of(notes: Mapping[str, str]) -> float:
-    """alpha / rank, where the file says so."""
+    notes = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     if "alpha" not in notes or "rank" not in notes:
         return 1.0
     try:
@@ -243,16 +222,14 @@ HEADER_ROOM = 8 << 20
 """Bytes a file may hold beside the numbers: names and shapes."""
 
 
-async def upload(request: Request) -> Response:
+async def upload(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
     """Serve weights that are the body, a safetensors file; answers once they are applied."""
-    service, head = service_of(request), head_of(request)
     async with service.spool.body(request, await most_bytes(service), "safetensors") as file:
         return await _apply_update(service, head, await opened(service, [file]))
 
 
-async def delta(request: Request) -> Response:
+async def delta(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
     """Change the weights that are served as the body, a delta, says; answers once it is applied."""
-    service, head = service_of(request), head_of(request)
     async with service.spool.body(request, await most_bytes(service), "delta") as file:
         change = await asyncio.to_thread(lambda: read_delta(file.read_bytes()))
     if change.result.version != head.version:
@@ -260,10 +237,8 @@ async def delta(request: Request) -> Response:
     return await _apply_update(service, head, {}, change)
 
 
-async def join(request: Request) -> Response:
+async def join(service: Service, body: GroupBody, _: Request) -> dict[str, Any]:
     """Join a group in which weights are broadcast, and leave the one before; answers once all have come."""
-    service = service_of(request)
-    body = await read_body(request, GroupBody)
     if body.rank >= body.world:
         raise bad(f"rank {body.rank} in a group of {body.world}", "rank")
     if body.address not in service.peers:
@@ -284,13 +259,11 @@ async def join(request: Request) -> Response:
     finally:
         service.joining = False
     service.receiver = receiver
-    return FastJsonResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def receive(request: Request) -> Response:
+async def receive(service: Service, body: ReceiveBody, _: Request) -> dict[str, Any]:
     """Serve weights that the group broadcasts now; answers once they are applied."""
-    service = service_of(request)
-    body = await read_body(request, ReceiveBody)
     receiver = service.receiver
     if receiver is None:
         raise bad("this server is in no group: POST /weights/group first", code="no_group")

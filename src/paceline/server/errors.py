@@ -57,8 +57,9 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> Refu
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    body = ErrorBody(message=message, type=_kind(status), param=param, code=code)
-    return orjson.dumps({"error": body.model_dump()})
+    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = named.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def error_response(
@@ -90,7 +91,8 @@ def invalid_body(error: ValidationError) -> Refusal:
     if detail["type"] == "json_invalid":
         return bad(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
     # Where a field may be of several types the location ends in the type's own name; a client knows only its fields.
-    param = ".".join(str(part) for part in detail["loc"] if not _names_a_type(part)) or None
+    types = ("str", "int", "float", "bool", "none")
+    param = ".".join(str(part) for part in detail["loc"] if part not in types and "[" not in str(part)) or None
     if detail["type"] == "extra_forbidden":
         return bad(f"there is no field `{param}`: leave it out", param, "unknown_field")
     if detail["type"] == "missing":
@@ -103,13 +105,10 @@ def install_error_handlers(app: FastAPI) -> None:
     """One shape for whatever an endpoint raises; only a real bug is a 500."""
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refusal)
-        headers = {"Retry-After": RETRY_SECONDS} if error.status == 429 else None
-        return error_response(error.status, str(error), error.param, error.code, headers)
-
-    async def engine_failed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EngineError)
-        return await refused(request, refusal_of(error))
+        refusal = refusal_of(error) if isinstance(error, EngineError) else error
+        assert isinstance(refusal, Refusal)
+        headers = {"Retry-After": RETRY_SECONDS} if refusal.status == 429 else None
+        return error_response(refusal.status, str(refusal), refusal.param, refusal.code, headers)
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -127,20 +126,11 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(500, f"the server failed: {type(error).__name__}; its log has the cause")
 
     app.add_exception_handler(Refusal, refused)
-    app.add_exception_handler(EngineError, engine_failed)
+    app.add_exception_handler(EngineError, refused)
     app.add_exception_handler(HTTPException, not_routed)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)  # in the middle of its body
     app.add_exception_handler(Exception, bug)
-
-
-def _kind(status: int) -> str:
-    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    return named.get(status, "server_error" if status >= 500 else "invalid_request_error")
-
-
-def _names_a_type(part: str | int) -> bool:
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool", "none") or "[" in part)
 
 
 IGNORED_HEADER = "Paceline-Ignored"
@@ -157,23 +147,19 @@ PROMPT_FIELDS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "truncate_prompt_tokens": (-1,),
 }
-SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
+_NEVER_NEUTRAL = (
+    *("guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "structured_outputs"),
+    *("max_new_tokens", "n_predict"),
+)
+SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_NEVER_NEUTRAL, ()) | {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "max_new_tokens": (),
     "min_tokens": (0,),
     "mirostat": (0,),
-    "n_predict": (),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "top_a": (0,),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -189,7 +175,7 @@ def take_unknown(body: BaseModel) -> list[str]:
 
     Refused is what the body's class calls `unsupported`, and a name that is nearly that of a known field.
     """
-    refused = getattr(type(body), "unsupported", {})
+    refused = getattr(type(body), "unsupported", ())
     found: dict[str, None] = {}
     count = 0
     for where, model in _models(body, ""):
@@ -200,11 +186,12 @@ def take_unknown(body: BaseModel) -> list[str]:
         for name, value in extra.items():
             if value is None or (not where and value in _NEUTRAL.get(name, ())):
                 continue
-            shown = _shown(where + name)
+            # A client's own word stands in a header and in the name of a metric.
+            shown = where + name if _PLAIN.fullmatch(where + name) else "(no identifier)"
             if not where and name in refused:
                 raise bad(f"`{name}` is not supported: leave it out", name, "unsupported_field")
-            if near := _misspelled(name, model):
-                raise bad(f"there is no field `{shown}`: did you mean `{near}`?", shown, "unknown_field")
+            if near := difflib.get_close_matches(name[:64], type(model).model_fields, 1, LIKENESS):
+                raise bad(f"there is no field `{shown}`: did you mean `{near[0]}`?", shown, "unknown_field")
             found[_PLACE.sub("", shown)] = None
         extra.clear()
     return list(found)
@@ -232,12 +219,3 @@ def _models(value: BaseModel, where: str) -> Iterator[tuple[str, BaseModel]]:
         elif isinstance(inner, list) and inner and isinstance(inner[0], BaseModel):
             for place, item in enumerate(inner):
                 yield from _models(item, f"{where}{name}.{place}.")
-
-
-def _misspelled(name: str, model: BaseModel) -> str | None:
-    return next(iter(difflib.get_close_matches(name[:64], type(model).model_fields, 1, LIKENESS)), None)
-
-
-def _shown(name: str) -> str:
-    """A client's own word, where it may stand in a header and in the name of a metric."""
-    return name if _PLAIN.fullmatch(name) else "(no identifier)"

@@ -23,11 +23,11 @@ class ThreadToLoopQueue:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[LoopInbox, Any]] = deque()
+        self._pending: deque[tuple[asyncio.Queue[Any], Any]] = deque()
         self._woken = False
         self._loop = asyncio.get_running_loop()
 
-    def send(self, inbox: "LoopInbox", message: Any) -> None:
+    def send(self, inbox: asyncio.Queue[Any], message: Any) -> None:
         """From any thread."""
         self._pending.append((inbox, message))
         if not self._woken:
@@ -38,29 +38,7 @@ class ThreadToLoopQueue:
         self._woken = False
         while self._pending:
             inbox, message = self._pending.popleft()
-            inbox.put(message)
-
-
-class LoopInbox:
-    """Messages for one reader. A reader that is late finds several at once, and can answer them together."""
-
-    def __init__(self) -> None:
-        self._messages: list[Any] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, message: Any) -> None:
-        """From the loop's own thread only."""
-        self._messages.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[Any]:
-        """All messages, once there is at least one."""
-        if not self._messages:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter  # bounded: by the client's patience
-        messages, self._messages = self._messages, []
-        return messages
+            inbox.put_nowait(message)
 
 
 Event = tuple[int, Piece | Completion]
@@ -81,7 +59,7 @@ class Generation:
         self, engine: Engine, queue: ThreadToLoopQueue, requests: Sequence[GenerateRequest], listen: bool
     ) -> None:
         self._engine, self._queue, self._requests, self._listen = engine, queue, requests, listen
-        self._inbox = LoopInbox()
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[Completion]] = []
         self._stopped: set[int] = set()
 
@@ -115,7 +93,10 @@ class Generation:
         running = len(self._tasks)
         while running:
             events: list[Event] = []
-            for index, what in await self._inbox.take():
+            messages = [await self._inbox.get()]  # bounded: by the client's patience
+            while not self._inbox.empty():  # a reader that is late finds several, and answers them together
+                messages.append(self._inbox.get_nowait())
+            for index, what in messages:
                 if isinstance(what, asyncio.Task):
                     running -= 1
                     if index in self._stopped:

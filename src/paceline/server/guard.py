@@ -35,16 +35,14 @@ class Meter:
         self._seconds[route] += seconds  # ty: ignore[invalid-assignment] - a Counter adds floats as well
 
     def exposition(self, stats: EngineStats) -> str:
-        return "\n".join([*self._engine(stats), *self._http()]) + "\n"
+        return "\n".join(self._lines(stats)) + "\n"
 
-    def _engine(self, stats: EngineStats) -> Iterator[str]:
+    def _lines(self, stats: EngineStats) -> Iterator[str]:
         for field in fields(stats):
             counts = field.name in COUNTERS
             name = f"paceline_engine_{field.name}{'_total' if counts else ''}"
             yield f"# TYPE {name} {'counter' if counts else 'gauge'}"
             yield f"{name} {float(getattr(stats, field.name)):g}"
-
-    def _http(self) -> Iterator[str]:
         yield "# TYPE paceline_http_open_requests gauge"
         yield f"paceline_http_open_requests {self.open}"
         yield "# TYPE paceline_http_requests_total counter"
@@ -100,16 +98,10 @@ class ServerGuard:
     """Plain ASGI, since a middleware that wraps bodies would stand between an endpoint and a client that leaves."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        meter: Meter,
-        routes: Collection[str],
-        api_key: str | None,
-        control: Collection[str] = (),
+        self, app: ASGIApp, meter: Meter, routes: Collection[str], api_key: str | None, control: Collection[str] = ()
     ) -> None:
         """`control` are the paths that change what is served: they need the key even where nothing else does."""
-        self._app = app
-        self._meter = meter
+        self._app, self._meter = app, meter
         self._routes, self._control = frozenset(routes), frozenset(control)
         self._expected = f"Bearer {api_key}".encode() if api_key else None
         self._turns = RequestAdmission()

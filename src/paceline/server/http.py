@@ -134,13 +134,10 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._chunk(send, self._first)
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for event in self._events:
-            await self._chunk(send, event)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _chunk(self, send: Send, event: bytes) -> Awaitable[None]:
-        return send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 def event(value: Any) -> bytes:

@@ -5,21 +5,26 @@ Log probabilities have OpenAI's two shapes: a list of objects for chats, paralle
 
 import codecs
 import copy
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi import Request, Response
 
 from paceline.clients.rpc import join
 from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
-from paceline.server.answers import usage
+from paceline.server.answers import heading, usage
 from paceline.server.bodies import SamplingBody
-from paceline.server.errors import error_object, refusal_of
+from paceline.server.errors import Refusal, error_object, refusal_of
 from paceline.server.generation import Event, Generation
-from paceline.server.http import DONE, event
+from paceline.server.http import DONE, EventStream, FastJsonResponse, event, unless_gone
 from paceline.server.service import Service
 from paceline.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
+
+B = TypeVar("B", bound=SamplingBody)
 
 
 class StopMatcher:
@@ -36,9 +41,6 @@ class StopMatcher:
         self._held = ""
         self.found = False
 
-    def copy(self) -> "StopMatcher":
-        return copy.copy(self)
-
     def feed(self, text: str) -> str:
         """The part of the text, and of text held back before, that is sure to belong to the answer."""
         if self.found:
@@ -50,7 +52,9 @@ class StopMatcher:
         if hits:
             self.found, self._held = True, ""
             return text[: min(hits)[1]]
-        keep = self._beginning(text)
+        # The longest end of the text with which some stop string begins.
+        longest = min(max(map(len, self.stops)) - 1, len(text))
+        keep = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -58,11 +62,6 @@ class StopMatcher:
         """The text is over: what was held back is no stop string after all."""
         text, self._held = self._held, ""
         return text
-
-    def _beginning(self, text: str) -> int:
-        """Length of the longest end of the text with which some stop string begins."""
-        longest = min(max(map(len, self.stops)) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
 
 
 @dataclass(slots=True)
@@ -108,14 +107,15 @@ class OutputProcessor:
         """Take newly sampled tokens. Once `finish` is set nothing more is said."""
         if self.finish:
             return ChoiceDelta()
-        before = (self._detokeniser.copy(), self._matcher.copy()) if self._matcher.stops else None
-        text = self._matcher.feed(self._detokeniser.feed(self._said(piece.token_ids)))
-        taken = len(piece.token_ids)
+        before = (self._detokeniser.copy(), copy.copy(self._matcher)) if self._matcher.stops else None
+        ids, taken = piece.token_ids, len(piece.token_ids)
+        # The token that only ends the answer is no part of its text; nothing comes after it.
+        text = self._matcher.feed(self._detokeniser.feed(ids[:-1] if ids and ids[-1] in self._ends else ids))
         if before and self._matcher.found:
             self.finish = "stop"
-            taken = self._until_found(piece.token_ids, *before)
+            taken = self._until_found(ids, *before)
         self.sampled += taken
-        delta = ChoiceDelta(text, piece.token_ids[:taken], piece.logprobs[:taken], piece.versions[:taken])
+        delta = ChoiceDelta(text, ids[:taken], piece.logprobs[:taken], piece.versions[:taken])
         delta.top = (piece.top or [])[:taken]
         if self._ruler is not None:
             delta.offsets = self._ruler.measure(delta.token_ids)
@@ -133,10 +133,6 @@ class OutputProcessor:
             delta.text += self._matcher.flush()
             self.finish = "stop" if self._matcher.found else completion.finish
         return delta
-
-    def _said(self, token_ids: list[int]) -> list[int]:
-        """Without the token that only ends the answer; nothing comes after it."""
-        return token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
 
     def _until_found(self, token_ids: list[int], detokeniser: Detokeniser, matcher: StopMatcher) -> int:
         """How many tokens it takes to complete the stop string."""
@@ -195,80 +191,130 @@ def _entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any
 
 def _ranked(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     named: dict[str, float] = {}
-    for token, logprob in ranked:
-        # Two tokens may be spelt alike; the more probable one comes first and stays.
+    for token, logprob in ranked:  # two may be spelt alike: the more probable one comes first and stays
         named.setdefault(token_bytes.spell(token)[0], max(logprob, LOWEST))
     return named
 
 
-Step = tuple[int, ChoiceDelta, bool]
-"""A choice's index, what it gained, and whether it has ended."""
+class ChoiceWriter(ABC, Generic[B]):
+    """Runs the choices of one request and writes them in a format of the API: whole, or as the events of a stream."""
 
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    prefix: ClassVar[str]
+    """Of the response's id."""
 
-@dataclass(slots=True)
-class ResponseChoices:
-    """The choices of one request, as text."""
+    def __init__(self, service: Service, body: B, requests: list[GenerateRequest], *, offsets: bool = False) -> None:
+        self._service, self._body = service, body
+        self.requests = requests
+        self.outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
+        self.prompt_logprobs: list[list[float | None]] | None = None
+        self._begun: set[int] = set()
+        """Choices of which a chunk was sent."""
+        self._head: dict[str, Any] = {}
 
-    service: Service
-    body: SamplingBody
-    requests: list[GenerateRequest]
-    outputs: list[OutputProcessor]
-    prompt_logprobs: list[list[float | None]] | None
+    async def prepare(self) -> None:
+        """Ask for log probabilities of the prompts, where the client wants them."""
+        if self._body.prompt_logprobs:
+            self.prompt_logprobs = await score_prompts(self._service, self.requests)
 
-    @classmethod
-    async def plan(
-        cls, service: Service, body: SamplingBody, requests: list[GenerateRequest], offsets: bool
-    ) -> "ResponseChoices":
-        outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
-        scores = await score_prompts(service, requests) if body.prompt_logprobs else None
-        return cls(service, body, requests, outputs, scores)
+    @abstractmethod
+    def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        """A choice as a whole."""
 
-    async def steps(self, listen: bool) -> AsyncGenerator[Step]:
-        """Everything the choices say, until all have ended. Several pieces of one choice are told together."""
-        async with Generation(self.service.engine, self.service.queue, self.requests, listen) as generation:
+    @abstractmethod
+    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
+        """What a stream says of a choice after one step; None for nothing."""
+
+    async def respond(self, request: Request) -> Response:
+        if self._body.stream:
+            return await EventStream.begin(request, self._events())
+        return FastJsonResponse(await unless_gone(request.receive, self.answer()))
+
+    async def answer(self) -> dict[str, Any]:
+        choices = [self.choice(index, delta) for index, delta in enumerate(await self._whole())]
+        return self._heading(self.kind) | {"choices": choices, "usage": self.usage()}
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        """Server-sent events. An error before the first one has a status of its own."""
+        self._head = self._heading(self.chunk_kind) | ({"usage": None} if self._counts else {})
+        begun = False
+        try:
+            async with aclosing(self._steps(listen=True)) as steps:
+                async for index, delta, ended in steps:
+                    if (chunk := self.chunk(index, delta, ended)) and (data := self.encode(chunk)):
+                        begun = True
+                        yield data
+        except EngineError as error:
+            if not begun:
+                raise
+            yield self.encode_failure(refusal_of(error))
+            return
+        yield self.encode_end()
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        options = self._body.stream_options
+        always = options and self._counts and options.continuous_usage_stats
+        used = {"usage": self._usage_of(chunk["index"])} if always else {}
+        return event(self._head | used | {"choices": [chunk]})
+
+    def encode_failure(self, refusal: Refusal) -> bytes:
+        return b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
+
+    def encode_end(self) -> bytes:
+        return (event(self._head | {"choices": [], "usage": self.usage()}) if self._counts else b"") + DONE
+
+    @property
+    def _counts(self) -> bool:
+        """Whether a stream ends with the number of its tokens."""
+        return bool(self._body.stream_options and self._body.stream_options.include_usage)
+
+    def _heading(self, kind: str) -> dict[str, Any]:
+        return heading(kind, self.prefix, self._body.model or self._service.models.name)
+
+    async def _steps(self, listen: bool) -> AsyncGenerator[tuple[int, ChoiceDelta, bool]]:
+        """A choice's index, what it gained, and whether it has ended, until all have. Several pieces of one choice are
+        told together."""
+        async with Generation(self._service.engine, self._service.queue, self.requests, listen) as generation:
             async for events in generation.events():
-                for index, (delta, ended) in self._hear(events, generation, listen).items():
-                    yield index, delta, ended
+                gained: dict[int, ChoiceDelta] = {}
+                for index, what in merged(events):
+                    output = self.outputs[index]
+                    if output.finish is not None:
+                        continue
+                    delta = output.end(what, listen) if isinstance(what, Completion) else output.hear(what)
+                    if output.finish is not None:
+                        generation.stop(index)
+                    if index in gained:
+                        gained[index].add(delta)
+                    else:
+                        gained[index] = delta
+                for index, delta in gained.items():
+                    yield index, delta, self.outputs[index].finish is not None
 
-    async def whole(self) -> list[ChoiceDelta]:
+    async def _whole(self) -> list[ChoiceDelta]:
         """Every choice from beginning to end. Tokens are listened to only where a stop string may end it early."""
         deltas = [ChoiceDelta() for _ in self.requests]
-        async for index, delta, _ in self.steps(listen=bool(self.body.stops)):
+        async for index, delta, _ in self._steps(listen=bool(self._body.stops)):
             deltas[index].add(delta)
         return deltas
 
-    def _hear(self, events: list[Event], generation: Generation, listen: bool) -> dict[int, tuple[ChoiceDelta, bool]]:
-        gained: dict[int, tuple[ChoiceDelta, bool]] = {}
-        for index, what in merged(events):
-            output = self.outputs[index]
-            if output.finish is not None:
-                continue
-            delta = output.end(what, listen) if isinstance(what, Completion) else output.hear(what)
-            if output.finish is not None:
-                generation.stop(index)
-            if index in gained:
-                gained[index][0].add(delta)
-                delta = gained[index][0]
-            gained[index] = (delta, output.finish is not None)
-        return gained
-
-    def usage_of(self, index: int) -> dict[str, Any]:
+    def _usage_of(self, index: int) -> dict[str, Any]:
         """Tokens of one choice so far."""
-        output = self.outputs[index]
-        return usage([self.requests[index]], 1, output.sampled, output.cached)
+        return usage([self.requests[index]], 1, self.outputs[index].sampled, self.outputs[index].cached)
 
     def usage(self) -> dict[str, Any]:
         sampled = sum(output.sampled for output in self.outputs)
-        cached = sum(output.cached for output in self.outputs[:: self.body.n or 1])
-        return usage(self.requests, self.body.n or 1, sampled, cached)
+        cached = sum(output.cached for output in self.outputs[:: self._body.n or 1])
+        return usage(self.requests, self._body.n or 1, sampled, cached)
 
     def extras(self, index: int, delta: ChoiceDelta, first: bool = True) -> dict[str, Any]:
         """Fields of a choice beyond OpenAI's shape, where the client asked for them."""
         extra: dict[str, Any] = {}
-        if self.body.return_token_ids:
+        if self._body.return_token_ids:
             extra |= {"prompt_token_ids": self.requests[index].prompt_ids} if first else {}
             extra["token_ids"] = delta.token_ids
-        if self.body.return_versions:
+        if self._body.return_versions:
             extra["versions"] = delta.versions
         if self.prompt_logprobs is not None and first:
             extra["prompt_logprobs"] = self.prompt_logprobs[index]
@@ -287,37 +333,6 @@ def merged(events: list[Event]) -> Iterator[Event]:
     for index, some in pieces.items():
         yield index, join(some)
     yield from ((index, what) for index, what in events if isinstance(what, Completion))
-
-
-async def stream(
-    reply: ResponseChoices,
-    heading: dict[str, Any],
-    chunks: Callable[[int, ChoiceDelta, bool], Sequence[dict[str, Any]]],
-) -> AsyncGenerator[bytes]:
-    """Server-sent events of a reply; `chunks` gives the choices that one step adds."""
-    options = reply.body.stream_options
-    counts = bool(options and options.include_usage)
-    always = bool(options and counts and options.continuous_usage_stats)
-    if counts:
-        heading = heading | {"usage": None}
-    begun = False
-    try:
-        async with aclosing(reply.steps(listen=True)) as steps:
-            async for index, delta, ended in steps:
-                begins = heading | {"usage": reply.usage_of(index)} if always else heading
-                data = b"".join(event(begins | {"choices": [choice]}) for choice in chunks(index, delta, ended))
-                if data:
-                    begun = True
-                    yield data
-    except EngineError as error:
-        if not begun:
-            raise
-        refusal = refusal_of(error)
-        yield b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
-        return
-    if counts:
-        yield event(heading | {"choices": [], "usage": reply.usage()})
-    yield DONE
 
 
 async def score_prompts(service: Service, requests: Sequence[GenerateRequest]) -> list[list[float | None]]:

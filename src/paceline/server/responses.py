@@ -5,42 +5,35 @@ Nothing is stored: `store` has no effect, and `previous_response_id` is refused.
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
-from paceline.errors import EngineError
+from paceline.engine.base import GenerateRequest
 from paceline.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, text_only
-from paceline.server.chat import ChatResponse, plan_chat
-from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, invalid_body, refusal_of
-from paceline.server.http import EventStream, FastJsonResponse, read_body, unless_gone
-from paceline.server.service import service_of
+from paceline.server.completions import ChatWriter, plan_chat
+from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, Refusal, invalid_body
+from paceline.server.http import unless_gone
+from paceline.server.service import Service
 
 C = TypeVar("C", bound=ChatBody)
 MOST_ITEMS = 4096
-CHAT_FIELDS: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "function_call": (),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_tokens": (),
-    "messages": (),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "response_format": (),
-    "seed": (),
-    "stop": ([],),
-    "top_k": (0, -1),
-}
-"""Parameters of the Chat Completions API that have no effect here, each with the values that change nothing."""
-
-
+CHAT_FIELDS = (
+    *(
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+    ),
+    *("messages", "n", "presence_penalty", "response_format", "seed", "stop", "top_k"),
+)
+"""Parameters of the Chat Completions API that have no effect here."""
 TEXT_TYPES = ("input_text", "output_text", "text")
 
 
@@ -165,7 +158,7 @@ class ResponseStreamOptions(ClientBody):
 class ResponseBody(ClientBody):
     """Text, or items of a conversation, to respond to."""
 
-    unsupported = PROMPT_FIELDS | SAMPLING_FIELDS | CHAT_FIELDS
+    unsupported = (*PROMPT_FIELDS, *SAMPLING_FIELDS, *CHAT_FIELDS)
 
     model: str | None = None
     """The served model's name or an adapter's; the served model when left out."""
@@ -206,18 +199,6 @@ class ResponseBody(ClientBody):
     previous_response_id: Annotated[str | None, Neutral()] = None
     conversation: Annotated[Any | None, Neutral()] = None
     prompt: Annotated[dict[str, Any] | None, Neutral()] = None
-
-
-class ResponseAnswer(BaseModel):
-    """A response."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
 
 
 def as_chat(body: ResponseBody, kind: type[C]) -> C:
@@ -324,6 +305,10 @@ class ResponseWriter:
         output = [_message(self._message, "completed", text)] if text or not calls else []
         return self._ended([*output, *map(_call, calls)], finish, usage)
 
+    @property
+    def begun(self) -> bool:
+        return self._events > 0
+
     def begin(self) -> bytes:
         return self._event("response.created", response=self._head) + self._event(
             "response.in_progress", response=self._head
@@ -416,36 +401,34 @@ def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-async def respond(request: Request) -> Response:
+class ResponseStream(ChatWriter):
+    """Writes the one choice of a chat as a response."""
+
+    def __init__(
+        self, service: Service, body: ChatBody, requests: list[GenerateRequest], writer: ResponseWriter
+    ) -> None:
+        super().__init__(service, body, requests)
+        self._writer, self._reason = writer, None
+
+    async def answer(self) -> dict[str, Any]:
+        whole = await super().answer()
+        (choice,) = whole["choices"]
+        return self._writer.whole(choice["message"], choice["finish_reason"], whole["usage"])
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        self._reason = chunk["finish_reason"] or self._reason
+        return (b"" if self._writer.begun else self._writer.begin()) + self._writer.add(chunk["delta"])
+
+    def encode_failure(self, refusal: Refusal) -> bytes:
+        return self._writer.fail(str(refusal), refusal.code)
+
+    def encode_end(self) -> bytes:
+        return self._writer.end(self._reason, self.usage())
+
+
+async def respond(service: Service, body: ResponseBody, request: Request) -> Response:
     """Respond to text or to the items of a conversation."""
-    service = service_of(request)
-    body = await read_body(request, ResponseBody)
     chat = as_chat(body, ChatBody)
-    response = ChatResponse(service, chat, await unless_gone(request.receive, plan_chat(service, chat)))
+    requests = await unless_gone(request.receive, plan_chat(service, chat))
     writer = ResponseWriter(body, body.model or service.models.name)
-    if body.stream:
-        return await EventStream.begin(request, _stream(response, writer))
-    answer = await unless_gone(request.receive, response.answer())
-    (choice,) = answer["choices"]
-    return FastJsonResponse(writer.whole(choice["message"], choice["finish_reason"], answer["usage"]))
-
-
-async def _stream(response: ChatResponse, writer: ResponseWriter) -> AsyncGenerator[bytes]:
-    begun, finish = False, None
-    try:
-        async with aclosing(response.reply.steps(listen=True)) as steps:
-            async for index, delta, ended in steps:
-                for choice in response.chunks(index, delta, ended):
-                    finish = choice["finish_reason"] or finish
-                    data = b"" if begun else writer.begin()
-                    data += writer.add(choice["delta"])
-                    if data:
-                        begun = True
-                        yield data
-    except EngineError as error:
-        if not begun:
-            raise
-        refusal = refusal_of(error)
-        yield writer.fail(str(refusal), refusal.code)
-        return
-    yield writer.end(finish, response.reply.usage())
+    return await ResponseStream(service, chat, requests, writer).respond(request)

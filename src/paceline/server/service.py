@@ -85,7 +85,10 @@ class Spool:
         if self._here >= MOST_AT_ONCE:
             raise Refusal(429, f"{self._here} updates are arriving already", code="overloaded")
         self._here += 1
-        file = self._name(ending)
+        if self._folder is None:
+            self._folder = PrivateFolder()
+        self._numbers += 1
+        file = self._folder.path / f"{self._numbers}.{ending}"
         try:
             await _write(request, file, limit)
             yield file
@@ -96,12 +99,6 @@ class Spool:
     def close(self) -> None:
         if self._folder is not None:
             self._folder.close()
-
-    def _name(self, ending: str) -> Path:
-        if self._folder is None:
-            self._folder = PrivateFolder()
-        self._numbers += 1
-        return self._folder.path / f"{self._numbers}.{ending}"
 
 
 async def _write(request: Request, file: Path, limit: int) -> None:
@@ -164,7 +161,3 @@ class Service:
     async def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""
         await self.engine.stats()
-
-
-def service_of(request: Request) -> Service:
-    return request.app.state.service

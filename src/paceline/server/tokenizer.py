@@ -30,17 +30,11 @@ class TokenBytes:
     def spell(self, token: int) -> Spelling:
         spelling = self._known.get(token)
         if spelling is None:
-            spelling = self._known[token] = self._spell(token)
+            added = self._added.get(token)
+            written: Any = self._tokenizer.convert_ids_to_tokens(token) if added is None else None
+            data = self._raw_bytes(written or "") if added is None else added.encode()
+            spelling = self._known[token] = data.decode("utf-8", "replace"), list(data)
         return spelling
-
-    def _spell(self, token: int) -> Spelling:
-        piece = self._added.get(token)
-        if piece is None:
-            written: Any = self._tokenizer.convert_ids_to_tokens(token)
-            data = self._raw_bytes(written or "")
-        else:
-            data = piece.encode()
-        return data.decode("utf-8", "replace"), list(data)
 
 
 def _reader_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
@@ -196,15 +190,11 @@ class ServerTokenizer:
         """The text of a reply, without the tokens that only mark its structure."""
         if self._quick_decode is not None:
             return self._quick_decode(token_ids)
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text with every token shown."""
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def detokeniser(self, before: Sequence[int] = ()) -> Detokeniser:
         """For a text that follows upon these tokens."""
