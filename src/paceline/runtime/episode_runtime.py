@@ -100,30 +100,25 @@ def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> Weight
     """The update that a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
     version = read_state(folder)["version"]
     dtype = checkpoint_compute_dtype(folder) if model.dtype == "auto" else model.dtype
-    own = "float32" if mlx and model.lora else dtype  # mlx's adapters are float32 whatever the base is
-    tensors = _mlx_masters(folder, own) if mlx else _torch_masters(folder, own)
+    if mlx:
+        import mlx.core as mx
+
+        from paceline.trainer.mlx import checkpoint as mlx_checkpoint
+        from paceline.weights.mlx_arrays import settled
+
+        own = getattr(mx, "float32" if model.lora else dtype)  # adapters are float32 whatever the base is
+        tensors = settled({name: master.astype(own) for name, master in mlx_checkpoint.masters(folder).items()})
+    else:
+        import torch
+
+        from paceline.trainer.torch import checkpoint
+
+        tensors = {name: master.to(getattr(torch, dtype)) for name, master in checkpoint.masters(folder).items()}
     if model.lora is None:
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.
     adapter = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
-
-
-def _torch_masters(folder: Path, dtype: str) -> dict[str, Any]:
-    import torch
-
-    from paceline.trainer.torch.checkpoint import masters
-
-    return {name: master.to(getattr(torch, dtype)) for name, master in masters(folder).items()}
-
-
-def _mlx_masters(folder: Path, dtype: str) -> dict[str, Any]:
-    import mlx.core as mx
-
-    from paceline.trainer.mlx.checkpoint import masters
-    from paceline.weights.mlx_arrays import settled
-
-    return settled({name: master.astype(getattr(mx, dtype)) for name, master in masters(folder).items()})
 
 
 def serves(address: OpenAIServer, name: str) -> bool:

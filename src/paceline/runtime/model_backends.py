@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,6 @@ from paceline.config.hardware import DTYPES
 from paceline.config.model import Dtype
 from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
-from paceline.engine.engine import DecodingEngine
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
 from paceline.model import end_tokens
@@ -29,37 +28,13 @@ from paceline.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
     from paceline.engine.mlx.engine import MlxEngine
+    from paceline.runtime.torch_backend import TorchBackend
     from paceline.trainer.mlx.trainer import MlxTrainer
 
 
-class ModelBackend(Protocol):
-    """A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
-    shares the frozen base with the trainer."""
-
-    device: str
-    parameters: int
-
-    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """The tokens that end a turn."""
-        ...
-
-    def engine(
-        self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
-    ) -> DecodingEngine:
-        """`alone`: no trainer runs beside it, so that it may have the model itself."""
-        ...
-
-    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
-        """The engine of another maker that the run file names, fed by this trainer."""
-        ...
-
-    def trainer(self, config: RunConfig, dumps: Path) -> Trainer:
-        """Of the model itself, with its adapters if the run file asks for some."""
-        ...
-
-    def at_work(self) -> AbstractContextManager[object]:
-        """Held while engine and trainer run."""
-        ...
+ModelBackend: TypeAlias = "TorchBackend | MlxBackend"
+"""A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
+shares the frozen base with the trainer."""
 
 
 def require_mlx() -> None:

@@ -7,7 +7,7 @@ import json
 import secrets
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,7 @@ from paceline.observe.monitor.plot import reward_picture
 from paceline.observe.monitor.summary import Curve, MetricHistory
 from paceline.observe.monitor.text import amount, one_line, score
 from paceline.orchestrator import Checkpoints
-from paceline.rollout import Message, Reply, SamplingClient, Seat
+from paceline.rollout import Message, Reply, Seat
 from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
 from paceline.runtime.local import renderer_of, sampling_clients, with_sections
 from paceline.runtime.serving import embedded
@@ -112,17 +112,8 @@ class Policy:
         return self._worker.ask(speak, sampling, secrets.randbits(62) if seed is None else seed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """A loaded model, and how another thread reaches it."""
-
-    loop: asyncio.AbstractEventLoop
-    stop: asyncio.Event
-    tokenizer: PreTrainedTokenizerBase
-    voice: Callable[[SamplingConfig], SamplingClient]
-
-    async def speak(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-        return PolicyReply.of(await speak(Seat(self.voice(sampling), (seed,), 0), self.tokenizer))
+_Serving = tuple[asyncio.AbstractEventLoop, asyncio.Event, Callable[..., Coroutine[Any, Any, PolicyReply]]]
+"""How another thread reaches a loaded model: its event loop, what stops it, and what asks it."""
 
 
 class _EngineThread:
@@ -135,8 +126,8 @@ class _EngineThread:
         self._ready: Future[_Serving] = Future()
 
     def ask(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-        serving = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
-        answer = asyncio.run_coroutine_threadsafe(serving.speak(speak, sampling, seed), serving.loop)
+        loop, _, answered = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
+        answer = asyncio.run_coroutine_threadsafe(answered(speak, sampling, seed), loop)
         try:
             return answer.result()  # bounded: by max_tokens
         except BaseException:
@@ -149,10 +140,10 @@ class _EngineThread:
         if thread is None:
             return
         try:
-            serving = self._ready.result()  # bounded: by the loading of the model
+            loop, stop, _ = self._ready.result()  # bounded: by the loading of the model
         except Exception:  # it never came up, and its thread is at its end
             return
-        serving.loop.call_soon_threadsafe(serving.stop.set)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()  # bounded: the engine's close is
 
     def _start(self) -> "Future[_Serving]":
@@ -171,11 +162,14 @@ class _EngineThread:
                 tokenizer = load_tokenizer(self._config.model)
                 voice = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
 
+                async def answered(speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
+                    return PolicyReply.of(await speak(Seat(voice(sampling), (seed,), 0), tokenizer))
+
                 async def serve() -> None:
                     if self._weights is not None:
                         await engine.load_weights(self._weights())
                     stop = asyncio.Event()
-                    ready.set_result(_Serving(asyncio.get_running_loop(), stop, tokenizer, voice))
+                    ready.set_result((asyncio.get_running_loop(), stop, answered))
                     await stop.wait()  # unbounded: until `close`
 
                 runner.run(serve())

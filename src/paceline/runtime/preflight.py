@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from paceline.algorithms import credit_for
 from paceline.config import RunConfig
@@ -104,13 +104,9 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
         return
     local = model.model_copy(update={"tokenizer": str(folder)})
     if (tokenizer := found.attempt(lambda: load_tokenizer(local))) is not None:
-        found.attempt(lambda: _check_renderer(tokenizer, model))
-
-
-def _check_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Raise a sentence unless the tokenizer can write conversations: by a chat template, or known to `renderers`."""
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    renderer_of(tokenizer, ends, model)
+        # It must be able to write conversations: by a chat template, or known to `renderers`.
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        found.attempt(lambda: renderer_of(tokenizer, ends, model))
 
 
 def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
@@ -214,24 +210,25 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
         if env.id.endswith(".py") and not Path(env.id).is_file():
             raise EnvError(f"environment `{env.name}`: no such file `{env.id}`")
         return
-    if isinstance(env, CustomEnvConfig):
-        _check_function(env)
+    if isinstance(env, CustomEnvConfig):  # a function must be async and needs rows; a class has its own
+        defined = check_import(env.import_path)
+        if isinstance(defined, ast.FunctionDef):
+            raise EnvError(ASYNC_ONLY.format(env.import_path))
+        if isinstance(defined, ast.AsyncFunctionDef) and env.dataset is None:
+            raise EnvError(NEEDS_ROWS.format(env.name))
     sizes = {key: min(ROWS, size) for key in SIZES if isinstance(size := getattr(env, key, None), int)}
     sources = {key: _here(getattr(env, key), found) for key in ("dataset", "eval_dataset") if hasattr(env, key)}
     away = any(value is None and getattr(env, key) is not None for key, value in sources.items())
     small = env.model_copy(update=sizes | sources)
     with first_rows(ROWS):
         rows, held_out = _examples(small)
-    if not rows and not away and _rows_are_known(env):
+    # A user's class makes its own rows; those of all others are known.
+    known = not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
+    if not rows and not away and known:
         raise EnvError(f"environment `{env.name}` has no training rows")
     if not isinstance(env, CustomEnvConfig):  # a user's function may read the rows' images itself
         _check_messages(env, "training", rows)
         _check_messages(env, "held-out", held_out)
-
-
-def _rows_are_known(env: BaseEnvConfig) -> bool:
-    """Whether the rows are the run file's; a user's class makes its own."""
-    return not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
 
 
 def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -253,15 +250,6 @@ def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
     if not any(hooks(env.algo, env.seats)):
         environment = credit_for(env, environment.actors).stage(environment)
     return environment.examples("train"), environment.examples("eval")
-
-
-def _check_function(env: CustomEnvConfig) -> None:
-    """A function must be async and needs rows, which its definition tells; a class has its own."""
-    defined = check_import(env.import_path)
-    if isinstance(defined, ast.FunctionDef):
-        raise EnvError(ASYNC_ONLY.format(env.import_path))
-    if isinstance(defined, ast.AsyncFunctionDef) and env.dataset is None:
-        raise EnvError(NEEDS_ROWS.format(env.name))
 
 
 def _check_messages(env: BaseEnvConfig, split: str, rows: Sequence[Row]) -> None:
@@ -288,11 +276,6 @@ def _here(source: Any, found: Preflight) -> Any:
     if isinstance(source, dict):
         return {name: source[name] for name in names} or None
     return source if isinstance(source, str) and names else names or None
-
-
-__all__ = ["NEEDS_RAY", "Preflight", "PreflightError", "preflight", "refuse_unready"]
-
-NEEDS_RAY = 'placement = "ray" needs Ray: pip install "paceline[ray]"'
 
 
 def refuse_unready(config: RunConfig, given: Collection[str] = ()) -> None:
@@ -332,7 +315,7 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
 
         found.attempt(lambda: pick_device(config.device))
     if config.placement == "ray" and importlib.util.find_spec("ray") is None:
-        found.add([NEEDS_RAY])
+        found.add(['placement = "ray" needs Ray: pip install "paceline[ray]"'])
     for kind in config.record.exporters:
         found.attempt(lambda kind=kind: exporter(kind, config.record.project))
     launch = config.engine.launch

@@ -145,16 +145,19 @@ class TorchBackend:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """The tokens that end a turn."""
         return end_tokens(tokenizer, self.model)
 
     def engine(
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
     ) -> EmbeddedEngine:
+        """`alone`: no trainer runs beside it, so that it may have the model itself."""
         model = self.model.requires_grad_(False) if alone else engine_twin(self.model, config.model)
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
     def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+        """The engine of another maker that the run file names, fed by this trainer."""
         return external_engine(config, self.model, tokenizer, root)
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
@@ -162,6 +165,7 @@ class TorchBackend:
         return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
 
     def at_work(self) -> AbstractContextManager[object]:
+        """Held while engine and trainer run."""
         return small_products(self.model.dtype)
 
 
@@ -286,8 +290,3 @@ def torch_trainer(
         device=device,
         background=background_compile("trainer", config, model) if group is None else None,
     )
-
-
-def league_engine(config: RunConfig) -> EmbeddedEngine:
-    """An engine of this process, for a past version that is a whole model."""
-    return engine_for(load_model(config.model, pick_device(config.device)).requires_grad_(False), config)

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,17 @@ from typing import Any, TextIO, TypeVar
 from paceline.clients.rpc import HEAD, opened, read_frame
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
-from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
+from paceline.model import end_tokens, quick_handover, small_products
 from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
-from paceline.orchestrator import lay_out
-from paceline.runtime.colocated.rank_info import RankInfo, again, find_rank
-from paceline.runtime.colocated.rank_sockets import RankSockets, accept_ranks, listening, send_address
+from paceline.runtime.colocated.ranks import (
+    TOKEN_BYTES,
+    RankInfo,
+    RankSockets,
+    accept_ranks,
+    again,
+    find_rank,
+    listening,
+)
 from paceline.runtime.colocated.worker import (
     END,
     ColocatedLink,
@@ -33,13 +40,13 @@ from paceline.runtime.colocated.worker import (
     build_worker,
     follow,
     meet,
+    share_address,
 )
-from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of
-from paceline.runtime.processes.launch_spec import start_child
+from paceline.runtime.local import Placed, prepare
+from paceline.runtime.processes.supervisor import start_child
 from paceline.runtime.rpc import RankGroup, RpcCall, RpcFailure, RpcResult, decode_answer, framed
 from paceline.runtime.session import Given, RunResult, run_session
 from paceline.runtime.signals import Signals
-from paceline.runtime.torch_backend import league_engine
 from paceline.trainer import TrainerError
 from paceline.trainer.batch import cost_of
 from paceline.trainer.torch.world import call_off, leave
@@ -67,7 +74,7 @@ class RankProcesses:
                     started.processes[rank] = start_child(
                         "paceline.runtime.colocated.worker",
                         line=config.model_dump_json().encode() + b"\n",
-                        env={**os.environ, **info.of(rank).variables},
+                        env={**os.environ, **info.variables(rank)},
                         stdout=log,
                         stderr=log,
                     )
@@ -113,7 +120,7 @@ class RankLink:
         self._sock = sock
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, call: RpcCall) -> RpcResult | RpcFailure:
+    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
         self._streams = reader, writer = self._streams or await opened(self._sock)
         writer.write(framed(call))
         if (body := await read_frame(reader)) is None:
@@ -137,6 +144,7 @@ class ColocatedTrainer(RankGroup):
     ) -> None:
         super().__init__(config)
         self._handler, self._others, self._why = handler, others, why
+        self._ranks = [handler, *others]
         self._cost = cost_of(handler.worker.model.config)
         self.broken = False
         """Whether the ranks can no longer be asked: some may wait for others for ever."""
@@ -157,14 +165,8 @@ class ColocatedTrainer(RankGroup):
         for link in self._others:
             link.close()
 
-    @property
-    def _size(self) -> int:
-        return 1 + len(self._others)
-
-    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
-        if rank == 0:
-            return await self._handler.answer(call)
-        return await self._others[rank - 1].ask(call)
+    def _ask(self, rank: ColocatedRpcHandler | RankLink, call: RpcCall) -> Awaitable[RpcResult | RpcFailure]:
+        return rank.answer(call)
 
     def _there(self) -> None:
         if self.broken:
@@ -173,7 +175,7 @@ class ColocatedTrainer(RankGroup):
     def _gone(self, rank: int, error: BaseException) -> BaseException | None:
         if not isinstance(error, ConnectionError):
             return None
-        return TrainerError(f"rank {rank} of {self._size} is lost: {self._why(rank)}; go on with --resume latest")
+        return TrainerError(f"rank {rank} of {len(self._ranks)} is lost: {self._why(rank)}; go on with --resume latest")
 
 
 @asynccontextmanager
@@ -182,12 +184,8 @@ async def in_place(
 ) -> AsyncGenerator[Placed]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
-        phase("preparing environments")
-        courses = lay_out(config, given)
-        tokenizer = load_tokenizer(config.model)
-        past = past_versions(courses)
-        config = make_room_for_adapters(config, past)
-        config = config.model_copy(update={"runs": str(Path(config.runs).resolve())})
+        driver = prepare(config, phase, given)
+        config = driver.config.model_copy(update={"runs": str(Path(config.runs).resolve())})
         live = RunDirectory(dumps.parent).live
         live.mkdir(parents=True, exist_ok=True)
         processes = RankProcesses() if info.given else RankProcesses.start(config, info, live)
@@ -195,19 +193,21 @@ async def in_place(
 
         phase(f"loading {config.model.name} on {info.world} ranks")
         worker, sockets = await _unless_dead(processes, lambda: _gather(info, config, dumps))
-        handler = ColocatedRpcHandler(worker, tokenizer, live / "rank-0.log")
+        handler = ColocatedRpcHandler(worker, driver.tokenizer, live / "rank-0.log")
         trainer = ColocatedTrainer(config, handler, [RankLink(other.trainer) for other in sockets], processes.cause)
         stack.callback(_part, trainer, worker, sockets)
         links = [ColocatedLink(other.engine) for other in sockets]
         for link in links:
             await _unless_dead(processes, link.start)
             stack.callback(link.close)
-        pool = pool_of([worker.engine, *links], past, lambda: league_engine(config))
+        pool = driver.pool([worker.engine, *links])
         stack.callback(pool.close)
-        voice = policy_clients(config, pool, tokenizer, end_tokens(tokenizer, worker.model))
-        stack.callback(_ignore_sigterm, info)
+        ends = end_tokens(driver.tokenizer, worker.model)
+        if info.given and threading.current_thread() is threading.main_thread():
+            # A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first.
+            stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         with small_products(worker.model.dtype), quick_handover(worker.device):
-            yield Placed(pool, trainer, tokenizer, courses, voice, worker.device, worker.parameters)
+            yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
 
 
 def _gather(info: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[RankSockets]]:
@@ -217,7 +217,8 @@ def _gather(info: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWo
     try:
         if group is not None:
             with listening(info.host if info.neighbours == info.world else "") as sock:
-                sockets = accept_ranks(sock, info.world, send_address(group, sock))
+                _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(TOKEN_BYTES))
+                sockets = accept_ranks(sock, info.world, token)
         text = config.model_dump_json().encode()
         for other in sockets:
             other.trainer.sendall(HEAD.pack(len(text)) + text)
@@ -250,12 +251,6 @@ async def _unless_dead(processes: RankProcesses, work: Callable[[], T]) -> T:
         return waiting.result()  # bounded: it is done
     finally:
         waiting.cancel()
-
-
-def _ignore_sigterm(info: RankInfo) -> None:
-    """A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first."""
-    if info.given and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[RankSockets]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,8 +32,7 @@ from paceline.model import (
     quick_handover,
     small_products,
 )
-from paceline.runtime.colocated.rank_info import RankInfo
-from paceline.runtime.colocated.rank_sockets import RankSockets, connect_to_rank_0, receive_address
+from paceline.runtime.colocated.ranks import TOKEN_BYTES, RankInfo, RankSockets, connect_to_rank_0
 from paceline.runtime.local import share_cores
 from paceline.runtime.rpc import RpcCall, RpcResult, SentWeights, TrainerRpcHandler, decode_call, framed
 from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
@@ -73,16 +74,6 @@ class ColocatedWorker:
     update: WeightUpdate | None = None
     """The last update that the engine loaded."""
 
-    async def update_engine(self) -> WeightUpdate:
-        """Put the current weights into the engine and wake it. While it sleeps it reads nothing that is being written;
-        then it notes the version, and proves that it holds what was gathered and computes what the trainer does."""
-        await self.engine.sleep()
-        update = await self.trainer.pour(self.held)
-        await self.engine.load_weights(update)
-        await self.engine.wake()
-        self.update = update
-        return update
-
     def close(self) -> None:
         self.engine.close()
         self.trainer.close()
@@ -102,7 +93,14 @@ class ColocatedRpcHandler(TrainerRpcHandler):
         return await super()._do(call)
 
     async def _weights(self) -> SentWeights:
-        update = await self.worker.update_engine()
+        """Put the current weights into the engine and wake it. While it sleeps it reads nothing that is being written;
+        then it notes the version, and proves that it holds what was gathered and computes what the trainer does."""
+        engine = self.worker.engine
+        await engine.sleep()
+        update = await self.worker.trainer.pour(self.worker.held)
+        await engine.load_weights(update)
+        await engine.wake()
+        self.worker.update = update
         return SentWeights(update.version, "", update.adapter, update.expected or "", None)
 
 
@@ -133,6 +131,14 @@ def build_worker(config: RunConfig, info: RankInfo, group: ProcessGroup | None, 
     return ColocatedWorker(trainer, engine, model, dict(served.named_parameters()), parameters, place.type)
 
 
+def share_address(group: ProcessGroup, port: int = 0, token: bytes = bytes(TOKEN_BYTES)) -> tuple[int, bytes]:
+    """The port and the token of rank 0, which it gives to all ranks."""
+    data = torch.tensor([port, *token])
+    dist.broadcast(data, src=0, group=group)
+    port, *numbers = data.tolist()
+    return port, bytes(numbers)
+
+
 END = b"end"
 """Rank 0's last word to a rank that did its work."""
 
@@ -142,11 +148,11 @@ def follow(config: RunConfig, info: RankInfo) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
     group = meet(info, config)
     assert group is not None
-    sockets = connect_to_rank_0(info, *receive_address(group))
+    sockets = connect_to_rank_0(info, *share_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    lifeline = Lifeline(sockets.life)
+    ended = watch_rank_0(sockets.life)
     if (text := received(sockets.trainer)) is None:
         raise PacelineError("rank 0 ended before it said what to do")
     config = RunConfig.model_validate_json(text)
@@ -159,7 +165,8 @@ def follow(config: RunConfig, info: RankInfo) -> None:
     with small_products(worker.model.dtype), quick_handover(worker.device):
         handler = ColocatedRpcHandler(worker, tokenizer)
         asyncio.run(_serve(sockets, handler, worker, end_tokens(tokenizer, worker.model)))
-    lifeline.rest()
+    if not ended.wait(timeout=10.0):  # rank 0 has hung up: go on only if it said that this is the end
+        os._exit(ORPHANED)
     worker.close()
     leave()
     sockets.close()
@@ -177,28 +184,23 @@ async def _serve(
     await asyncio.wait([sampling], timeout=1.0)
 
 
-class Lifeline:
-    """Watches a connection from a thread of its own: whatever this rank is doing, it ends when rank 0 is gone. Others
-    would wait for it in vain, and nothing needs to be saved here: the run resumes from its checkpoint."""
+def watch_rank_0(sock: socket.socket) -> threading.Event:
+    """Watch a connection from a thread of its own: whatever this rank is doing, it ends when rank 0 is gone. Others
+    would wait for it in vain, and nothing needs to be saved here: the run resumes from its checkpoint. The event is set
+    once rank 0 says that the run has ended."""
+    ended = threading.Event()
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
-
-    def rest(self) -> None:
-        """Rank 0 has hung up: go on only if it said that this is the end."""
-        if not self._ended.wait(timeout=10.0):
-            os._exit(ORPHANED)
-
-    def _watch(self) -> None:
+    def watch() -> None:
         try:
-            data = self._sock.recv(len(END), socket.MSG_WAITALL)  # unbounded: as long as rank 0 lives
+            data = sock.recv(len(END), socket.MSG_WAITALL)  # unbounded: as long as rank 0 lives
         except OSError:  # its machine is gone
             data = b""
         if data != END:
             os._exit(ORPHANED)
-        self._ended.set()
+        ended.set()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    return ended
 
 
 def main() -> int:

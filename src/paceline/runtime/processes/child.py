@@ -10,25 +10,27 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from paceline.clients import HttpEngine
 from paceline.config import RunConfig
-from paceline.config.env.base import ArenaEnvConfig as Arena
+from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.serve import ServeConfig
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.observe.monitor import Monitors, watching
 from paceline.observe.monitor.plain import PlainLines
-from paceline.orchestrator import lay_out
-from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, share_cores
-from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, read_launch_spec
-from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost, life
+from paceline.runtime.local import Placed, make_room_for_adapters, prepare, share_cores
+from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost
+from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.rpc import RpcHello
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import run_session
-from paceline.runtime.torch_backend import build_trainer, league_engine
-from paceline.util.process_exit import exit_process
+from paceline.runtime.torch_backend import build_trainer
+from paceline.util.process_exit import exit_process, exit_with_stdin
 
 LOOK_SECONDS = 0.25
 log = logging.getLogger("paceline.server")
@@ -36,7 +38,8 @@ log = logging.getLogger("paceline.server")
 
 def server(spec: LaunchSpec) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
-    config = make_room_for_adapters(spec.run, _past(spec.run))
+    leagues = [env.league for env in spec.run.env if isinstance(env, ArenaEnvConfig)]
+    config = make_room_for_adapters(spec.run, sum(league.size for league in leagues if league is not None))
     settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
     try:
         serve_model(config, settings)
@@ -53,7 +56,7 @@ def trainer(spec: LaunchSpec) -> int:
     address = Path(spec.socket)
     address.unlink(missing_ok=True)
     tokenizer = load_tokenizer(config.model)
-    hello = RpcHello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
+    hello = RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
     host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
     with small_products(built.model.dtype):
         asyncio.run(host.serve(address))
@@ -72,14 +75,9 @@ def orchestrator(spec: LaunchSpec) -> int:
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 
-def _past(config: RunConfig) -> int:
-    """Versions of the past that leagues keep in the server."""
-    leagues = [env.league for env in config.env if isinstance(env, Arena)]
-    return sum(league.size for league in leagues if league is not None)
-
-
 def main(role: str) -> int:
-    spec = read_launch_spec()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    exit_with_stdin()
     try:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(spec)
@@ -93,20 +91,17 @@ def main(role: str) -> int:
 @asynccontextmanager
 async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
     """Wait for server and trainer, and let go of them at the end."""
-    phase("preparing environments")
-    courses = lay_out(config)
-    tokenizer = load_tokenizer(config.model)
+    driver = prepare(config, phase)
     phase(f"waiting for a server and a trainer of {config.model.name}")
     trainer = RemoteTrainer(Path(spec.trainer))
     engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
     try:
         hello = await trainer.meet()
         await _up(engine)
-        config = share_cores(config, hello.parameters)
-        pool = pool_of([engine], past_versions(courses), lambda: league_engine(config))
-        voice = policy_clients(config, pool, tokenizer, hello.ends)
+        driver = replace(driver, config=share_cores(config, hello.parameters))
+        pool = driver.pool([engine])
         try:
-            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters)
+            yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
         finally:
             pool.close()
     finally:

@@ -57,8 +57,6 @@ class RemoteTrainer:
 
     def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
         self.version = 0
-        self.hello: RpcHello | None = None
-        """The trainer's greeting."""
         self._address, self._silent = address, silent
         self._name = uuid.uuid4().hex
         self._numbers = count(1)
@@ -72,8 +70,7 @@ class RemoteTrainer:
     async def meet(self) -> RpcHello:
         """Wait until it is up."""
         await self._connect()
-        assert self.hello is not None
-        return self.hello
+        return self._hello
 
     async def feed(self, samples: Sequence[Sample]) -> None:
         self._used = True
@@ -185,7 +182,7 @@ class RemoteTrainer:
         if self._used and self._life and self._life != hello.life:
             self._hang_up()
             raise TrainerLost("the trainer's process ended and was started again")
-        self._life, self.hello = hello.life, hello
+        self._life, self._hello = hello.life, hello
         return reader, writer
 
     def _hang_up(self) -> None:
@@ -234,7 +231,6 @@ class TrainerHost(TrainerRpcHandler):
                 caller.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._hello.version = self.trainer.version
         writer.write(framed(self._hello))
         self._callers.add(writer)
         with contextlib.suppress(ConnectionError, TimeoutError):
@@ -272,7 +268,3 @@ class TrainerHost(TrainerRpcHandler):
         assert isinstance(stored, StoredTensors)
         deltas, delta = [str(file) for file in stored.deltas], str(self._store.link or "")
         return SentWeights(update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta)
-
-
-def life() -> str:
-    return uuid.uuid4().hex

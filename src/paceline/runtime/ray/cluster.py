@@ -32,21 +32,16 @@ class RayActor:
         self.config = RunConfig.model_validate_json(config)
         self.name = name
         if Path(live).is_dir():
-            _write_to(Path(live) / f"{name}.log")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with (Path(live) / f"{name}.log").open("ab", buffering=0) as log:  # for libraries written in C too
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
 
     @ray.method(concurrency_group=CONTROL)
     async def whereabouts(self) -> tuple[str, int]:
         """This machine and process."""
         return socket.gethostname(), os.getpid()
-
-
-def _write_to(log: Path) -> None:
-    """Standard output and error go to the end of this file from now on, also those of libraries written in C."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with log.open("ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 NAMESPACE = "paceline"
@@ -57,54 +52,44 @@ REQUESTS = 4096
 """Calls one actor answers at once; what an engine runs at once is its own setting."""
 CONTROLS = 64
 """Calls of its control group that one actor answers at once, beside its requests."""
-GROUPS: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROLS}}
 Resources = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Resources that each part of a run asks for."""
+    """How many actors of each part a run has, and the resources that each of them asks for."""
 
-    engine: Resources
-    rank: Resources
-    worker: Resources
-    scorer: Resources
-    engines: int
-    ranks: int
-    workers: int
-    scorers: int
+    counts: dict[str, int]
+    """In the order of their bundles."""
+    each: dict[str, Resources]
 
     @classmethod
     def of(cls, config: RunConfig, gpus: float) -> "Needs":
         c = config.cluster
-        each = 1.0 if gpus and config.device != "cpu" else 0.0
-        return cls(
-            engine={"CPU": c.engine_cpus, "GPU": each if c.engine_gpus is None else c.engine_gpus},
-            rank={"CPU": c.rank_cpus, "GPU": each if c.rank_gpus is None else c.rank_gpus},
-            worker={"CPU": c.worker_cpus},
-            scorer={"CPU": c.scorer_cpus, "GPU": each if c.scorer_gpus is None else c.scorer_gpus},
-            engines=c.engines,
-            ranks=config.trainer.parallel.ranks,
-            workers=c.workers,
-            scorers=c.scorers * len(scored_here(config)),
-        )
+        parts = {
+            "engine": (c.engines, c.engine_cpus, c.engine_gpus),
+            "rank": (config.trainer.parallel.ranks, c.rank_cpus, c.rank_gpus),
+            "worker": (c.workers, c.worker_cpus, 0.0),
+            "scorer": (c.scorers * len(scored_here(config)), c.scorer_cpus, c.scorer_gpus),
+        }
+        one = 1.0 if gpus and config.device != "cpu" else 0.0
+        each = {part: {"CPU": cpus, "GPU": one if gpu is None else gpu} for part, (_, cpus, gpu) in parts.items()}
+        return cls({part: count for part, (count, *_) in parts.items()}, each)
 
     @property
     def bundles(self) -> list[Resources]:
-        """One for each actor: engines, then ranks, then workers, then scorers."""
-        all_of = [self.engine] * self.engines + [self.rank] * self.ranks
-        all_of += [self.worker] * self.workers + [self.scorer] * self.scorers
-        return [_bundle(one) for one in all_of]
+        """One for each actor."""
+        return [_bundle(self.each[part]) for part, count in self.counts.items() for _ in range(count)]
+
+    def index(self, part: str, number: int) -> int:
+        """The bundle of one actor of a part."""
+        parts = list(self.counts)
+        return number + sum(self.counts[before] for before in parts[: parts.index(part)])
 
     @property
     def words(self) -> str:
-        counts = {
-            "engines": self.engines,
-            "trainer ranks": self.ranks,
-            "workers": self.workers,
-            "scorers": self.scorers,
-        }
-        *most, last = [f"{count} {name}" for name, count in counts.items() if count]
+        names = {"rank": "trainer rank"}
+        *most, last = [f"{count} {names.get(part, part)}s" for part, count in self.counts.items() if count]
         return f"{', '.join(most)} and {last}"
 
     def total(self, name: str) -> float:
@@ -213,7 +198,7 @@ def actor(
     if strategy is not None:
         options["scheduling_strategy"] = strategy
     try:
-        made: Any = ray.remote(**GROUPS)(kind)
+        made: Any = ray.remote(concurrency_groups={CONTROL: CONTROLS})(kind)
         return made.options(**options).remote(*arguments)
     except ValueError as error:
         if "already" not in str(error):

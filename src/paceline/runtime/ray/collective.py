@@ -9,26 +9,16 @@ dead, hung or not yet there, fetches it from there. A group that breaks meets on
 
 import asyncio
 import logging
-import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import ray
-import torch
-from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayError
-from ray.util import get_node_ip_address
-from torch import Tensor
 
-from paceline.config import RunConfig
-from paceline.errors import EngineError
-from paceline.runtime.ray.cluster import CONTROL, last_line
+from paceline.runtime.ray.cluster import last_line
 from paceline.trainer import TrainerLost
-from paceline.weights.broadcast import Receiver, Sender
 
 if TYPE_CHECKING:
-    from paceline.runtime.ray.cluster import Needs
     from paceline.runtime.ray.engines import ObjectTensors, RayEngine
 
 SECONDS = 60.0
@@ -39,57 +29,7 @@ LONGEST_SECONDS = 900.0
 """For a whole broadcast, and for all to apply it."""
 MOST_FAILURES = 3
 """Broadcasts in a row that came to nothing, after which this run tries no more."""
-ROW = "row"
 log = logging.getLogger("paceline.ray")
-
-
-class Sending:
-    """The first rank's part in a broadcast."""
-
-    async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
-        """Wait at a door for so many engines; answers with their invitations."""
-        self.leave_group()
-        self._sender = Sender(members, device, seconds, host=get_node_ip_address())
-        return [self._sender.invitation(rank) for rank in range(1, members + 1)]
-
-    async def meet_group(self) -> None:
-        await asyncio.to_thread(self._sender.form)
-
-    async def hold(self, weights: NDArray) -> int:
-        """Look at weights in the object store of this machine; answers with their length in bytes."""
-        self._row = row_of(weights)
-        return len(self._row)
-
-    async def send_row(self) -> None:
-        row, self._row = self._row, torch.empty(0, dtype=torch.uint8)
-        await asyncio.to_thread(self._sender.send, {ROW: row})
-
-    def leave_group(self) -> None:
-        if (sender := getattr(self, "_sender", None)) is not None:
-            sender.close()
-
-
-class Receiving:
-    """An engine's part in a broadcast."""
-
-    _receiver: Receiver | None = None
-
-    @ray.method(concurrency_group=CONTROL)
-    async def join_group(self, invitation: dict[str, Any], device: str) -> None:
-        """Meet the first rank and the other engines, and leave the group before."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
-        receiver = Receiver(**invitation, device=device)
-        await asyncio.to_thread(receiver.form)
-        self._receiver = receiver
-
-    async def received(self, size: int) -> Tensor:
-        """The bytes that are broadcast now, in memory that the next broadcast overwrites."""
-        if self._receiver is None:
-            raise EngineError("this engine is in no group")
-        layout = [{"name": ROW, "dtype": "uint8", "shape": [size]}]
-        return (await asyncio.to_thread(self._receiver.receive, layout))[ROW]
 
 
 @dataclass(eq=False, slots=True)
@@ -192,7 +132,7 @@ class WeightsGroup:
     async def _all(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
         """Each call's answer or error. After the first failure the others have as long as a bucket may take to fail
         too, and a call that is still open then is missing from the answer."""
-        tasks = {asyncio.ensure_future(_awaited(call)): who for who, call in calls.items()}
+        tasks = {asyncio.ensure_future(call): who for who, call in calls.items()}
         try:
             _, silent = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=LONGEST_SECONDS)
             if silent:
@@ -204,25 +144,5 @@ class WeightsGroup:
                 task.cancel()
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer  # bounded: by LONGEST_SECONDS
-
-
 def _failed(outcomes: Mapping[Any, Any]) -> dict[Any, BaseException]:
     return {who: got for who, got in outcomes.items() if isinstance(got, BaseException)}
-
-
-def weights_group(config: RunConfig, needs: "Needs", first_rank: Callable[[], Any]) -> WeightsGroup | None:
-    """The group a run broadcasts in, if it is to. Over NCCL where every member has a GPU of its own."""
-    own = needs.engine.get("GPU", 0.0) >= 1 and needs.rank.get("GPU", 0.0) >= 1
-    path = config.weights.path
-    if path == "broadcast" or (path == "auto" and own and needs.engines > 1):
-        return WeightsGroup(first_rank, "cuda" if own else "cpu")
-    return None
-
-
-def row_of(weights: NDArray) -> Tensor:
-    """The same memory, which belongs to the object store and is only read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
-        return torch.from_numpy(weights)

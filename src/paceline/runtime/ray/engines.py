@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -36,13 +37,14 @@ from paceline.clients.rpc import (
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
-from paceline.errors import RequestError, Unreachable, UpdateLost
+from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost
 from paceline.runtime.ray.cluster import CONTROL, RayActor, first_line
-from paceline.runtime.ray.collective import Receiving, Round, WeightsGroup, row_of
+from paceline.runtime.ray.collective import Round, WeightsGroup
 from paceline.runtime.scorer import Scorer
-from paceline.runtime.serving import Ends, embedded, leave, watch
+from paceline.runtime.serving import Ends, embedded, leave, scoring, watch
 from paceline.trainer import TrainerLost
 from paceline.weights import tensors as libraries
+from paceline.weights.broadcast import Receiver
 from paceline.weights.update import WeightUpdate
 
 KINDS = {
@@ -69,6 +71,17 @@ def tensors_in(row: Tensor) -> dict[str, Tensor]:
         return found
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise RequestError(f"these {len(row)} bytes are no safetensors file: {error}") from error
+
+
+ROW = "row"
+"""The one tensor of a broadcast: the bytes of a safetensors file."""
+
+
+def row_of(weights: NDArray) -> Tensor:
+    """The same memory, which belongs to the object store and is only read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
+        return torch.from_numpy(weights)
 
 
 EACH_TURN = 8
@@ -104,7 +117,7 @@ class WeightsLost(UpdateLost, TrainerLost):
     """The object store lost the newest weights, and with them what was trained since the newest checkpoint."""
 
 
-class EngineActor(Receiving, RayActor):
+class EngineActor(RayActor):
     """One embedded engine. Started again after a death it holds the weights it began with, and says so: the roster then
     gives it the current ones before it serves. One whose thread has failed ends itself, so that Ray starts it again.
 
@@ -116,7 +129,8 @@ class EngineActor(Receiving, RayActor):
     def __init__(self, config: str, name: str, live: str) -> None:
         super().__init__(config, name, live)
         self._stack = contextlib.ExitStack()
-        self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
+        self._engine, _ = self._stack.enter_context(type(self).serves(self.config))
+        self._receiver: Receiver | None = None
         watch(self._engine, leave)
         self._handler = EngineRpcHandler(self._engine)
 
@@ -137,7 +151,11 @@ class EngineActor(Receiving, RayActor):
     @ray.method(concurrency_group=CONTROL)
     async def receive_row(self, head: bytes, size: int) -> bytes:
         """Weights that the first rank broadcasts now."""
-        return await self._apply(head, await self.received(size))
+        if self._receiver is None:
+            raise EngineError("this engine is in no group")
+        layout = [{"name": ROW, "dtype": "uint8", "shape": [size]}]
+        rows = await asyncio.to_thread(self._receiver.receive, layout)  # in memory that the next broadcast overwrites
+        return await self._apply(head, rows[ROW])
 
     async def _apply(self, head: bytes, row: Tensor) -> bytes:
         (message,) = decode_to_engine(head).messages
@@ -151,11 +169,23 @@ class EngineActor(Receiving, RayActor):
         return self._framed(answer)
 
     @ray.method(concurrency_group=CONTROL)
-    async def end_tokens(self) -> tuple[int, ...]:
-        return self.ends
+    async def join_group(self, invitation: dict[str, Any], device: str) -> None:
+        """Meet the first rank and the other engines for broadcasts, and leave the group before."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        receiver = Receiver(**invitation, device=device)
+        await asyncio.to_thread(receiver.form)
+        self._receiver = receiver
 
     def _framed(self, answer: Any) -> bytes:
         return _encode(FromEngine([answer], self._engine.busy_seconds))
+
+
+class ScorerActor(EngineActor):
+    """One scorer, which never samples. Started again after a death it is as good as before: its model is frozen."""
+
+    serves = scoring
 
 
 class RayEngine(FramedEngine):
@@ -190,6 +220,9 @@ class RayEngine(FramedEngine):
 
     def start(self) -> None:
         """Actors start by themselves."""
+
+    async def aclose(self) -> None:
+        """Actors belong to the placement, not to their callers."""
 
     def close(self) -> None:
         ray.kill(self.actor)

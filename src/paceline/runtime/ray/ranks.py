@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import ray
+import torch
 from numpy.typing import NDArray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util import get_node_ip_address
@@ -16,12 +17,9 @@ from paceline.config import RunConfig
 from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
-from paceline.runtime.processes.remote_trainer import life
 from paceline.runtime.ray.cluster import RayActor, first_line, last_line
-from paceline.runtime.ray.collective import Sending
-from paceline.runtime.ray.engines import ObjectTensors, packed
+from paceline.runtime.ray.engines import ROW, ObjectTensors, packed, row_of
 from paceline.runtime.rpc import (
-    FromTrainer,
     RankGroup,
     RpcCall,
     RpcFailure,
@@ -29,6 +27,7 @@ from paceline.runtime.rpc import (
     RpcResult,
     SentWeights,
     TrainerRpcHandler,
+    decode_answer,
     decode_call,
 )
 from paceline.runtime.torch_backend import build_trainer, pick_device
@@ -36,17 +35,19 @@ from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
 from paceline.trainer.torch.world import join
 from paceline.util.process_exit import free_port
+from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
 _encode = msgspec.msgpack.Encoder().encode
-_answer = msgspec.msgpack.Decoder(FromTrainer).decode
 _sent = msgspec.msgpack.Decoder(SentWeights).decode
 
 
-class RankActor(Sending, RayActor):
-    """One rank: its share of the model, of each batch, and of each checkpoint."""
+class RankActor(RayActor):
+    """One rank: its share of the model, of each batch, and of each checkpoint. The first sends weights to engines."""
+
+    _sender: Sender | None = None
 
     async def meeting_place(self) -> tuple[str, int]:
         """Host and port at which the ranks meet, if this is the first of them."""
@@ -63,9 +64,9 @@ class RankActor(Sending, RayActor):
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
         self._handler = TrainerRpcHandler(built.trainer, tokenizer)
-        ends = end_tokens(tokenizer, built.model)
         cost = cost_of(built.model.config)
-        return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
+        hello = RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
+        return _encode(hello), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
@@ -78,6 +79,27 @@ class RankActor(Sending, RayActor):
         data = await asyncio.to_thread(packed, update.tensors)
         return _encode(SentWeights(update.version, "", update.adapter, expected, update.canary)), data
 
+    async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
+        """Listen for so many engines; answers with their invitations."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = Sender(members, device, seconds, host=get_node_ip_address())
+        return [self._sender.invitation(rank) for rank in range(1, members + 1)]
+
+    async def meet_group(self) -> None:
+        assert self._sender is not None
+        await asyncio.to_thread(self._sender.form)
+
+    async def hold(self, weights: NDArray) -> int:
+        """Look at weights in the object store of this machine; answers with their length in bytes."""
+        self._row = row_of(weights)
+        return len(self._row)
+
+    async def send_row(self) -> None:
+        assert self._sender is not None
+        row, self._row = self._row, torch.empty(0, dtype=torch.uint8)
+        await asyncio.to_thread(self._sender.send, {ROW: row})
+
 
 class RayTrainer(RankGroup):
     """All ranks as one trainer. What a lost rank knew is gone, and `load` starts new ones."""
@@ -85,11 +107,10 @@ class RayTrainer(RankGroup):
     def __init__(self, config: RunConfig, start: Callable[[], Sequence[Any]]) -> None:
         super().__init__(config)
         self._start = start
-        self._ranks: list[Any] = []
 
     async def meet(self) -> RpcHello:
         """Start the ranks and wait until they have met."""
-        self._ranks = list(self._start())
+        self._ranks = self._start()
         try:
             async with asyncio.timeout(START_SECONDS):
                 host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
@@ -101,9 +122,9 @@ class RayTrainer(RankGroup):
                 f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
                 "`paceline status`, then add --resume latest"
             ) from None
-        hello, self._cost = _answer(greeting), Cost(*cost)
+        hello, self._cost = decode_answer(greeting), Cost(*cost)
         assert isinstance(hello, RpcHello)
-        self.hello, self.version = hello, 0
+        self.version = 0
         return hello
 
     def first(self) -> Any:
@@ -125,17 +146,13 @@ class RayTrainer(RankGroup):
         await super().load(folder)
 
     def close(self) -> None:
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks = self._ranks, ()
         for rank in ranks:
             with contextlib.suppress(RayError):
                 ray.kill(rank)
 
-    @property
-    def _size(self) -> int:
-        return len(self._ranks)
-
-    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
-        answer = _answer(await self._ranks[rank].do.remote(_encode(call)))
+    async def _ask(self, rank: Any, call: RpcCall) -> RpcResult | RpcFailure:
+        answer = decode_answer(await rank.do.remote(_encode(call)))
         assert isinstance(answer, RpcResult | RpcFailure)
         return answer
 
